@@ -1,0 +1,7 @@
+"""`python -m finetune`, the same as `finetune`."""
+
+import sys
+
+from finetune.cli import main
+
+sys.exit(main())
