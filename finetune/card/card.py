@@ -1,0 +1,36 @@
+"""Card: the facts of one GPU, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Card:
+    """Facts of one card. Bytes and FLOP per second; unknown is None.
+
+    `total_bytes` is what torch sees, less than the number on the box. `free_bytes` is what is free now (a catalogue card: total
+    less `held_bytes` of a usual desktop). `context_bytes` is what a CUDA process holds outside torch's allocator.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int] | None = None
+    bf16_flops: float | None = None
+    bandwidth_bytes_s: float | None = None
+    pcie_bytes_s: float | None = None
+    context_bytes: int | None = None
+    context_uncertainty_bytes: int = 0
+    source: str = "catalogue"  # catalogue | measured | cpu
+    reason: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """True when training runs on the processor and memory is host memory."""
+        return self.source == "cpu"
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Ampere (8.0) and later; Turing trains in fp16. Every CPU can."""
+        return self.is_cpu or (self.capability is not None and self.capability >= (8, 0))

@@ -1,0 +1,138 @@
+"""Find a card: this machine's, the processor, or one of the catalogue (cards.json)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.card.card import Card
+from finetune.card.host import host_card
+from finetune.card.measured import measured_context
+from finetune.card.nvidia import Device, read_device
+from finetune.errors import RecipeError
+from finetune.units import GIB, format_bytes
+
+#: Context in bytes, and how far off that may be, of a card that nobody has measured and the catalogue doesn't know.
+ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
+#: A card whose memory differs by more than this from the catalogue's is another variant of it.
+SAME_MEMORY = 0.08
+
+
+def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False) -> Card:
+    """The card that `gpu` names: `auto` (this machine's), `cpu`, or a name of the catalogue.
+
+    `free_bytes` stands for what is free now, e.g. to plan for another machine. `here` is for training: a named card must be in
+    this machine, and its facts are the machine's. Raises RecipeError when there is no such card, or more is said to be free
+    than the card has.
+    """
+    wanted = gpu.strip().lower()
+    card = _this_machines() if wanted == "auto" else host_card() if wanted == "cpu" else _named(gpu)
+    if here and card.source == "catalogue":
+        card = _checked_here(card)
+    if free_bytes is None:
+        return card
+    if free_bytes <= 0 or free_bytes > card.total_bytes:
+        raise RecipeError(
+            f"{format_bytes(free_bytes)} free is not possible: {card.name} has {format_bytes(card.total_bytes)}",
+            f"Give a size up to {format_bytes(card.total_bytes)}.",
+        )
+    return dataclasses.replace(card, free_bytes=free_bytes, reason=f"{card.reason}; {format_bytes(free_bytes)} free as you say")
+
+
+@functools.cache
+def _entries() -> dict[str, dict[str, Any]]:
+    return json.loads((Path(__file__).parent / "cards.json").read_text(encoding="utf-8"))["cards"]
+
+
+def catalogue() -> dict[str, Card]:
+    """Name -> Card for every card of the catalogue; `reason` says where its numbers are from."""
+    return {name: _from_entry(name, entry) for name, entry in _entries().items()}
+
+
+def _from_entry(name: str, entry: dict[str, Any]) -> Card:
+    """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
+    total, held = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
+    measured = measured_context(name) or measured_context(entry["device"])
+    context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
+    return Card(
+        name=name, total_bytes=total, free_bytes=total - held, capability=tuple(entry["capability"]),
+        bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
+        pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
+        reason=_described(total, held, entry["source"]),
+    )  # fmt: skip
+
+
+def _described(total: int, held: int, source: str) -> str:
+    desktop = f", {format_bytes(held)} taken as held by a desktop" if held else ""
+    return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
+
+
+def _this_machines() -> Card:
+    """The driver's facts; the rates are the catalogue's when it knows the card, else unknown."""
+    device = read_device()
+    known = _entry_of(device)
+    listed = _from_entry(known, _entries()[known]) if known else None
+    measured = measured_context(device.name)
+    known_context = (listed.context_bytes, listed.context_uncertainty_bytes) if listed else ASSUMED_CONTEXT
+    context, spread = measured or known_context
+    held = device.total_bytes - device.free_bytes
+    who = f" by {', '.join(device.holders[:4])}" if device.holders else ""
+    about_context = "measured here" if measured else "of the catalogue" if listed else "assumed"
+    return Card(
+        name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
+        bf16_flops=listed.bf16_flops if listed else None, bandwidth_bytes_s=listed.bandwidth_bytes_s if listed else None,
+        pcie_bytes_s=device.pcie_bytes_s or (listed.pcie_bytes_s if listed else None), context_bytes=context,
+        context_uncertainty_bytes=spread, source="measured",
+        reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
+        f"{format_bytes(held)} held{who}; context {about_context}",
+    )  # fmt: skip
+
+
+def _entry_of(device: Device) -> str | None:
+    """Name of the catalogue's card with the driver's name and about its memory."""
+    wanted = _plain(device.name)
+    same = [name for name, entry in _entries().items() if _plain(entry["device"]) == wanted]
+    distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same}
+    near = [name for name in same if distance[name] <= SAME_MEMORY]
+    return min(near, key=lambda name: distance[name], default=None)
+
+
+def _checked_here(wanted: Card) -> Card:
+    try:
+        device = read_device()
+    except RecipeError as error:
+        problems = [f"gpu: {wanted.name}, but {problem.partition('but ')[2] or problem}" for problem in error.problems]
+        raise RecipeError(problems, f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}") from None
+    if _entry_of(device) != wanted.name:
+        raise RecipeError(
+            f"gpu: {wanted.name}, but this machine has {device.name} with {format_bytes(device.total_bytes)}",
+            "Set gpu=auto to plan for the card that is here.",
+        )
+    return _this_machines()
+
+
+def _named(gpu: str) -> Card:
+    """Case, spaces, dashes and the maker's name don't matter. Raises RecipeError with the closest names."""
+    entries, wanted = _entries(), _plain(gpu)
+    names = {_plain(name): name for name in entries}
+    short = {_short(plain): name for plain, name in names.items()}
+    found = names.get(wanted) or short.get(_short(wanted))
+    if found:
+        return _from_entry(found, entries[found])
+    variants = [name for plain, name in names.items() if wanted and _short(plain).startswith(_short(wanted))]
+    close = variants or [names[plain] for plain in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)]
+    fix = f"Did you mean {' or '.join(close[:4])}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
+    raise RecipeError(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|geforce|tesla|graphics|corporation", "", name.lower()))
+
+
+def _short(plain: str) -> str:
+    return re.sub(r"^(rtx|gtx)", "", plain)

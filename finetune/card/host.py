@@ -1,0 +1,49 @@
+"""The processor as a card: training on the CPU uses host memory, and a container's limit counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from finetune.card.card import Card
+from finetune.units import format_bytes
+
+
+def host_card() -> Card:
+    """This machine's processor; memory is what is available now, within the container's limit if there is one."""
+    memory = psutil.virtual_memory()
+    total, free, where = memory.total, memory.available, "this machine"
+    limit = _container_limit()
+    if limit is not None and limit < total:
+        used = _container_used() or 0
+        total, free, where = limit, min(free, max(limit - used, 0)), "this container"
+    return Card(
+        name="cpu", total_bytes=total, free_bytes=free, context_bytes=0, source="cpu",
+        reason=f"the processor: {format_bytes(free)} of {format_bytes(total)} host memory is available on {where}",
+    )  # fmt: skip
+
+
+def _container_limit() -> int | None:
+    """Bytes of the cgroup's limit; None when there is none (v2 writes `max`, v1 a number near 2^63)."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        value = _number(path)
+        if value is not None and value < 2**60:
+            return value
+    return None
+
+
+def _container_used() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes"):
+        value = _number(path)
+        if value is not None:
+            return value
+    return None
+
+
+def _number(path: str) -> int | None:
+    try:
+        text = Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

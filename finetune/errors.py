@@ -1,0 +1,68 @@
+"""Errors for the person who reads them: what is wrong, with the value, and what to type. One exit code for each cause."""
+
+from __future__ import annotations
+
+
+class FinetuneError(Exception):
+    """A problem the user can act on; printed without a traceback.
+
+    `problems` are one line each (all of them at once); `fix` says what to type. `exit_code` is the process's exit status.
+    """
+
+    exit_code = 1
+    title = "Something went wrong"
+
+    def __init__(self, problems: str | list[str], fix: str = "") -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.fix = fix
+        super().__init__("\n".join(self.problems + ([fix] if fix else [])))
+
+    def as_json(self) -> dict:
+        """The same content for `--json`: `{"error": kind, "problems": [...], "fix": str, "exit_code": int}`."""
+        return {"error": type(self).__name__, "problems": self.problems, "fix": self.fix, "exit_code": self.exit_code}
+
+
+class RecipeError(FinetuneError):
+    """The recipe, an override or the command's usage is wrong."""
+
+    exit_code = 2
+    title = "The recipe needs a change"
+
+
+class DoesNotFit(FinetuneError):
+    """The forecast says that the plan does not fit the card."""
+
+    exit_code = 3
+    title = "This will not fit"
+
+
+class DataError(FinetuneError):
+    """The dataset can't be read or has rows that can't be trained on."""
+
+    exit_code = 4
+    title = "The data needs a change"
+
+
+class OutOfMemory(FinetuneError):
+    """Memory ran out and no smaller plan is left."""
+
+    exit_code = 5
+    title = "Out of memory"
+
+
+class Diverged(FinetuneError):
+    """Loss or gradients are no longer finite."""
+
+    exit_code = 6
+    title = "Training diverged"
+
+
+class LossSpike(Diverged):
+    """The loss has jumped; the supervisor goes back to the last checkpoint. Never reaches the user as an error."""
+
+
+class DiskFull(FinetuneError):
+    """There is no room left, or a place can't be written to."""
+
+    exit_code = 7
+    title = "The disk needs attention"

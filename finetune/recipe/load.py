@@ -1,0 +1,188 @@
+"""From a recipe file and `key=value` overrides to a validated Recipe; every problem at once, with its line and a remedy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from finetune.errors import RecipeError
+from finetune.recipe import yaml
+from finetune.recipe.schema import ALIASES, DatasetRecipe, LaunchRecipe, Recipe
+
+_SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
+_SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
+_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9]{20,})\b")
+
+
+def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems."""
+    path = find_recipe(source)
+    return parse_recipe(_read(path), str(source), overrides)
+
+
+def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """The same from the recipe's text. `name` stands in front of each problem."""
+    document = yaml.parse(text, name)
+    origin = {path: f"{name}:{line}" for path, line in document.lines.items()}
+    values = document.values
+    for override in overrides:
+        _apply(override, values, origin)
+    return _validated(values, origin, name, document.problems)
+
+
+def recipe_from(values: dict[str, Any]) -> Recipe:
+    """A Recipe from plain values, such as a form's. Raises RecipeError with all problems."""
+    return _validated(values, {}, "recipe")
+
+
+def write_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML, only what was set, in canonical names; `parse_recipe` reads the same recipe back."""
+    return yaml.dump(recipe.model_dump(exclude_unset=True, mode="json"))
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of each recipe that comes with the project."""
+    here = Path(__file__).resolve()
+    folders = (here.parents[2] / "recipes", here.parents[1] / "recipes")  # a checkout, an installed wheel
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(source: str | Path) -> Path:
+    """The file for `source`: a path, or the name of a shipped recipe. Raises RecipeError when there is none."""
+    path, shipped = Path(source), shipped_recipes()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise RecipeError(
+            f"{source} is a directory, not a recipe", f"For a run directory type: finetune run {source}/recipe.yaml"
+        )
+    if path.stem in shipped and path.parent.name in ("", "recipes"):
+        return shipped[path.stem]
+    close = difflib.get_close_matches(path.stem, shipped, n=3, cutoff=0.4)
+    hint = f"Did you mean {', '.join(close)}? " if close else ""
+    raise RecipeError(f"there is no recipe {source}", f"{hint}`finetune recipes` lists the shipped ones.")
+
+
+def _read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"{path}: can't be read: {error.strerror}") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: is not UTF-8 text", f"Convert it: iconv -f UTF-16 -t UTF-8 {path} > fixed.yaml") from None
+
+
+def _apply(override: str, values: dict[str, Any], origin: dict[str, str]) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise RecipeError(
+            f"'{override}' is not an override", "Write key=value, for example lora_r=32 or dataset.path=data.jsonl"
+        )
+    *parents, last = key.strip().lstrip("-").split(".")
+    target = values
+    for parent in parents:
+        nested = target.get(parent)
+        if nested is None:
+            nested = target[parent] = {}
+        if parent == "dataset" and isinstance(nested, (str, list)):  # a dataset may be just a path
+            nested = target[parent] = {"path": nested}
+        if not isinstance(nested, dict):
+            raise RecipeError(f"override {override}: '{parent}' has no settings of its own")
+        target = nested
+    canonical = ALIASES.get(last, last)
+    if not parents:
+        for name in [alias for alias in values if ALIASES.get(alias) == canonical]:
+            del values[name]
+    name = last if parents else canonical
+    value = yaml.parse_value(text)
+    if value is None and text.strip() not in ("null", "~", "None"):
+        raise RecipeError(f"override {override}: there is no value", f"Write {key}=VALUE, or {key}=auto")
+    target[name] = value
+    origin[".".join([*parents, name])] = f"override {override}"
+
+
+def _validated(values: dict[str, Any], origin: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()) -> Recipe:
+    problems = list(problems)
+    # a value refused as YAML is None here, which is not a second problem
+    lines = {problem.split(": ")[0] for problem in problems}
+    values = _renamed(values, origin, problems)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        explained = [_explain(item, origin, name) for item in error.errors()]
+        problems += [line for line in explained if line.split(": ")[0] not in lines]
+        recipe = None
+    problems = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
+    if problems or recipe is None:
+        raise RecipeError(problems)
+    return recipe
+
+
+def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    """Aliases in canonical form; secrets and unknown keys become problems. A dataset may be just a path."""
+    renamed: dict[str, Any] = {}
+    for key, value in values.items():
+        where, canonical = origin.get(key, key), ALIASES.get(key, key)
+        if _SECRET_NAME.search(key) or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+            problems.append(
+                f"{where.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; remove '{key}'"
+            )
+            continue
+        if canonical in renamed:
+            problems.append(f"{where}: '{key}' and another key both set {canonical}; keep one")
+            continue
+        if canonical not in Recipe.model_fields:
+            problems.append(f"{where}: unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}")
+            continue
+        if canonical == "dataset" and isinstance(value, (str, list)):
+            value = {"path": value}
+        if canonical in _SECTIONS and isinstance(value, dict):
+            value = _known(canonical, value, origin, problems)
+        if canonical != key and key in origin:
+            origin[canonical] = origin[key]
+        renamed[canonical] = value
+    return renamed
+
+
+def _known(section: str, value: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    fields = _SECTIONS[section].model_fields
+    for key in [key for key in value if key not in fields]:
+        where = origin.get(f"{section}.{key}", section)
+        problems.append(f"{where}: unknown setting '{section}.{key}'{_did_you_mean(key, list(fields))}")
+    return {key: part for key, part in value.items() if key in fields}
+
+
+def _did_you_mean(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6)
+    return f"; did you mean '{ALIASES.get(close[0], close[0])}'?" if close else "; `finetune recipes keys` lists the settings"
+
+
+def _explain(item: Any, origin: dict[str, str], name: str) -> str:
+    """One pydantic error as a line: where, what was written, what is allowed."""
+    parts = [str(part) for part in item["loc"]]
+    path = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in origin), ".".join(parts[:2]))
+    where = origin.get(path, name)
+    if item["type"] == "value_error":
+        return "\n".join(f"{name}: {line}" for line in str(item["ctx"]["error"]).split("\n"))
+    if item["type"] == "missing":
+        return f"{name}: '{'.'.join(parts)}' is missing{_EXAMPLES.get(parts[0], '')}"
+    given = item["input"]
+    shown = repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
+    hint = item["msg"].replace("Input should", "it should")
+    if item["type"].startswith("bool") and isinstance(given, str):
+        hint = "write true or false"
+    elif item["type"] in ("int_type", "float_type") and isinstance(given, bool):
+        hint = "write a number, not true or false"
+    return f"{where}: {path} is {shown}; {hint}"
+
+
+_EXAMPLES = {
+    "model_name_or_path": ", for example `model_name_or_path: Qwen/Qwen2.5-7B-Instruct`",
+    "dataset": ", for example `dataset: {path: data.jsonl}`",
+}

@@ -1,0 +1,70 @@
+"""Every setting with type, default and help, read from the schema: for `finetune recipes keys`, the docs and the form."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from finetune.recipe.schema import ALIASES, AUTO, Recipe
+
+
+def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> list[dict[str, Any]]:
+    """One row per setting: name (dotted when nested), type, default, choices, aliases, description."""
+    rows = []
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            rows += settings_reference(annotation, f"{prefix}{name}.")
+            continue
+        default = None if field.default is PydanticUndefined else field.default
+        if field.default_factory is not None:
+            default = field.default_factory()  # type: ignore[call-arg]
+        rows.append(
+            {
+                "name": prefix + name,
+                "type": type_name(annotation, auto=default == AUTO),
+                "default": "required" if field.is_required() else default,
+                "choices": choices(annotation),
+                "aliases": [alias for alias, canonical in ALIASES.items() if canonical == name and not prefix],
+                "description": field.description or "",
+            }
+        )
+    return rows
+
+
+def type_name(annotation: Any, auto: bool = False) -> str:
+    """A type as a person writes it: `int | auto`, `text or list of text`."""
+    words = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping"}
+    if choices(annotation):
+        name = " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices(annotation))
+    elif get_origin(annotation) is list:
+        name = "list"
+    elif annotation in words:
+        name = words[annotation]
+    elif get_origin(annotation) is dict:
+        name = "mapping"
+    else:
+        name = " | ".join(type_name(part) for part in get_args(annotation) if not _is_metadata(part)) or "value"
+    return f"{name} | auto" if auto else name
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The allowed values when they are few, else an empty list."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    found: list[Any] = []
+    parts = [part for part in get_args(annotation) if not _is_metadata(part)] if get_origin(annotation) is not dict else []
+    for part in parts:
+        if part is bool:
+            found += [False, True]
+        elif get_origin(part) is Literal:
+            found += choices(part)
+        elif part is not type(None):
+            return []
+    return found
+
+
+def _is_metadata(part: Any) -> bool:
+    return not (isinstance(part, type) or get_origin(part) is not None)

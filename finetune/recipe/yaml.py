@@ -1,0 +1,157 @@
+"""Strict YAML: the 1.2 core rules, line numbers, and none of YAML 1.1's traps (no, 010, 12:30, 1e-4, duplicate keys, bombs)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from finetune.errors import RecipeError
+
+MAX_BYTES, MAX_DEPTH, MAX_NODES = 1_000_000, 12, 10_000
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+@dataclass
+class Document:
+    """Parsed values, and the line (from 1) on which each dotted path stands."""
+
+    values: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # values that can't be meant; syntax errors are raised
+
+
+def parse(text: str, name: str) -> Document:
+    """Parse one mapping. Raises RecipeError naming `name` and the line when it is not YAML at all."""
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"{name}: {len(text):,} characters is no recipe; the limit is {MAX_BYTES:,}")
+    try:
+        _refuse_bombs(text, name)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    document = Document({})
+    if root is None:
+        raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
+    if not isinstance(root, yaml.MappingNode):
+        raise RecipeError(f"{name}: a recipe is a list of `key: value` lines, this is something else")
+    document.values = _mapping(root, "", document.lines, document.problems, name)
+    return document
+
+
+def parse_value(text: str) -> Any:
+    """A value of a `key=value` override, by the same rules; text that isn't YAML is taken as it stands."""
+    if not text.strip():
+        return None
+    try:
+        document = parse(f"value: {text}", "override")
+    except RecipeError:
+        return text
+    return text if document.problems else document.values["value"]
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Write values so that `parse` reads the same ones back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _refuse_bombs(text: str, name: str) -> None:
+    depth = nodes = documents = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise RecipeError(f"{line}: aliases (*{event.anchor}) are not used in recipes; write the value out")
+        if isinstance(event, yaml.NodeEvent):
+            nodes += 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH or nodes > MAX_NODES or documents > 1:
+            raise RecipeError(f"{line}: nested too deep, too long, or more than one document; a recipe is one flat list")
+
+
+def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str], name: str) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, path, lines, problems, name)
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, f"{path}.{index}", lines, problems, name) for index, item in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
+    return _scalar(node, problems, f"{name}:{node.start_mark.line + 1}")
+
+
+def _mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[str], name: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"{name}:{line}: a key must be a plain word")
+            continue
+        key = key_node.value
+        here = f"{path}.{key}" if path else key
+        if key in values:
+            problems.append(f"{name}:{line}: '{here}' is set twice (first on line {lines[here]}); keep one")
+            continue
+        lines[here] = line
+        values[key] = _value(value_node, here, lines, problems, name)
+    return values
+
+
+def _scalar(node: yaml.ScalarNode, problems: list[str], where: str) -> Any:
+    text = node.value
+    if node.style is not None:  # quoted or a block: text is meant
+        return text
+    if node.tag not in {
+        f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+    }:
+        problems.append(f"{where}: tags ({node.tag}) are not used in recipes")
+        return None
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text in ("true", "True", "TRUE"):
+        return True
+    if text in ("false", "False", "FALSE"):
+        return False
+    if _NOT_FINITE.fullmatch(text):
+        problems.append(f"{where}: {text} is not a number that can be trained with")
+        return None
+    if _INT.fullmatch(text):
+        return int(text) if len(text) < 20 else text
+    if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
+        value = float(text)
+        if value in (float("inf"), float("-inf")):
+            problems.append(f"{where}: {text} is too large to be a number here")
+            return None
+        return value
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `parse` would read as something else."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    plain = _scalar(yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None), [], "") == text and text == text.strip()
+    special = any(letter in text for letter in ":#{}[]&*!|>'\"%@`,\n\t\\") or text[:1] in "-?" or not text.isprintable()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain and not special else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _represent_number(dumper: yaml.SafeDumper, number: float) -> yaml.Node:
+    text = repr(number)
+    mantissa, e, exponent = text.partition("e")
+    if e and "." not in mantissa:  # PyYAML would quote 1e-08, which YAML 1.1 takes for text
+        text = f"{mantissa}.0e{exponent}"
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Dumper.add_representer(float, _represent_number)

@@ -1,0 +1,60 @@
+"""Bytes, seconds and counts as a person reads them. Inside the program everything stays in bytes, seconds and tokens."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 2**40,
+}
+
+
+def format_bytes(count: int | float | None) -> str:
+    """`9.8 GiB`, `512 MiB`, `3 KiB`; `not measured` for None."""
+    if count is None:
+        return "not measured"
+    sign, size = ("-" if count < 0 else ""), abs(count)
+    for unit, factor, digits in (("GiB", GIB, 2 if size < 10 * GIB else 1), ("MiB", MIB, 0), ("KiB", KIB, 0)):
+        if size >= factor:
+            return f"{sign}{size / factor:.{digits}f} {unit}"
+    return f"{sign}{size:.0f} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Read `22.1GiB`, `24 GB` or `1024` as bytes. Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].lower() not in _FACTORS:
+        raise ValueError(f"'{text}' is not a size; write for example 22.1GiB")
+    return round(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`42 s`, `3 min 05 s`, `2 h 10 min`; `unknown` for None."""
+    if seconds is None:
+        return "unknown"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_count(count: int | float | None) -> str:
+    """`1,234`, `12.3k`, `4.5M`, `8.0B`; `unknown` for None."""
+    if count is None:
+        return "unknown"
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(count) >= factor:
+            return f"{count / (1e3 if unit == 'k' else factor):.1f}{unit}"
+    return f"{count:,.0f}" if float(count).is_integer() else f"{count:,.1f}"

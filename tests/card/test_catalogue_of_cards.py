@@ -1,0 +1,113 @@
+"""The catalogue of cards, the processor, and what was measured on this machine."""
+
+import pytest
+
+from finetune.card import cache_dir, catalogue, find_card, measured_context, record_measurement
+from finetune.card.find import _entry_of
+from finetune.card.nvidia import Device
+from finetune.errors import RecipeError
+from finetune.units import GIB, MIB
+
+
+def test_an_rtx_4090_has_the_memory_torch_sees_and_its_published_rates():
+    card = find_card("rtx-4090")
+    assert (card.total_bytes, card.capability) == (round(23.55 * GIB), (8, 9))
+    assert (card.bf16_flops, card.bandwidth_bytes_s) == (165.2e12, 1008e9)
+    assert card.free_bytes < card.total_bytes and card.supports_bf16 and not card.is_cpu
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090", "geforce-rtx-4090"])
+def test_case_spaces_and_the_makers_name_do_not_matter(name):
+    assert find_card(name).name == "rtx-4090"
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("rtx-4900", "rtx-4090"), ("a100", "a100-80gb"), ("rtx 3069", "rtx-3060"), ("h100", "h100-80gb")]
+)
+def test_a_typo_is_answered_with_the_card_that_was_meant(typo, meant):
+    with pytest.raises(RecipeError, match=typo) as error:
+        find_card(typo)
+    assert meant in error.value.fix
+
+
+def test_a_name_like_no_other_is_answered_with_all_of_them():
+    with pytest.raises(RecipeError) as error:
+        find_card("potato")
+    assert all(name in error.value.fix for name in catalogue())
+
+
+def test_every_card_of_the_catalogue_is_whole_and_says_where_its_numbers_are_from():
+    cards = catalogue()
+    assert len(cards) > 50 and {"rtx-3060", "rtx-4090", "t4", "l4", "a100-80gb", "rtx-5090"} <= set(cards)
+    for card in cards.values():
+        assert 7 * GIB < card.free_bytes <= card.total_bytes <= 80 * GIB
+        assert card.bf16_flops and card.bandwidth_bytes_s and card.pcie_bytes_s and card.context_bytes
+        assert 0 < card.context_uncertainty_bytes <= card.context_bytes and "memory" in card.reason
+
+
+def test_only_turing_and_volta_lack_bf16():
+    without = {name for name, card in catalogue().items() if not card.supports_bf16}
+    assert {"t4", "rtx-2080-ti", "v100-16gb"} <= without
+    assert all(catalogue()[name].capability < (8, 0) for name in without)
+
+
+def test_free_memory_can_be_told_and_is_kept_within_the_card():
+    assert find_card("rtx-4090", free_bytes=20 * GIB).free_bytes == 20 * GIB
+    with pytest.raises(RecipeError, match="30.0 GiB free is not possible: rtx-4090 has 23.5 GiB"):
+        find_card("rtx-4090", free_bytes=30 * GIB)
+
+
+def test_the_processor_is_a_card_of_host_memory():
+    card = find_card("cpu")
+    assert card.is_cpu and card.supports_bf16 and card.context_bytes == 0
+    assert 0 < card.free_bytes <= card.total_bytes and card.bf16_flops is None
+
+
+def test_a_measured_context_takes_the_catalogues_place():
+    assert measured_context("rtx-4090") is None
+    for count in (300 * MIB, 320 * MIB, 310 * MIB):
+        record_measurement("NVIDIA GeForce RTX 4090", count)
+    card = find_card("rtx-4090")
+    assert (card.context_bytes, card.context_uncertainty_bytes) == (310 * MIB, 40 * MIB)
+
+
+def test_a_damaged_cache_is_the_same_as_none():
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "cards.json").write_text('{"rtx-4090": "large"')
+    assert measured_context("rtx-4090") is None
+    record_measurement("rtx-4090", 300 * MIB)
+    assert measured_context("rtx-4090") == (300 * MIB, 40 * MIB)
+
+
+def test_an_empty_context_is_not_a_measurement():
+    with pytest.raises(ValueError, match="never empty"):
+        record_measurement("rtx-4090", 0)
+
+
+@pytest.mark.parametrize(("total_gib", "entry"), [(7.8, "rtx-4060-ti"), (15.6, "rtx-4060-ti-16gb"), (31.0, None)])
+def test_variants_of_one_name_are_told_apart_by_their_memory(total_gib, entry):
+    total = round(total_gib * GIB)
+    assert _entry_of(Device("NVIDIA GeForce RTX 4060 Ti", total, total, (8, 9), None, ())) == entry
+
+
+def test_this_machines_card_agrees_with_the_driver_or_says_why_there_is_none():
+    try:
+        card = find_card("auto")
+    except RecipeError as error:
+        assert "no NVIDIA card" in str(error) and "--gpu" in error.fix
+    else:
+        assert card.source == "measured" and 0 < card.free_bytes <= card.total_bytes and card.capability >= (5, 0)
+
+
+def test_training_on_a_named_card_needs_that_card_in_this_machine():
+    with pytest.raises(RecipeError, match="gpu: rtx-2070, but") as error:
+        find_card("rtx-2070", here=True)
+    assert "--gpu rtx-2070" in error.value.fix or "gpu=auto" in error.value.fix
+    assert find_card("cpu", here=True).is_cpu
+
+
+@pytest.mark.gpu
+def test_total_memory_is_what_torch_sees():
+    import torch
+
+    assert abs(find_card("auto").total_bytes - torch.cuda.get_device_properties(0).total_memory) < 64 * MIB

@@ -1,0 +1,129 @@
+"""A recipe says what the user means, and nothing else gets through."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.errors import RecipeError
+from finetune.recipe import AUTO, load_recipe, parse_recipe, shipped_recipes, unresolved, write_recipe
+
+SHORT = "model_name_or_path: some/model\ndataset: {path: rows.jsonl}\n"
+
+
+def problems_of(text, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yaml", overrides)
+    return caught.value.problems
+
+
+def test_what_is_absent_or_auto_is_the_planners():
+    assert "lora_r" in unresolved(parse_recipe(SHORT))
+    assert parse_recipe(SHORT + "lora_r: auto\n").lora_r == AUTO
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "value"),
+    [("cutoff_len", "max_length", 512), ("sequence_len", "max_length", 512), ("max_seq_length", "max_length", 512),
+     ("lora_rank", "lora_r", 8), ("micro_batch_size", "per_device_train_batch_size", 4), ("lr", "learning_rate", 1e-4)],
+)  # fmt: skip
+def test_names_of_other_tools_are_accepted_and_written_in_ours(alias, name, value):
+    recipe = parse_recipe(SHORT + f"{alias}: {value}\n")
+    assert getattr(recipe, name) == value
+    assert f"{name}:" in write_recipe(recipe)
+    assert f"{alias}:" not in write_recipe(recipe).replace(name, "")
+
+
+def test_all_problems_are_reported_at_once_with_their_lines():
+    found = problems_of("base_model: x\ndataset: d.jsonl\nlora_r: true\npackin: true\nload_in_4bit: no\nnum_epochs: .inf\n")
+    assert {problem.split(": ")[0] for problem in found} == {"r.yaml:3", "r.yaml:4", "r.yaml:5", "r.yaml:6"}
+    assert any("did you mean 'packing'" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("lora_r: 8\nlora_r: 16", "set twice (first on line 3)"), ("load_in_4bit: no", "write true or false"),
+     ("lora_r: 010", "it should be"), ("lora_r: 12:30", "it should be"), ("learning_rate: .inf", "not a number"),
+     ("learning_rate: .nan", "not a number"), ("lora_r: true", "not true or false"),
+     ("lora_dropout: true", "not true or false"),
+     ("lora_r: '8'", "it should be"), ("lora_r: 8.5", "it should be"), ("a: &x [1]\nb: *x", "aliases"),
+     ("lora_r: " + "[" * 1500, "nested too deep"), ("x: !!python/object:os.system {}", "unknown setting"),
+     ("seed: !!int three", "it should be"), ("learning_rate: 1e999", "too large"), ("hf_token: abc", "secrets"),
+     ("model_revision: hf_abcdefghijklmnopqrstuvwxyz", "secrets"), ("lora_r:\n\t- 1", "not valid YAML"),
+     ("trust_remote_code: true", "pin it"), ("load_in_4bit: true\nload_in_8bit: true", "keep one"),
+     ("effective_batch_size: 16\nper_device_train_batch_size: 3", "can't be divided"),
+     ("cutoff_len: 5\nmax_length: 6", "both set"), ("memory_budget: lots", "not a size"),
+     ("dataset.path: x", "unknown setting")],
+)  # fmt: skip
+def test_yaml_traps_are_closed(line, said):
+    assert any(said in problem for problem in problems_of(SHORT + line + "\n")), problems_of(SHORT + line + "\n")
+
+
+def test_numbers_mean_what_they_say():
+    recipe = parse_recipe(SHORT + "learning_rate: 1e-4\nnum_train_epochs: 3\nmax_steps: 10\n")
+    assert (recipe.learning_rate, recipe.num_train_epochs, recipe.max_steps) == (1e-4, 3.0, 10)
+
+
+def test_overrides_replace_any_key_also_under_its_alias():
+    recipe = parse_recipe(
+        SHORT + "cutoff_len: 512\n", "r", ["max_length=1024", "dataset.on_bad_rows=skip", "target_modules=[q, v]"]
+    )
+    assert (recipe.max_length, recipe.dataset.on_bad_rows, recipe.target_modules) == (1024, "skip", ["q", "v"])
+
+
+@pytest.mark.parametrize("override", ["lora_r", "=3", "lora_r=", "model_name_or_path.x=1", "lorar=3", "dataset.pth=x"])
+def test_a_mistyped_override_is_refused(override):
+    assert problems_of(SHORT, override)
+
+
+def test_a_secret_is_not_repeated_in_the_message():
+    assert not any("hf_abcdefgh" in problem for problem in problems_of(SHORT, "seed=hf_abcdefghijklmnopqrstuvwxyz"))
+
+
+@pytest.mark.parametrize("data", [b"", b"   \n", b"\xff\xfeb\x00", b"- 1\n- 2\n", b"just text", b"a: [", b"\x00", b"a: b: c"])
+def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, data):
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(data)
+    with pytest.raises(RecipeError, match=r"broken\.yaml"):
+        load_recipe(path)
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path):
+    path = tmp_path / "bom.yaml"
+    path.write_text("\ufeff" + SHORT.replace("\n", "\r\n"), encoding="utf-8")
+    assert load_recipe(path).model_name_or_path == "some/model"
+
+
+def test_a_recipe_that_is_not_there_names_close_ones():
+    with pytest.raises(RecipeError, match="tiny-cpu"):
+        load_recipe("tiny-cp")
+
+
+def test_every_shipped_recipe_loads_and_is_written_back_the_same():
+    assert "tiny-cpu" in shipped_recipes() and "7b-4090" in shipped_recipes()
+    for path in shipped_recipes().values():
+        recipe = load_recipe(path)
+        assert parse_recipe(write_recipe(recipe)) == recipe
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=20).filter(
+    lambda t: t.strip()
+)
+
+
+@given(texts, texts, st.floats(1e-8, 0.5), st.integers(1, 10**6))
+def test_what_is_written_is_read_back(model, path, rate, rank):
+    from finetune.recipe import recipe_from
+
+    try:
+        recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": path}, "learning_rate": rate, "lora_r": rank})
+    except RecipeError:  # looks like a secret
+        return
+    assert parse_recipe(write_recipe(recipe)) == recipe
+
+
+@given(st.text(max_size=200))
+def test_no_text_makes_a_traceback(text):
+    try:
+        parse_recipe(text)
+    except RecipeError as error:
+        assert error.problems and error.exit_code == 2
