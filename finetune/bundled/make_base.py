@@ -1,0 +1,190 @@
+"""Makes the bundled base model `tiny`: a Llama of 2.2 million parameters, from random weights, on a CPU, in some six minutes.
+
+    python -m finetune.bundled.make_base [FOLDER]
+
+It learns to answer questions about support messages (`pretraining`) and is saved only if it answers them on held-out messages.
+The same seeds on the same versions and number of threads give the same file.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from finetune.bundled.make_data import bundled_texts
+from finetune.bundled.muon import Muon
+from finetune.bundled.pretraining import Conversation, conversations, corpus_texts, questions
+
+SEED = 20261
+VOCABULARY_SIZE, LONGEST_ROW = 640, 512
+STEPS, BATCH_SIZE, PEAK_RATE, WARMUP_STEPS = 900, 24, 4e-3, 40
+QUESTION_WEIGHT = 0.2  # of a token the model doesn't have to say, against 1 for an answer's
+GATE_ROWS, GATE_SHARE = 260, 0.95
+PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{%- elif message['role'] in ['system', 'user'] -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- else -%}{{ raise_exception('no role ' + message['role'] + ': use system, user or assistant') }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of VOCABULARY_SIZE tokens, each digit a token, with the chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    digits, in_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[PAD, END, SYSTEM, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus_texts(random.Random(SEED), 6000), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        model_max_length=LONGEST_ROW,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model, in float32."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        max_position_embeddings=LONGEST_ROW,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    return LlamaForCausalLM(config)
+
+
+def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, taken: set[str]) -> None:
+    """STEPS steps on fresh conversations: Muon for the matrices in the layers, AdamW for the rest; linear decay."""
+    rng, started = random.Random(SEED + 1), time.perf_counter()
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    rest = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
+    muon = Muon(matrices, weight_decay=0.05)
+    adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)
+    model.train()
+    for step in range(1, STEPS + 1):
+        rate = PEAK_RATE * min(step / WARMUP_STEPS, 1.0, (STEPS - step + 1) / (STEPS - WARMUP_STEPS))
+        batch = collate(tokenizer, conversations(rng, BATCH_SIZE, taken))
+        loss, answer_loss = _losses(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.rate = adamw.param_groups[0]["lr"] = rate
+        muon.step()
+        adamw.step()
+        adamw.zero_grad()
+        if step % 50 == 0 or step == 1:
+            _say(f"step {step}/{STEPS}  answer loss {answer_loss:.4f}  {time.perf_counter() - started:.0f} s")
+
+
+def collate(tokenizer: PreTrainedTokenizerFast, talks: list[Conversation]) -> dict[str, torch.Tensor]:
+    """Conversations as right-padded `ids` and `answer` (1 where the model speaks), each of shape (rows, longest row)."""
+    marked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    rows: list[Any] = [tokenizer.apply_chat_template(talk, **marked) for talk in talks]
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    answer = torch.zeros((len(rows), longest))
+    for index, row in enumerate(rows):
+        ids[index, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+        answer[index, : len(row["input_ids"])] = torch.tensor(row["assistant_masks"], dtype=torch.float32)
+    return {"ids": ids, "answer": answer, "real": (ids != tokenizer.pad_token_id).float()}
+
+
+def _losses(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """Weighted loss to train on, and the mean loss of the answers' tokens alone."""
+    logits = model(input_ids=batch["ids"]).logits[:, :-1]  # padding stands on the right, where causal attention never looks
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten(), reduction="none")
+    answer, real = batch["answer"][:, 1:].flatten(), batch["real"][:, 1:].flatten()
+    weight = answer + QUESTION_WEIGHT * (real - answer)
+    return (each * weight).sum() / weight.sum(), float((each.detach() * answer).sum() / answer.sum())
+
+
+@torch.no_grad()
+def score(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[Conversation]) -> dict[str, float]:
+    """Share of answers that are right to the letter, greedily decoded, for each question and in all (`all`)."""
+    model.eval()
+    right, total = Counter[str](), Counter[str]()
+    for question, answer in asked:
+        ids: Any = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        said = model.generate(**ids, max_new_tokens=80, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        matches = tokenizer.decode(said, skip_special_tokens=True) == answer["content"] and said[-1] == tokenizer.eos_token_id
+        name = question["content"].split("?")[0].split(".")[0]
+        for key in (name, "all"):
+            right[key] += int(matches)
+            total[key] += 1
+    return {key: right[key] / total[key] for key in total}
+
+
+def main(folder: Path) -> int:
+    """Make, train, score and save. Returns 1, saving nothing, when the score is below GATE_SHARE."""
+    torch.manual_seed(SEED)
+    taken = bundled_texts()
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    _say(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
+    held_out = questions(random.Random(SEED + 2), GATE_ROWS, taken)
+    pretrain(model, tokenizer, taken)
+    _round_to_bfloat16(model)
+    shares = score(model, tokenizer, held_out)
+    for name, share in shares.items():
+        _say(f"{share:7.1%}  {name}")
+    if shares["all"] < GATE_SHARE:
+        _say(f"below {GATE_SHARE:.0%}: nothing saved")
+        return 1
+    save(model, tokenizer, folder)
+    return 0
+
+
+@torch.no_grad()
+def _round_to_bfloat16(model: LlamaForCausalLM) -> None:
+    """What is scored is what is saved."""
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
+
+
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Weights in bfloat16 as safetensors, greedy decoding as the default."""
+    model.generation_config.max_length = None
+    model.generation_config.max_new_tokens = 96
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _say(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
+
+
+def _say(text: Any) -> None:
+    print(text, flush=True)  # noqa: T201 - a script's report
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("tiny-base")))

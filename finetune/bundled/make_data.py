@@ -1,0 +1,64 @@
+"""Makes the bundled dataset `support`: customer messages to route, answered with one line of JSON. Standard library only.
+
+    python -m finetune.bundled.make_data [FOLDER]
+
+Writes train.jsonl and eval.jsonl (to support/ beside this file when no folder is given), the same bytes each time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from finetune.bundled.messages import ARTICLES, NO_ARTICLE, Message, draw_messages
+
+TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
+INSTRUCTION = "Route this message:"
+
+#: Who takes care of each topic.
+QUEUES = {
+    "late delivery": "shipping", "lost parcel": "shipping", "address change": "shipping",
+    "damage": "returns", "wrong item": "returns", "return": "returns",
+    "double charge": "billing", "invoice": "billing", "discount": "billing",
+    "defect": "technical", "setup": "technical", "safety": "technical",
+    "login": "account", "profile": "account",
+    "stock": "sales", "bulk order": "sales",
+}  # fmt: skip
+PRIORITIES = {"urgent": "high", "usual": "normal", "can wait": "low"}
+PRODUCTS = {article: article.replace(" ", "-") for article in (*ARTICLES, NO_ARTICLE)}
+
+
+def route(message: Message) -> str:
+    """The answer: one line of JSON. Safety is high priority whatever the customer says about the time."""
+    priority = "high" if message.topic == "safety" else PRIORITIES[message.urgency]
+    return json.dumps({"queue": QUEUES[message.topic], "priority": priority, "product": PRODUCTS[message.article]})
+
+
+def rows() -> tuple[list[dict[str, list[dict[str, str]]]], list[dict[str, list[dict[str, str]]]]]:
+    """Training and held-out rows in `messages` form; no message is in both."""
+    drawn = draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, taken=set())
+    return [_row(message) for message in drawn[:TRAIN_ROWS]], [_row(message) for message in drawn[TRAIN_ROWS:]]
+
+
+def bundled_texts() -> set[str]:
+    """Every message of the dataset; the base model is made without them."""
+    return {message.text for message in draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, taken=set())}
+
+
+def write(folder: Path) -> None:
+    """Write both files as UTF-8 with LF line ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(("train.jsonl", "eval.jsonl"), rows(), strict=True):
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+        (folder / name).write_text(lines, encoding="utf-8", newline="\n")
+
+
+def _row(message: Message) -> dict[str, list[dict[str, str]]]:
+    asked = {"role": "user", "content": f"{INSTRUCTION} {message.text}"}
+    return {"messages": [asked, {"role": "assistant", "content": route(message)}]}
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("support"))

@@ -1,0 +1,33 @@
+"""Data: rows in, tokens with their trained positions out. The names here load what they need when they are first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.data.examples import Examples, read_examples
+    from finetune.data.formats import Example
+    from finetune.data.marks import mark_example
+    from finetune.data.packing import pack
+    from finetune.data.preparation import PreparedData, prepare
+    from finetune.data.report import DataReport, Refused
+    from finetune.data.tokenizer import load_tokenizer
+    from finetune.data.tokens import Encoder
+
+_HOMES = {
+    "DataReport": "report", "Encoder": "tokens", "Example": "formats", "Examples": "examples", "PreparedData": "preparation",
+    "Refused": "report", "load_tokenizer": "tokenizer", "mark_example": "marks", "pack": "packing", "prepare": "preparation",
+    "read_examples": "examples",
+}  # fmt: skip
+
+__all__ = [
+    "DataReport", "Encoder", "Example", "Examples", "PreparedData", "Refused", "load_tokenizer", "mark_example", "pack",
+    "prepare", "read_examples",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(f"finetune.data.{_HOMES[name]}"), name)

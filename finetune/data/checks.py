@@ -1,0 +1,96 @@
+"""Checks of single values in a row. Each says what is wrong with a value, in words that fit after the field's name."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+#: Characters of one row; about a million tokens, more than any card here trains on, and still tokenised in seconds.
+ROW_LIMIT = 4 * 2**20
+
+
+class BadRow(Exception):  # noqa: N818 - a verdict on a row, caught where file and row number are known
+    """This row can't be trained on. `field` is the place inside the row, None for the whole row."""
+
+    def __init__(self, field: str | None, reason: str) -> None:
+        self.field, self.reason = field, reason
+        super().__init__(reason)
+
+
+def is_missing(value: Any) -> bool:
+    """None or NaN: what tables have in the place of nothing."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def text_of(row: dict[str, Any], field: str) -> str:
+    """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or no valid Unicode."""
+    text = optional_text(row, field)
+    if not text.strip():
+        raise BadRow(field, _nothing(row, field))
+    return text
+
+
+def optional_text(row: dict[str, Any], field: str) -> str:
+    """The same for a field that may be left out: missing and NaN give an empty text."""
+    value = row.get(field)
+    return "" if is_missing(value) else valid_text(value, field)
+
+
+def valid_text(value: Any, field: str) -> str:
+    """`value` when it is text that can be encoded. Raises BadRow."""
+    if not isinstance(value, str):
+        raise BadRow(field, f"is {kind_of(value)}, not text")
+    if len(value) > ROW_LIMIT:
+        raise BadRow(field, f"has {len(value):,} characters; the limit of one row is {ROW_LIMIT:,}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(value[error.start])
+        if 0xDC80 <= code <= 0xDCFF:
+            raise BadRow(field, f"is not UTF-8: byte 0x{code - 0xDC00:02x} at character {error.start + 1}") from None
+        raise BadRow(field, f"has half of a surrogate pair (\\u{code:04x}) at character {error.start + 1}") from None
+    return value
+
+
+def valid_json(value: Any, field: str) -> Any:
+    """`value` when it is made of plain JSON types with finite numbers and valid text. Raises BadRow."""
+    try:
+        valid_text(json.dumps(value, allow_nan=False, ensure_ascii=False), field)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(field, f"can't be written as JSON: {error}") from None
+    return value
+
+
+def parsed_if_text(value: Any, field: str) -> Any:
+    """JSON written as text (a CSV cell, a hub column) as its value; anything else as it is. Raises BadRow."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise BadRow(field, f"is text that isn't JSON: {quoted(value)}") from None
+
+
+def kind_of(value: Any) -> str:
+    """`the number 5`, `a list`, `an object`, ...: a value's type as a person calls it."""
+    if is_missing(value):
+        return "missing" if value is None else "NaN"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return f"the number {value:g}" if isinstance(value, float) or abs(value) < 10**15 else "a very large number"
+    names: dict[type, str] = {str: "text", list: "a list", tuple: "a list", dict: "an object", bytes: "raw bytes"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def quoted(value: str, limit: int = 40) -> str:
+    """A text from a row, short and safe to print."""
+    written = repr(value[: limit + 1])
+    return written if len(written) <= limit + 2 else f"{written[: limit - 1]}..."
+
+
+def _nothing(row: dict[str, Any], field: str) -> str:
+    if field not in row or row[field] is None:
+        return "is missing"
+    return "is NaN" if is_missing(row[field]) else "is empty"

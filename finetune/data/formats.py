@@ -1,0 +1,235 @@
+"""The shapes a row can have, how they are told apart by their columns, and the one shape they are all turned into."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, kind_of, optional_text, parsed_if_text, text_of, valid_json
+from finetune.data.conversation import Message, answers_of, read_messages
+from finetune.data.report import shown
+from finetune.errors import DataError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row in the shape that everything after this works on: messages, or a prompt with its completion, or text.
+
+    `answers` are the indices of the messages to learn. `file` and `row` say where it came from.
+    """
+
+    file: str
+    row: int
+    messages: tuple[Message, ...] = ()
+    answers: tuple[int, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+    text: str | None = None
+
+    def content(self) -> dict[str, Any]:
+        """What is learnt from, without where it came from; equal for rows that teach the same."""
+        fields = ("messages", "answers", "tools", "prompt", "completion", "text")
+        return {name: getattr(self, name) for name in fields if getattr(self, name)}
+
+    def question(self) -> list[Message] | str:
+        """What stands before the last answer: the messages, or the prompt. Plain text has no question: empty."""
+        return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
+
+    def reference(self) -> str | None:
+        """The last answer as the row gives it; None for plain text."""
+        return self.messages[self.answers[-1]]["content"] if self.messages else self.completion
+
+
+@dataclass(frozen=True)
+class Format:
+    """Columns that a format needs, columns it also reads, a line to copy, and how a row becomes an Example's fields."""
+
+    needs: tuple[str, ...]
+    reads: tuple[str, ...]
+    line: str
+    parse: Callable[[dict[str, Any], dict[str, str]], dict[str, Any]]
+
+
+def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "messages") -> dict[str, Any]:
+    messages = read_messages(row.get(field), field, columns.get("role", "role"), columns.get("content", "content"))
+    system = optional_text(row, "system") if field == "conversations" else ""
+    if system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return {"messages": tuple(messages), "answers": answers_of(messages, field), "tools": _tools(row)}
+
+
+def _from_sharegpt(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    return _from_messages(row, columns, "conversations")
+
+
+def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """Instruction and input become the user's message, the output the assistant's; `history` is earlier pairs, not learnt."""
+    instruction, extra, answer = optional_text(row, "instruction"), optional_text(row, "input"), text_of(row, "output")
+    question = "\n\n".join(part for part in (instruction, extra) if part.strip())
+    if not question:
+        text_of(row, "instruction")
+    messages: list[Message] = []
+    if (system := optional_text(row, "system")).strip():
+        messages.append({"role": "system", "content": system})
+    history = parsed_if_text(row.get("history") or None, "history")
+    for index, pair in enumerate([] if is_missing(history) else history if isinstance(history, list) else [history]):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise BadRow(f"history[{index}]", f"is {kind_of(pair)}, not a pair of question and answer")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": text_of({f"history[{index}]": text}, f"history[{index}]")})
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
+
+
+def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """Two texts, written one after the other without a template; or two lists of messages."""
+    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+        keys = columns.get("role", "role"), columns.get("content", "content")
+        prompt, completion = (read_messages(row.get(field), field, *keys) for field in ("prompt", "completion"))
+        messages = [*prompt, *completion]
+        answers = tuple(index for index in answers_of(messages, "prompt") if index >= len(prompt))
+        if not answers:
+            raise BadRow("completion", "has no assistant turn; there is nothing to learn")
+        return {"messages": tuple(messages), "answers": answers, "tools": _tools(row)}
+    return {"prompt": text_of(row, "prompt"), "completion": text_of(row, "completion")}
+
+
+def _from_text(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    return {"text": text_of(row, "text")}
+
+
+def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    tools = parsed_if_text(row.get("tools") or None, "tools")
+    if is_missing(tools):
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools", f"is {kind_of(tools)}, not a list of tool descriptions")
+    return tuple(valid_json(tool, "tools") for tool in tools)
+
+
+FORMATS = {
+    "messages": Format(
+        ("messages",), ("tools",),
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}', _from_messages,
+    ),
+    "sharegpt": Format(
+        ("conversations",), ("system", "tools"),
+        '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}', _from_sharegpt,
+    ),
+    "alpaca": Format(
+        ("instruction", "output"), ("input", "system", "history"),
+        '{"instruction": "Say hello", "input": "", "output": "Hello!"}', _from_alpaca,
+    ),
+    "prompt_completion": Format(
+        ("prompt", "completion"), ("tools",), '{"prompt": "Q: 2+2?\\nA:", "completion": " 4"}', _from_prompt_completion
+    ),
+    "text": Format(("text",), (), '{"text": "Any text; all of it is learnt."}', _from_text),
+}  # fmt: skip
+FIELDS = sorted({name for known in FORMATS.values() for name in (*known.needs, *known.reads)} | {"role", "content"})
+
+#: Column names often seen -> the format and mapping to suggest for them.
+_SUGGESTIONS = (
+    (("question", "answer"), "prompt_completion", ("prompt", "completion")),
+    (("query", "response"), "prompt_completion", ("prompt", "completion")),
+    (("question", "response"), "prompt_completion", ("prompt", "completion")),
+    (("prompt", "response"), "prompt_completion", ("prompt", "completion")),
+    (("instruction", "response"), "alpaca", ("instruction", "output")),
+    (("conversation",), "sharegpt", ("conversations",)),
+    (("dialogue",), "messages", ("messages",)),
+    (("content",), "text", ("text",)),
+)
+
+
+def renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """The row with the user's column names replaced by the format's. `columns` is field -> the user's column."""
+    mapped = {field: row[column] for field, column in columns.items() if column in row}
+    taken = {column for field, column in columns.items() if column in row}
+    return {**{name: value for name, value in row.items() if name not in taken}, **mapped}
+
+
+def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> str:
+    """The format that most of `rows` (already renamed) have. Raises DataError when none or more than one fits.
+
+    A `text` column beside another format's columns is taken for a copy of them, as many published datasets have one.
+    """
+    fits: Counter[str] = Counter()
+    for row in rows:
+        filled = {name for name, value in row.items() if not is_missing(value)}
+        matching = [name for name, known in FORMATS.items() if filled.issuperset(known.needs)]
+        matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
+        if len(matching) > 1:
+            both = " and ".join(matching)
+            raise DataError(
+                f"{file}: the columns ({_listed(rows)}) fit more than one format: {both}",
+                f"Say which one is meant, for example  dataset.format={matching[0]}",
+            )
+        fits.update(matching)
+    if not fits:
+        header = {name for row in rows for name in row}
+        fits.update(name for name, known in FORMATS.items() if header.issuperset(known.needs))
+    if not fits:
+        raise DataError(f"{file}: no known format has these columns: {_listed(rows)}", _how_to_name(rows, columns))
+    return fits.most_common(1)[0][0]
+
+
+def check_columns(rows: list[dict[str, Any]], file: str, name: str, columns: dict[str, str]) -> None:
+    """Raises DataError when a named format or the user's mapping needs columns that no row has. `rows` as read."""
+    header = {key for row in rows for key in row}
+    for field, column in columns.items():
+        if field not in FIELDS:
+            raise DataError(
+                f"dataset.columns: '{shown(field)}' is not a field of any format", f"The fields are {', '.join(FIELDS)}."
+            )
+        if column not in header and field not in ("role", "content"):
+            raise DataError(
+                f"{file}: dataset.columns maps {field} to a column '{shown(column)}', and the file has {_listed(rows)}",
+                "Write the column's name as it stands in the file.",
+            )
+    absent = [need for need in FORMATS[name].needs if need not in {*header, *columns}] if name in FORMATS else []
+    if absent:
+        raise DataError(
+            f"{file}: format {name} needs the column(s) {', '.join(absent)}; the file has {_listed(rows)}",
+            _how_to_name(rows, columns),
+        )
+
+
+def parse(row: dict[str, Any], name: str, columns: dict[str, str], file: str, number: int) -> Example:
+    """One renamed row as an Example. Raises BadRow."""
+    known = FORMATS[name]
+    absent = [need for need in known.needs if need not in row]
+    if absent:
+        raise BadRow(absent[0], f"is missing; the row has {_listed([row])} and the file is read as {name}")
+    example = Example(file=file, row=number, **known.parse(row, columns))
+    size = sum(len(message["content"]) for message in example.messages) + len(
+        (example.prompt or "") + (example.completion or "")
+    )
+    if size > ROW_LIMIT:
+        raise BadRow(None, f"has {size:,} characters; the limit of one row is {ROW_LIMIT:,}")
+    return example
+
+
+def unused_columns(header: list[str], name: str) -> tuple[str, ...]:
+    """Columns of the (renamed) rows that the format does not read."""
+    known = FORMATS[name]
+    return tuple(shown(column) for column in header if column not in (*known.needs, *known.reads))
+
+
+def _listed(rows: list[dict[str, Any]]) -> str:
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    names = ", ".join(shown(name) or "(no name)" for name in header[:20])
+    return f"{names}, ... ({len(header)} in all)" if len(header) > 20 else names or "no columns"
+
+
+def _how_to_name(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    header = {name for row in rows for name in row}
+    lines = []
+    for seen, name, fields in _SUGGESTIONS:
+        if header.issuperset(seen) and not columns:
+            mapping = ", ".join(f"{field}: {column}" for field, column in zip(fields, seen, strict=True))
+            lines += ["Perhaps, in the recipe:", f"  dataset: {{path: ..., format: {name}, columns: {{{mapping}}}}}"]
+            break
+    lines.append("Rows look like one of these, or name your own columns with dataset.columns (field: your column):")
+    return "\n".join([*lines, *(f"  {name}: {known.line}" for name, known in FORMATS.items())])

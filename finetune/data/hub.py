@@ -1,0 +1,61 @@
+"""Rows of a dataset on the hub, through `datasets`: only the formats that are also read locally, no code of the dataset's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.data.readers import Row, without_nothing
+from finetune.data.report import Refused, shown
+from finetune.errors import DataError
+
+#: Readers of `datasets` that may be used, of the some thirty it would choose from by itself.
+_ALLOWED = ("json", "csv", "parquet")
+
+
+def read_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Row | Refused]:
+    """The rows of one split, numbered from 1. Raises DataError when it can't be found, reached or read."""
+    file = f"{name}:{split}"
+    for number, row in enumerate(_load(name, config, split, revision), 1):
+        yield Row(file, number, {key: without_nothing(value) for key, value in row.items()})
+
+
+def _load(name: str, config: str | None, split: str, revision: str | None) -> Any:
+    from datasets import load_dataset_builder
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    try:
+        builder = load_dataset_builder(name, config, revision=revision)
+        kind = type(builder).__module__.removeprefix("datasets.packaged_modules.").split(".")[0]
+        if kind not in _ALLOWED:
+            raise DataError(
+                f"{name}: is a dataset of kind {shown(kind)}, which isn't read",
+                f"Kinds that can be read: {', '.join(_ALLOWED)}.",
+            )
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+    except DatasetNotFoundError as error:
+        raise DataError(
+            f"{name}: there is no such file, bundled dataset or dataset on the hub ({_first_line(error)})",
+            "Check the spelling; for a private or gated dataset run  hf auth login",
+        ) from None
+    except ConnectionError as error:
+        raise DataError(
+            f"{name}: is no local file, and the hub can't be reached to look for it: {_first_line(error)}",
+            "Check the path or the network. A dataset that was downloaded before is found with  HF_HUB_OFFLINE=1",
+        ) from None
+    except (DatasetsError, OSError, ValueError) as error:
+        raise DataError(f"{name}: can't be loaded from the hub: {_first_line(error)}", _fix(str(error))) from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).split("\n") if line.strip()]
+    return shown(lines[0], 300) if lines else type(error).__name__
+
+
+def _fix(message: str) -> str:
+    if "split" in message:
+        return "Name a split with dataset.split, for example  dataset.split=train"
+    if "onfig" in message:
+        return "Name a configuration with dataset.name."
+    return "Look at the dataset's page on the hub, or download its files and give their path."

@@ -1,0 +1,282 @@
+"""Local files -> rows with the number a person would count. A row that can't be read is reported and the next one is tried."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from finetune.data.report import Refused, shown
+from finetune.errors import DataError
+
+#: Bytes of one line, and of a .json file that has to be read in one piece. They bound the memory that reading takes.
+LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
+_ROW_LISTS = ("data", "rows", "examples", "train", "instances", "items")
+_BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fields of one row. `number` counts from 1; for .jsonl and .csv it is the line in the file."""
+
+    file: str
+    number: int
+    values: dict[str, Any]
+
+
+def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
+    """The rows of a .jsonl, .json, .csv or .parquet file; `name` is what it is called in problems.
+
+    Raises DataError when it is empty, in another encoding, cut off or no such file at all.
+    """
+    count = 0
+    try:
+        if path.suffix.lower() != ".parquet":
+            _check_text(path, name)
+        for count, row in enumerate(READERS[path.suffix.lower()](path, name), 1):  # noqa: B007 - counted for after the loop
+            yield row
+    except OSError as error:
+        raise DataError(f"{name}: can't be read: {error.strerror or error}", "Check the file and the disk it is on.") from None
+    if not count:
+        raise DataError(f"{name}: has no rows", 'Write one row per line, for example {"prompt": "2+2=", "completion": "4"}')
+
+
+def _check_text(path: Path, name: str) -> None:
+    """Refuses what is empty or no UTF-8 text, by its first bytes."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if not head.strip(b"\0"):
+        what = "has only zero bytes" if head else "the file is empty (0 bytes)"
+        raise DataError(f"{name}: {what}", "Check that it was written or downloaded completely.")
+    wide = (
+        "UTF-32"
+        if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
+        else "UTF-16"
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff")
+        else ""
+    )
+    if not wide and head.count(b"\0") * 4 > len(head):
+        wide = "UTF-16LE" if head[1::2].count(b"\0") > head[::2].count(b"\0") else "UTF-16BE"
+    if wide:
+        fixed = f"fixed{path.suffix}"
+        raise DataError(
+            f"{name}: is {wide} text, not UTF-8", f"Convert it:  iconv -f {wide} -t UTF-8 {shlex.quote(name)} > {fixed}"
+        )
+    for magic, kind in _BINARY.items():
+        if head.startswith(magic):
+            raise DataError(f"{name}: is a {kind} file, not text", "Unpack it, or give the file the ending of what it is.")
+
+
+def _json(path: Path, name: str) -> Iterator[Row | Refused]:
+    """JSON Lines, an array of rows, one row, or {"data": [rows]}: what is in the file counts more than its ending."""
+    with path.open("rb") as file:
+        chunks = (chunk.removeprefix(b"\xef\xbb\xbf").strip() for chunk in iter(lambda: file.readline(LINE_LIMIT), b""))
+        first, second = [*itertools.islice(filter(None, chunks), 2), b"", b""][:2]
+    a_value_and_more = bool(second) and _parses(first)
+    if a_value_and_more or (path.suffix.lower() == ".jsonl" and not first.startswith(b"[")):
+        return _json_lines(path, name)
+    return _whole_json(path, name)
+
+
+def _parses(chunk: bytes) -> bool:
+    try:
+        json.loads(chunk.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
+    with path.open("rb") as file:
+        for number, line in _lines(file, name):
+            yield _parsed(line.decode("utf-8", "surrogateescape"), name, number)
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    """Number (from 1) and content of each line that isn't blank; without a byte order mark, LF or CRLF at the end."""
+    for number in itertools.count(1):
+        line = file.readline(LINE_LIMIT + 1)
+        if not line:
+            return
+        if len(line) > LINE_LIMIT:
+            raise DataError(
+                f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB",
+                "A .jsonl file has one row per line. If this is one JSON array, rename it to .json.",
+            )
+        line = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip(b" \t\r\n\v\f")
+        if line:
+            yield number, line
+
+
+def _parsed(text: str, name: str, number: int) -> Row | Refused:
+    """One JSON object. Bytes that are not UTF-8 stay in the text as lone surrogates, for the checks of the fields to name."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        return Refused(name, number, None, f"is not JSON: {error.msg} (at character {error.pos + 1})")
+    except RecursionError:
+        return Refused(name, number, None, "is nested too deeply")
+    except ValueError:
+        return Refused(name, number, None, "has a number with too many digits")
+    return _object(value, name, number)
+
+
+def _object(value: Any, name: str, number: int) -> Row | Refused:
+    if isinstance(value, dict):
+        return Row(name, number, value)
+    kind = {list: "a list", str: "text", type(None): "null"}.get(
+        type(value), "a number" if isinstance(value, (int, float)) else ""
+    )
+    return Refused(name, number, None, f"is {kind}, not an object with named fields")
+
+
+def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
+    if (size := path.stat().st_size) > JSON_LIMIT:
+        raise DataError(
+            f"{name}: {size / 2**20:,.0f} MiB of JSON in one piece; the limit is {JSON_LIMIT // 2**20} MiB",
+            f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl",
+        )
+    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    if not text.strip():
+        return
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{name}: line {error.lineno}, column {error.colno}"
+        raise DataError(
+            f"{where}: is not JSON: {error.msg}", "Correct that place, or write one row per line and call it .jsonl."
+        ) from None
+    except RecursionError:
+        raise DataError(f"{name}: is nested too deeply to be rows", "Write a list of flat objects.") from None
+    except ValueError:
+        raise DataError(f"{name}: has a number with too many digits", "Write it as text.") from None
+    yield from (_object(item, name, number) for number, item in enumerate(_rows_in(value, name), 1))
+
+
+def _rows_in(value: Any, name: str) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{name}: is a single value, not a list of rows", 'Write a list: [{"prompt": ..., "completion": ...}, ...]'
+        )
+    lists = [key for key in _ROW_LISTS if isinstance(value.get(key), list)]
+    if len(lists) == 1:
+        return value[lists[0]]
+    columns = list(value.values())
+    if columns and all(isinstance(column, dict) or _is_plain_list(column) for column in columns):
+        raise DataError(
+            f"{name}: has the values of each column together ({', '.join(shown(key) for key in list(value)[:5])}), not rows",
+            'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)',
+        )
+    return [value]
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and not any(isinstance(item, dict) for item in value)
+
+
+def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
+    csv.field_size_limit(LINE_LIMIT)  # the library's own limit, 128 KiB, is less than one long conversation
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        header_line = file.readline(LINE_LIMIT)
+        file.seek(0)
+        reader = csv.reader(_text_lines(file, name), delimiter=_delimiter(header_line), strict=True)
+        header: list[str] = []
+        while True:
+            number = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "unexpected end" in str(error) or "field larger" in str(error):
+                    raise DataError(
+                        f"{name}: line {number}: a quote is opened and not closed",
+                        'Close it; a quote inside a cell is written "".',
+                    ) from None
+                yield Refused(name, number, None, f"is not CSV: {error}")
+                continue
+            if not cells:
+                continue
+            if not header:
+                header = _header(cells, name)
+            elif len(cells) != len(header):
+                yield Refused(name, number, None, f"has {len(cells)} cell(s), the header has {len(header)}")
+            else:
+                yield Row(name, number, {key: _cell(cell) for key, cell in zip(header, cells, strict=True)})
+
+
+def _text_lines(file: IO[str], name: str) -> Iterator[str]:
+    for number in itertools.count(1):
+        line = file.readline(LINE_LIMIT + 1)
+        if not line:
+            return
+        if len(line) > LINE_LIMIT:
+            raise DataError(
+                f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", "Check the line ends and quotes."
+            )
+        yield line
+
+
+def _delimiter(header: str) -> str:
+    """A comma, unless the header has none and has another usual separator."""
+    return next((mark for mark in ",;\t|" if mark in header), ",")
+
+
+def _header(cells: list[str], name: str) -> list[str]:
+    header = [cell.strip() for cell in cells]
+    twice = sorted({cell for cell in header if cell and header.count(cell) > 1})
+    if twice:
+        raise DataError(
+            f"{name}: line 1: the header has {', '.join(map(shown, twice))} more than once", "Give each column its own name."
+        )
+    return header
+
+
+def _cell(cell: str) -> str | float:
+    """The cell's text; what pandas writes for a missing value is no text."""
+    return float("nan") if re.fullmatch(r"nan|NaN|#N/A", cell) else cell
+
+
+def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    if not path.stat().st_size:
+        raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=256):
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield _table_row(batch.slice(index, 1), name, number)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).split("\n")[0][:200]
+        raise DataError(
+            f"{name}: can't be read as Parquet: {shown(reason, 200)}", "Check that it was downloaded completely."
+        ) from None
+
+
+def _table_row(row: Any, name: str, number: int) -> Row | Refused:
+    try:
+        return Row(name, number, {key: without_nothing(value) for key, value in row.to_pylist()[0].items()})
+    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        return Refused(name, number, None, f"has a value that can't be read: {error}")
+
+
+def without_nothing(value: Any) -> Any:
+    """Without the None fields that columnar formats add to objects of different shapes."""
+    if isinstance(value, dict):
+        return {key: without_nothing(part) for key, part in value.items() if part is not None}
+    return [without_nothing(part) for part in value] if isinstance(value, list) else value
+
+
+READERS = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}

@@ -1,0 +1,142 @@
+"""What `dataset.path` means: local files that exist and can be read, a bundled dataset, or a dataset on the hub."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.data.readers import READERS, Row, read_file
+from finetune.data.report import Refused, shown
+from finetune.errors import DataError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_OTHER_SUFFIXES = (".txt", ".tsv", ".xlsx", ".xls", ".gz", ".zip", ".zst", ".arrow", ".ndjson", ".yaml", ".yml", ".md", ".pkl")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place with rows: a local `path`, or (path None) the `split` of the hub dataset `name`."""
+
+    name: str
+    path: Path | None = None
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def rows(self) -> Iterator[Row | Refused]:
+        """Its rows in order, and those that can't be read as a row. Raises DataError when none can."""
+        if self.path is not None:
+            return read_file(self.path, self.name)
+        from finetune.data.hub import read_hub
+
+        return read_hub(self.name, self.config, self.split, self.revision)
+
+
+def find_sources(
+    paths: str | list[str], *, side: str = "train", config: str | None = None, split: str = "train", revision: str | None = None
+) -> list[Source]:
+    """The sources that `paths` names, checked to exist. `side` (train, eval) chooses the file of a bundled dataset.
+
+    Raises DataError with the problem of every path that is missing, a directory, not readable or of an unknown kind.
+    """
+    sources, problems, fixes = [], [], []
+    for text in [paths] if isinstance(paths, str) else paths:
+        try:
+            sources.append(_find(text, side) or Source(text, None, config, split, revision))
+        except DataError as error:
+            problems += error.problems
+            fixes += [error.fix] if error.fix not in fixes else []
+    if problems:
+        raise DataError(problems, "\n".join(fixes))
+    return sources
+
+
+def bundled_eval(path: str | list[str]) -> list[Source]:
+    """The held-out rows that belong to a bundled dataset; none for anything else."""
+    return [Source(f"{path} (eval)", files["eval"])] if isinstance(path, str) and (files := _bundled(path)) else []
+
+
+def _find(text: str, side: str) -> Source | None:
+    """The local or bundled source, None for a hub id. Raises DataError."""
+    name = shown(text, 200)
+    path = Path(text).expanduser() if text.startswith("~") else Path(text)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{name}: can't be opened: {reason}", "Check the path given as dataset.path.") from None
+    if mode is not None and stat.S_ISREG(mode):
+        return _regular(path, name)
+    if files := _bundled(text):
+        return Source(text, files[side])
+    if mode is not None and stat.S_ISDIR(mode):
+        raise DataError(
+            f"{name}: is a directory, not a file", f"Name the file(s): {_inside(path) or 'there are none that can be read'}"
+        )
+    if mode is not None:
+        raise DataError(f"{name}: is not a regular file", f"Files that can be read end in {', '.join(READERS)}.")
+    if _looks_local(path, text):
+        raise DataError(f"{name}: there is no such file", _did_you_mean(path))
+    if not _HUB_ID.fullmatch(text):
+        raise DataError(
+            f"{name}: is neither a file nor the id of a hub dataset", "Write a file's path, or an id like owner/name."
+        )
+    return None
+
+
+def _regular(path: Path, name: str) -> Source:
+    if path.suffix.lower() not in READERS:
+        ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no ending"
+        raise DataError(
+            f"{name}: {ending}; that kind of file isn't read", f"Files that can be read end in {', '.join(READERS)}."
+        )
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")
+    return Source(name, path)
+
+
+def _bundled(text: str) -> dict[str, Path] | None:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", text):
+        return None
+    from finetune.bundled import dataset_paths
+
+    return dataset_paths(text)
+
+
+def _looks_local(path: Path, text: str) -> bool:
+    """Whether a path that does not exist was meant as a file: by its ending, its beginning, or a folder that is there."""
+    known = path.suffix.lower() in (*READERS, *_OTHER_SUFFIXES)
+    return (
+        known
+        or text.startswith((".", "/", "~"))
+        or "\\" in text
+        or text.count("/") > 1
+        or ("/" in text and path.parent.is_dir())
+    )
+
+
+def _did_you_mean(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no folder {shown(str(folder), 200)} either; paths start from {Path.cwd()}"
+    siblings = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in READERS)
+    close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
+    if close:
+        return f"Did you mean {', '.join(shown(str(folder / name), 200) for name in close)}?"
+    return f"In {shown(str(folder), 200)} there is {', '.join(map(shown, siblings[:8])) or 'no data file'}."
+
+
+def _inside(folder: Path) -> str:
+    try:
+        found = sorted(str(entry) for entry in folder.iterdir() if entry.suffix.lower() in READERS)
+    except OSError as error:
+        return f"(the directory can't be listed: {error.strerror})"
+    return ", ".join(shown(entry, 200) for entry in found[:8])

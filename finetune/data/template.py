@@ -1,0 +1,197 @@
+"""A chat template at work: a conversation as text, and the stretches of that text that the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.checks import BadRow
+from finetune.data.conversation import Message
+from finetune.data.formats import Example
+from finetune.data.report import shown
+from finetune.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+#: Llama's templates write today's date unless they are given one; this is the date they fall back to themselves.
+_FIXED = {"date_string": "26 Jul 2024"}
+
+
+@dataclass
+class Rendered:
+    """Text as the model will see it. `spans` are the stretches (start, end in characters) that answers were written in."""
+
+    text: str
+    spans: list[Span]
+    notes: set[str] = field(default_factory=set)  # names of what a report should mention: unprompted, altered
+
+
+class Template:
+    """The chat template of a tokenizer, rendered only through transformers' sandbox.
+
+    `ends` are the ids that may stand at the end of an answer: the tokenizer's end of sequence, and what the template writes
+    after an answer, last or not. `stops` are those of them that end the last one: where generation is to stop.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.source = _source(tokenizer)
+        self.has_markers = bool(_MARKER.search(self.source))
+        self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
+        self.fixed = {name: value for name, value in _FIXED.items() if name in self.source}
+        eos = {tokenizer.eos_token_id} - {None}
+        inside, last = self._after_an_answer(goes_on=True), self._after_an_answer(goes_on=False)
+        self.ends, self.stops = eos | inside | last, eos | (last or inside)
+
+    def render(self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False) -> str:
+        """The messages as text, with the header of the next answer if `prompt`. Raises BadRow with the template's complaint."""
+        return self._run(messages, tools, prompt, tracked=False)[0]
+
+    def sequences(self, example: Example) -> list[Rendered]:
+        """What to train on for one conversation, with every answer in exactly one of the texts. Raises BadRow.
+
+        One text, if the template writes an answer the same way whether or not the conversation goes on. Else one more text for
+        each answer that is written differently (for instance templates that drop the thinking of earlier turns), so that each
+        answer is learnt after the very text that it will be prompted with.
+        """
+        messages = list(example.messages)
+        turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        if self.has_markers and example.answers == turns:
+            text, spans = self._run(messages, example.tools, False, tracked=True)
+            if not any(text[start:end].strip() for start, end in spans):
+                raise BadRow("messages", "the chat template's {% generation %} marks no answer in this conversation")
+            rendered = [Rendered(text, spans)]
+        else:
+            rendered = self._by_prefix(messages, example)
+        _check_content(messages, example.answers, rendered)
+        return rendered
+
+    def _by_prefix(self, messages: list[Message], example: Example) -> list[Rendered]:
+        """An answer is what the text with it has more than the prompt before it."""
+        rendered = [Rendered(self.render(messages, example.tools), [])]
+        for turn in reversed(example.answers):
+            before = self.render(messages[:turn], example.tools, prompt=True)
+            after = self.render(messages[: turn + 1], example.tools)
+            start = _common(before, after)
+            notes = set()
+            if start < len(before):
+                start = self._token_boundary(before, start)
+                if start < len(self.render(messages[:turn], example.tools).rstrip()):
+                    raise BadRow(
+                        f"messages[{turn}]",
+                        "the chat template writes earlier turns differently once this answer is there, so what is new can't be "
+                        "told; set chat_template to a template with {% generation %} markers",
+                    )
+                notes.add("unprompted")
+            if not after[start:].strip():
+                raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out")
+            fits = ((one, end) for end in self._possible_ends(after) for one in rendered if one.text.startswith(after[:end]))
+            host, end = next(fits, (None, len(after.rstrip())))
+            if host is None:
+                host = Rendered(after, [])
+                rendered.append(host)
+            host.spans.insert(0, (start, end))
+            host.notes |= notes
+        return sorted((one for one in rendered if one.spans), key=lambda one: len(one.text))
+
+    def _token_boundary(self, text: str, place: int) -> int:
+        """The last end of a token of `text` at or before `place`, so that the `<` of `<think>` isn't taken from an answer."""
+        if not self.tokenizer.is_fast:
+            return place
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        return max((end for _, end in offsets if end <= place), default=0)
+
+    def _possible_ends(self, after: str) -> list[int]:
+        """Where the answer at the end of `after` may end: there, or before a second end token that only the last answer has."""
+        whole = after.rstrip()
+        for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends)):
+            shorter = whole.removesuffix(token).rstrip()
+            if shorter != whole and any(
+                shorter.endswith(other) for other in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))
+            ):
+                return [len(whole), len(shorter)]
+        return [len(whole)]
+
+    def _run(
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...], prompt: bool, *, tracked: bool
+    ) -> tuple[str, list[Span]]:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if "developer" not in self.source:  # OpenAI's newer name for the system prompt, which most templates would leave out
+            messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+        values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.fixed}
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                tools=list(tools) or None,
+                chat_template=self.source,
+                return_assistant_tokens_mask=tracked,
+                add_generation_prompt=prompt,
+                **values,
+            )
+        except (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise BadRow("messages", f"the chat template refuses it: {shown(str(error), 200)}") from None
+        return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
+
+    def _after_an_answer(self, goes_on: bool) -> set[int]:
+        """The control token that the template writes directly after an answer, found by writing one; empty if there is none."""
+        answer = "the answer ends here"
+        talk = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.render([*talk, {"role": "user", "content": "more"}] if goes_on else talk)
+        except BadRow:
+            return set()
+        ids = self.tokenizer.encode(text.rpartition(answer)[2].lstrip(), add_special_tokens=False) if answer in text else []
+        return {ids[0]} if ids and ids[0] in self.tokenizer.added_tokens_decoder else set()
+
+
+def _source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template's text, checked to be one. Raises RecipeError when there is none or it isn't valid Jinja."""
+    from jinja2.exceptions import TemplateSyntaxError
+
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError:
+        raise RecipeError(
+            "the model's tokenizer has no chat template, and the rows are conversations",
+            "Set chat_template to the path of a Jinja file, or to plain for a simple one (### User / ### Assistant);\n"
+            "or train on rows of prompt and completion, or of text, which need no template.",
+        ) from None
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[], chat_template=source)
+    except TemplateSyntaxError as error:
+        problem = f"the chat template is not valid Jinja: line {error.lineno}: {shown(error.message or '', 200)}"
+        raise RecipeError(problem, "Correct it, or set chat_template to the path of another.") from None
+    return source
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: list[Rendered]) -> None:
+    """Raises BadRow when an answer is not in the stretches to learn; notes it when other text is missing. White space aside."""
+    learnt = "".join(one.text[start:end] for one in rendered for start, end in one.spans)
+    for turn in answers:
+        answer = messages[turn]["content"].split("</think>")[-1].strip().removeprefix("<think>").strip()
+        if answer not in learnt and _close(answer) not in _close(learnt):
+            raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out or changes its text")
+    texts = [one.text for one in rendered]
+    for message in messages:
+        text = message["content"].strip()
+        if not any(text in whole for whole in texts) and not any(_close(text) in _close(whole) for whole in texts):
+            rendered[0].notes.add("altered")
+
+
+def _close(text: str) -> str:
+    return "".join(text.split())

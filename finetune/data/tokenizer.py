@@ -1,0 +1,143 @@
+"""The tokenizer of a recipe's model: found, complete, with a chat template where one is set and a pad token that is safe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.data.report import shown
+from finetune.errors import RecipeError
+from finetune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: A folder with none of these has no tokenizer, whatever the library makes of its config.json.
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
+)  # fmt: skip
+#: Names under which tokenizers keep a token that pads, best first; taken only when the vocabulary has it.
+_PAD_NAMES = (
+    "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|PAD_TOKEN|>", "<|endoftext|>", "<|end_of_text|>",
+    "<|reserved_special_token_0|>", "<unk>", "[UNK]",
+)  # fmt: skip
+#: What `chat_template: plain` stands for: a template for base models that have none.
+PLAIN_TEMPLATE = (
+    "{% if bos_token %}{{ bos_token }}{% endif %}{% for message in messages %}"
+    "{{ '### ' + message['role'].capitalize() + ':\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n\n' }}"
+    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
+)
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with `recipe.chat_template` set.
+
+    Raises RecipeError when there is none or it is broken. Remote code runs only if the recipe allows it.
+    """
+    name = recipe.model_name_or_path
+    place = _place(name)
+    if isinstance(place, Path):
+        _check_folder(place, name)
+    tokenizer = _load(place, recipe)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise RecipeError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _RESAVE)
+    if recipe.chat_template is not None:
+        tokenizer.chat_template = _read_template(recipe.chat_template)
+    choose_pad(tokenizer)
+    return tokenizer
+
+
+def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set a pad token that is in the vocabulary and isn't the end of a sequence, if there is one.
+
+    Without one the end token pads. That is safe here: labels are made before padding, so padding is never learnt and the
+    end token of an answer always is. No token is added, as that would change the model's embeddings.
+    """
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    vocabulary = tokenizer.get_vocab()
+    free = [name for name in _PAD_NAMES if name in vocabulary and vocabulary[name] != tokenizer.eos_token_id]
+    if free:
+        tokenizer.pad_token = free[0]
+    elif tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+_RESAVE = "Save it next to the weights, for example:  AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+
+
+def _place(name: str) -> Path | str:
+    """A local folder, or a hub id as it is."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from finetune.bundled import model_path
+
+    bundled = model_path(name)
+    if bundled is not None:
+        return bundled
+    if path.is_file():
+        raise RecipeError(
+            f"model_name_or_path: {shown(name, 200)} is a file", "Name the folder that holds config.json and the weights."
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or (path.parent.is_dir() and path.parent != Path()):
+        raise RecipeError(
+            f"model_name_or_path: there is no folder {shown(name, 200)}",
+            "Write a model folder, or a hub id like Qwen/Qwen3-8B.",
+        )
+    return name
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    if not any((folder / file).is_file() for file in _FILES):
+        has = ", ".join(sorted(shown(entry.name) for entry in folder.iterdir())[:8]) or "nothing"
+        raise RecipeError(f"model_name_or_path: {shown(name, 200)} has no tokenizer (no tokenizer.json; it has {has})", _RESAVE)
+
+
+def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    name = recipe.model_name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(place),
+            revision=recipe.model_revision if isinstance(place, str) else None,
+            trust_remote_code=recipe.trust_remote_code,
+        )
+    except OSError as error:
+        if isinstance(place, Path):
+            raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
+        raise RecipeError(
+            f"model_name_or_path: {name} is no local folder and can't be loaded from the hub: {_first_line(error)}",
+            "Check the spelling and the network; for a private or gated model run  hf auth login",
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
+
+
+def _read_template(text: str) -> str:
+    """The Jinja text that `chat_template` names: a file, or `plain`."""
+    if text == "plain":
+        return PLAIN_TEMPLATE
+    path = Path(text).expanduser()
+    try:
+        template = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise RecipeError(f"chat_template: {shown(text, 200)} is not UTF-8 text", "Give the path of a Jinja file.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(
+            f"chat_template: {shown(text, 200)} can't be read: {reason}", "Give the path of a Jinja file, or plain."
+        ) from None
+    if not template.strip():
+        raise RecipeError(f"chat_template: {shown(text, 200)} is empty", "Give the path of a Jinja file, or plain.")
+    return template
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).split("\n") if line.strip()]
+    return shown(lines[0], 300) if lines else type(error).__name__

@@ -1,0 +1,217 @@
+"""Examples -> input_ids and labels: which tokens the model is given, and which of them it learns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.data.checks import BadRow
+from finetune.data.conversation import Message
+from finetune.data.formats import Example
+from finetune.data.template import Rendered, Span, Template
+from finetune.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: The label of a token that is read and not learnt.
+NOT_TRAINED = -100
+
+
+@dataclass
+class Encoded:
+    """One sequence, as int32. `labels` has the token's own id where it is learnt and -100 elsewhere; the first never is."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    notes: set[str] = field(default_factory=set)
+
+    @property
+    def trained(self) -> int:
+        """Number of tokens that are learnt."""
+        return int((self.labels != NOT_TRAINED).sum())
+
+
+class Encoder:
+    """Turns examples into tokens with one tokenizer and one template.
+
+    Learnt are the answers with the token that ends them; everything with `train_on_inputs`. `stops` are the ids that end an
+    answer, for generation too. Raises RecipeError for conversations without a chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool, train_on_inputs: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.template = Template(tokenizer) if conversations else None
+        self.train_on_inputs = train_on_inputs
+        eos = {tokenizer.eos_token_id} - {None}
+        self.stops = self.template.stops if self.template else eos
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._ends = (self.template.ends if self.template else eos) | special
+        self._may_follow = self.template.ends if self.template else eos
+        self._control = re.compile("|".join(map(re.escape, sorted(set(tokenizer.all_special_tokens)))) or "(?!)")
+        ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
+        if not self.stops:
+            raise RecipeError(
+                "the model's tokenizer has no end-of-sequence token, so the model could never learn to stop",
+                'Add "eos_token" to its tokenizer_config.json, naming a token of its vocabulary.',
+            )
+
+    def encode(self, examples: Sequence[Example]) -> list[list[Encoded] | BadRow]:
+        """The sequences of each example (one, or several for templates that rewrite earlier turns), or why there are none."""
+        rendered = [self._render(example) for example in examples]
+        texts = [(one, not example.messages) for example, ones in zip(examples, rendered, strict=True) for one in _texts(ones)]
+        encoded = iter(self._tokenise(texts))
+        results: list[list[Encoded] | BadRow] = []
+        for example, ones in zip(examples, rendered, strict=True):
+            sequences = [next(encoded) for _ in _texts(ones)]
+            results.append(ones if isinstance(ones, BadRow) else _checked(sequences, example))
+        return results
+
+    def prompt_ids(self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
+        """Tokens of a question as the model meets it in training: messages with the header of the answer, or a plain prompt."""
+        if isinstance(question, str):
+            ids = self._ids([question], plain=True)[0][0]
+            return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
+        if self.template is None:
+            self.template = Template(self.tokenizer)
+        try:
+            text = self.template.render(question, tools, prompt=True)
+        except BadRow as bad:
+            raise DataError(f"{bad.field}: {bad.reason}") from None
+        return self._ids([text], plain=False)[0][0]
+
+    def _render(self, example: Example) -> list[Rendered] | BadRow:
+        if example.text is not None:
+            return [Rendered(example.text, [(0, len(example.text))])]
+        if example.prompt is not None:
+            text = example.prompt + (example.completion or "")
+            return [Rendered(text, [(0 if self.train_on_inputs else len(example.prompt), len(text))])]
+        assert self.template is not None, "conversations were announced"
+        try:
+            if self.train_on_inputs:
+                text = self.template.render(list(example.messages), example.tools)
+                rendered = [Rendered(text, [(0, len(text))])]
+            else:
+                rendered = self.template.sequences(example)
+        except BadRow as bad:
+            return bad
+        if any(self._control.search(message["content"]) for message in example.messages):
+            rendered[0].notes.add("control")
+        return rendered
+
+    def _tokenise(self, flat: list[tuple[Rendered, bool]]) -> list[Encoded]:
+        """All texts of a batch at once, chat and plain ones apart: only plain ones get the tokenizer's own BOS."""
+        done: dict[int, Encoded] = {}
+        for plain in (False, True):
+            places = [place for place, (_, is_plain) in enumerate(flat) if is_plain == plain]
+            texts = [flat[place][0] for place in places]
+            for place, one, (ids, offsets) in zip(
+                places, texts, self._ids([one.text for one in texts], plain=plain), strict=True
+            ):
+                trained = _overlapping(offsets, one.spans) if offsets is not None else self._by_prefix(ids, one, plain)
+                done[place] = self._finished(ids, trained, set(one.notes))
+        return [done[place] for place in range(len(flat))]
+
+    def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], list[Span] | None]]:
+        """Ids and, where the tokenizer can tell, the characters of each token. A BOS is never doubled."""
+        if not texts:
+            return []
+        tokenizer = self.tokenizer
+        batch = tokenizer(
+            texts, add_special_tokens=plain, return_attention_mask=False, return_token_type_ids=False, verbose=False,
+            return_offsets_mapping=tokenizer.is_fast,
+        )  # fmt: skip
+        offsets = batch["offset_mapping"] if tokenizer.is_fast else [None] * len(texts)
+        bos = tokenizer.bos_token_id
+        doubled = [bos is not None and ids[:2] == [bos, bos] for ids in batch["input_ids"]]
+        return [
+            (list(ids[twice:]), None if spans is None else list(spans[twice:]))
+            for ids, spans, twice in zip(batch["input_ids"], offsets, doubled, strict=True)
+        ]
+
+    def _by_prefix(self, ids: list[int], one: Rendered, plain: bool) -> np.ndarray:
+        """For tokenizers written in Python, which don't say what characters a token stands for: count the tokens before."""
+        trained = np.zeros(len(ids), dtype=bool)
+        for start, end in one.spans:
+            first, last = (_common_ids(self._ids([one.text[:place]], plain=plain)[0][0], ids) for place in (start, end))
+            trained[first:last] = True
+        return trained
+
+    def _finished(self, ids: list[int], trained: np.ndarray, notes: set[str]) -> Encoded:
+        """With the token that ends an answer learnt, nothing after it, and an end of sequence where the text has none."""
+        ends = np.flatnonzero(trained & ~np.append(trained[1:], False)) + 1
+        for end in ends.tolist() if not self.train_on_inputs else []:
+            if not self._end_turn(ids, trained, end) and not self._blank(ids, end, len(ids)):
+                notes.add("endless")
+        ids, trained = self._closed(ids, trained)
+        if self._unknown is not None and self._unknown in ids:
+            notes.add("unknown")
+        tokens = np.array(ids, dtype=np.int32)
+        labels = np.where(trained, tokens, np.int32(NOT_TRAINED))
+        labels[:1] = NOT_TRAINED
+        return Encoded(tokens, labels, notes)
+
+    def _closed(self, ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """With an end-of-sequence token to learn, if the sequence ends with an answer that nothing ends."""
+        last = int(trained.nonzero()[0][-1]) if trained.any() else None
+        if last is None or self.tokenizer.eos_token_id is None or not self._blank(ids, last + 1, len(ids)):
+            return ids, trained
+        written = last
+        while written > 0 and ids[written] not in self._ends and self._blank(ids, written, written + 1):
+            written -= 1
+        if ids[written] in self._ends:
+            return ids, trained
+        return [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(trained[: last + 1], True)
+
+    def _end_turn(self, ids: list[int], trained: np.ndarray, end: int) -> bool:
+        """Makes the answer whose learnt tokens end before `end` stop with its stop token; False when it has none."""
+        place = end - 1
+        while place > 0 and trained[place] and ids[place] not in self._ends and self._blank(ids, place, place + 1):
+            place -= 1
+        if ids[place] in self._ends:
+            trained[place + 1 : end] = False
+            return True
+        place = end
+        while place < len(ids) and ids[place] not in self._may_follow and self._blank(ids, place, place + 1):
+            place += 1
+        if place < len(ids) and ids[place] in self._may_follow:
+            trained[end : place + 1] = True
+            return True
+        return False
+
+    def _blank(self, ids: list[int], start: int, end: int) -> bool:
+        return not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=False)).strip()
+
+
+def _texts(rendered: list[Rendered] | BadRow) -> list[Rendered]:
+    return [] if isinstance(rendered, BadRow) else rendered
+
+
+def _checked(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
+    if all(one.trained for one in sequences):
+        return sequences
+    return BadRow("messages" if example.messages else None, "nothing in it can be learnt: no token of an answer is left")
+
+
+def _overlapping(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """Whether each token stands for a character of a span.
+
+    Offsets may leave out white space at a token's start, or be empty for a token of white space alone; such a token stands for
+    what lies between its neighbour and its end.
+    """
+    start, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    before = np.append(0, np.maximum.accumulate(end)[:-1]) if len(end) else end
+    first = np.where(start < end, start, before)
+    trained = np.zeros(len(end), dtype=bool)
+    for begin, stop in spans:
+        trained |= (first < stop) & (end > begin)
+    return trained
+
+
+def _common_ids(one: list[int], other: list[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,159 @@
+"""The bundled base model and dataset: committed is what the scripts make, and it is small, closed and loads offline."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from finetune.bundled import dataset_paths, model_path
+from finetune.bundled.make_data import PRIORITIES, PRODUCTS, QUEUES, bundled_texts, write
+from finetune.bundled.messages import draw_messages
+from finetune.bundled.pretraining import TASKS, questions
+from finetune.recipe import load_recipe
+
+BUNDLED = model_path("tiny").parent
+PATHS = dataset_paths("support")
+
+
+def read(part: str) -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in PATHS[part].read_text(encoding="utf-8").splitlines()]
+
+
+@cache
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path("tiny"), local_files_only=True)
+
+
+@cache
+def model():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model_path("tiny"), local_files_only=True, use_safetensors=True, dtype=torch.float32
+    )
+
+
+def greedy_answer(question: str) -> str:
+    talk = [{"role": "user", "content": question}]
+    ids = tokenizer().apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model().generate(**ids, max_new_tokens=80, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return tokenizer().decode(said, skip_special_tokens=True)
+
+
+def test_the_data_script_reproduces_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
+    write(tmp_path)
+    for part, path in PATHS.items():
+        assert (tmp_path / f"{part}.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_there_are_enough_rows_and_no_message_stands_twice() -> None:
+    train, held_out = ([row[0]["content"] for row in read(part)] for part in ("train", "eval"))
+    assert len(train) >= 600 and len(held_out) >= 100
+    assert len({*train, *held_out}) == len(train) + len(held_out)
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_every_row_asks_and_answers_with_one_line_of_json_from_the_closed_sets(part: str) -> None:
+    for row in read(part):
+        assert [turn["role"] for turn in row] == ["user", "assistant"]
+        answer = json.loads(row[1]["content"])
+        assert "\n" not in row[1]["content"] and list(answer) == ["queue", "priority", "product"]
+        assert answer["queue"] in QUEUES.values()
+        assert answer["priority"] in PRIORITIES.values()
+        assert answer["product"] in PRODUCTS.values()
+
+
+def test_every_answer_of_the_held_out_rows_has_training_rows_with_each_of_its_values() -> None:
+    def values(part: str) -> set[tuple[str, str]]:
+        return {item for row in read(part) for item in json.loads(row[1]["content"]).items()}
+
+    assert values("eval") <= values("train")
+    assert {value for key, value in values("eval") if key == "queue"} == set(QUEUES.values())
+
+
+def test_pretraining_never_sees_a_bundled_message_or_the_routing_task() -> None:
+    taken = bundled_texts()
+    drawn = draw_messages(random.Random(0), 3000, taken=set(taken))
+    assert not {message.text for message in drawn} & taken
+    for message in drawn[:200]:
+        for answer in TASKS.values():
+            assert not any(f'"{key}"' in answer(message) for key in ("queue", "priority", "product"))
+
+
+def test_everything_bundled_is_within_five_megabytes_and_holds_no_pickle() -> None:
+    files = [path for path in BUNDLED.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) <= 5_000_000
+    assert {path.suffix for path in files} <= {".py", ".json", ".jsonl", ".jinja", ".safetensors"}
+
+
+@pytest.mark.parametrize(
+    "text", ["My tent is torn.", "  two  spaces\n\ttab ", "Grüße, 東京 🙂", "12345.90 euros", '{"a": [1]}']
+)
+def test_the_tokenizer_gives_back_any_text(text: str) -> None:
+    assert tokenizer().decode(tokenizer()(text)["input_ids"]) == text
+
+
+def test_digits_are_tokens_of_their_own_and_padding_is_not_the_stop_token() -> None:
+    assert len(tokenizer()("90210")["input_ids"]) == 5
+    assert None not in (tokenizer().pad_token_id, tokenizer().eos_token_id)
+    assert tokenizer().pad_token_id != tokenizer().eos_token_id
+
+
+def test_a_conversation_renders_with_its_answers_marked_stop_token_included() -> None:
+    talk = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Which article is it? My tent is torn."},
+        {"role": "assistant", "content": "It is the tent."},
+        {"role": "user", "content": "How urgent is this?"},
+        {"role": "assistant", "content": "As usual."},
+    ]
+    row = tokenizer().apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    assert row["input_ids"][-1] == tokenizer().eos_token_id
+    answers = [token for token, mine in zip(row["input_ids"], row["assistant_masks"], strict=True) if mine]
+    assert tokenizer().decode(answers) == "It is the tent.<|end|>As usual.<|end|>"
+    prompt = tokenizer().apply_chat_template(talk[:-1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer().apply_chat_template(talk, tokenize=False) == prompt + "As usual.<|end|>"
+
+
+def test_a_role_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(Exception, match="no role tool"):
+        tokenizer().apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_the_model_loads_offline_from_safetensors_and_stops_at_the_end_of_a_turn() -> None:
+    assert 2_000_000 < model().num_parameters() < 2_500_000
+    assert model().generation_config.eos_token_id == tokenizer().eos_token_id
+    assert model().generation_config.pad_token_id == tokenizer().pad_token_id
+    assert model().config.vocab_size == len(tokenizer())
+
+
+def test_the_base_answers_its_own_questions_on_held_out_messages() -> None:
+    asked = questions(random.Random(99), 26, taken=bundled_texts())
+    right = sum(greedy_answer(question["content"]) == answer["content"] for question, answer in asked)
+    assert right >= 23
+
+
+def test_the_base_can_not_route() -> None:
+    assert not any(greedy_answer(row[0]["content"]) == row[1]["content"] for row in read("eval")[:10])
+
+
+def test_the_recipe_names_the_bundled_model_and_dataset() -> None:
+    recipe = load_recipe("tiny-cpu")
+    assert model_path(recipe.model_name_or_path).is_dir()
+    assert dataset_paths(recipe.dataset.path)["train"].is_file()
+    assert recipe.load_in_4bit is True and recipe.gpu == "cpu"
+
+
+def test_unknown_names_are_none_and_looking_them_up_imports_nothing_heavy() -> None:
+    assert model_path("no-such-model") is None and dataset_paths("no-such-data") is None
+    code = "import sys, finetune.bundled; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

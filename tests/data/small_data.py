@@ -1,0 +1,75 @@
+"""A small byte-level tokenizer made on the spot, chat templates with and without generation markers, and rows."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.recipe import recipe_from
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+#: The same text, with the answers marked and their end-of-turn token left out of the mark, as many published templates do.
+CHATML_MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+#: Drops the thinking of all answers but the last, as Qwen3's does.
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [
+    "Where is my parcel? It was due on Monday and the box of tea has not come.",
+    "### User: What is 2+2?\n### Assistant: It is 4, and 3+4 is 7.",
+    '{"queue": "shipping", "priority": "high"} assistant user system tool think answer question',
+]
+
+
+def build_tokenizer(template: str | None = CHATML, *, extra: tuple[str, ...] = (), bos: bool = False, **special: str):
+    """A byte-level BPE tokenizer. `bos` adds <s> in front of plain text, as Llama's does."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *extra]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    names = list(dict.fromkeys(names))
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS * 3, trainer)
+    if bos:
+        from tokenizers.processors import TemplateProcessing
+
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    values = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>", **special}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **values)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def recipe(path, **settings):
+    """A recipe for `path`; settings of the dataset are those the dataset has."""
+    dataset = {"path": path}
+    for name in ("eval_path", "format", "columns", "on_bad_rows", "test_split_size", "max_rows", "split", "eval_split", "name"):
+        if name in settings:
+            dataset[name] = settings.pop(name)
+    return recipe_from({"model_name_or_path": "tiny", "dataset": dataset, **settings})
+
+
+def talk(*turns: str, system: str | None = None) -> dict:
+    """A row of messages: the user speaks first, then in turn."""
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": opening + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]}
+
+
+def learnt(encoded, tokenizer) -> str:
+    """The text of the learnt tokens of one sequence, stretches apart by a bar."""
+    from finetune.data.marks import marked
+
+    return "|".join(text for text, flag in marked(encoded.input_ids.tolist(), encoded.labels.tolist(), tokenizer) if flag)

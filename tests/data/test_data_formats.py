@@ -1,0 +1,178 @@
+"""Every accepted way of writing rows is found by its columns and becomes the same example."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from small_data import recipe, talk
+
+from finetune.data import read_examples
+from finetune.errors import DataError
+
+MESSAGES = ({"role": "user", "content": "Where is my tea?"}, {"role": "assistant", "content": "On its way."})
+
+
+def examples_of(path, **settings):
+    return read_examples(recipe(path, **settings).dataset).train
+
+
+def only(rows):
+    assert [example.row for example in rows.examples], rows.refused
+    return rows.examples[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"messages": list(MESSAGES)}, "messages"),
+        (
+            {"conversations": [{"from": "human", "value": "Where is my tea?"}, {"from": "gpt", "value": "On its way."}]},
+            "sharegpt",
+        ),
+        ({"conversations": list(MESSAGES)}, "sharegpt"),
+        ({"messages": json.dumps(MESSAGES)}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is my tea?"}]}, MESSAGES[1]]}, "messages"),
+        ({"instruction": "Where is my tea?", "input": "", "output": "On its way."}, "alpaca"),
+        ({"instruction": "Where is my tea?", "input": None, "output": "On its way."}, "alpaca"),
+        ({"instruction": "Where is my tea?", "output": "On its way.", "text": "a copy of it all"}, "alpaca"),
+        ({"prompt": [MESSAGES[0]], "completion": [MESSAGES[1]]}, "prompt_completion"),
+    ],
+)
+def test_conversations_in_any_format_become_the_same_example(write, row, name):
+    rows = examples_of(write("rows.jsonl", [row]))
+    assert rows.format == name
+    assert only(rows).content() == {"messages": MESSAGES, "answers": (1,)}
+
+
+def test_alpaca_input_system_and_history_are_all_used(write):
+    row = {"instruction": "Sum", "input": "2+2", "output": "4", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    example = only(examples_of(write("rows.jsonl", [row])))
+    assert [message["content"] for message in example.messages] == ["Be brief.", "Hi", "Hello", "Sum\n\n2+2", "4"]
+    assert example.answers == (4,)
+
+
+def test_sharegpt_system_column_opens_the_conversation(write):
+    row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    assert only(examples_of(write("rows.jsonl", [row]))).messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_prompt_and_completion_and_text_stay_plain(write):
+    assert only(examples_of(write("a.jsonl", [{"prompt": "2+2=", "completion": "4"}]))).content() == {
+        "prompt": "2+2=",
+        "completion": "4",
+    }
+    assert only(examples_of(write("b.jsonl", [{"text": "Just text."}]))).content() == {"text": "Just text."}
+
+
+def test_assistant_turns_with_weight_0_and_turns_of_the_prompt_are_not_learnt(write):
+    row = talk("a", "b", "c", "d")
+    row["messages"][1]["weight"] = 0
+    assert only(examples_of(write("a.jsonl", [row]))).answers == (3,)
+    turns = talk("a", "b", "c", "d")["messages"]
+    assert only(examples_of(write("b.jsonl", [{"prompt": turns[:3], "completion": turns[3:]}]))).answers == (3,)
+
+
+def test_tool_calls_and_tools_are_kept(write):
+    call = {"type": "function", "function": {"name": "track", "arguments": {"parcel": None}}}
+    turns = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "track", "content": ""},
+        {"role": "assistant", "content": "Here."},
+    ]
+    example = only(examples_of(write("rows.jsonl", [{"messages": turns, "tools": json.dumps([{"name": "track"}])}])))
+    assert example.answers == (1, 3)
+    assert example.messages[1]["tool_calls"] == [call]
+    assert example.tools == ({"name": "track"},)
+
+
+def test_columns_are_mapped_to_the_fields_of_a_format(write):
+    path = write("rows.csv", "question,answer,id\nWhere is my tea?,On its way.,7\n")
+    rows = examples_of(path, columns={"instruction": "question", "output": "answer"})
+    assert rows.format == "alpaca"
+    assert only(rows).messages == MESSAGES
+    assert rows.unused_columns == ("id",)
+
+
+def test_keys_of_messages_are_mapped_too(write):
+    turns = [{"speaker": "human", "said": "Where is my tea?"}, {"speaker": "model", "said": "On its way."}]
+    rows = examples_of(
+        write("rows.jsonl", [{"talk": turns}]), columns={"messages": "talk", "role": "speaker", "content": "said"}
+    )
+    assert only(rows).messages == MESSAGES
+
+
+def test_a_refused_field_is_called_by_the_users_column(write):
+    path = write("rows.csv", "question,answer\nWhere?,\nWho?,me\n")
+    rows = examples_of(path, columns={"prompt": "question", "completion": "answer"})
+    assert [(row.row, row.field, row.reason) for row in rows.refused] == [(2, "answer", "is empty")]
+
+
+def test_a_named_format_settles_columns_that_fit_two(write):
+    path = write("rows.jsonl", [{**talk("Hi", "Hello"), "prompt": "Hi", "completion": "Hello"}])
+    with pytest.raises(DataError, match="more than one format: messages and prompt_completion") as error:
+        examples_of(path)
+    assert "dataset.format=messages" in error.value.fix
+    assert only(examples_of(path, format="prompt_completion")).prompt == "Hi"
+
+
+def test_unknown_columns_are_listed_with_the_formats_and_a_mapping_to_paste(write):
+    with pytest.raises(DataError, match="question, answer") as error:
+        examples_of(write("rows.jsonl", [{"question": "a", "answer": "b"}]))
+    assert "format: prompt_completion, columns: {prompt: question, completion: answer}" in error.value.fix
+    for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "text"):
+        assert f"{name}:" in error.value.fix
+
+
+def test_a_mapping_to_a_column_that_is_not_there_names_those_that_are(write):
+    with pytest.raises(DataError, match="maps prompt to a column 'qestion', and the file has question, answer"):
+        examples_of(write("rows.jsonl", [{"question": "a", "answer": "b"}]), columns={"prompt": "qestion"})
+    with pytest.raises(DataError, match="'promt' is not a field"):
+        examples_of(write("rows.jsonl", [{"question": "a", "answer": "b"}]), columns={"promt": "question"})
+
+
+def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):
+    rows = [{"prompt": f"Frage {n}, «ü»\n", "completion": f'"{n}", ok 🙂'} for n in range(5)]
+    files = [write("a.jsonl", rows), write("b.json", json.dumps(rows, indent=1)), write("c.json", json.dumps({"data": rows}))]
+    files.append(write("lines.json", "\n".join(map(json.dumps, rows))))
+    files.append(write("array.jsonl", json.dumps(rows)))
+    cells = "".join('"' + '","'.join(value.replace('"', '""') for value in row.values()) + '"\r\n' for row in rows)
+    files.append(write("d.csv", "prompt,completion\r\n" + cells))
+    files.append(write("e.csv", "\ufeffprompt;completion\n" + cells.replace('","', '";"')))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
+    for file in [*files, str(tmp_path / "f.parquet")]:
+        assert [example.content() for example in examples_of(file).examples] == rows, file
+
+
+def test_parquet_conversations_of_different_shapes_lose_their_empty_fields(tmp_path):
+    turns = [
+        {"role": "user", "content": "Hi", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "track", "id": None}]},
+        {"role": "assistant", "content": "Hello"},
+    ]
+    parquet.write_table(pa.Table.from_pylist([{"messages": turns}]), tmp_path / "rows.parquet")
+    example = only(examples_of(str(tmp_path / "rows.parquet")))
+    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "track"}]}
+
+
+def test_several_files_are_read_in_order_each_in_its_own_format(write):
+    first, second = write("a.jsonl", [talk("Hi", "Hello")]), write("b.csv", "instruction,output\nHi,Hello\n")
+    rows = examples_of([first, second])
+    assert [(example.file, example.row) for example in rows.examples] == [(first, 1), (second, 2)]
+    assert rows.format == "messages, alpaca"
+
+
+def test_rows_are_numbered_as_a_person_counts_lines(write):
+    path = write("rows.csv", 'prompt,completion\na,b\n"two\nlines",c\n\nd,\n')
+    assert [example.row for example in examples_of(path).examples] == [2, 3]
+    assert [row.row for row in examples_of(path).refused] == [6]
+    path = write("rows.jsonl", '\ufeff{"text": "a"}\r\n\r\n{"text": ""}\r\n')
+    assert [row.row for row in examples_of(path).refused] == [3]
+
+
+def test_max_rows_reads_only_the_first_rows_over_all_files(write):
+    paths = [write(f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(3)]) for name in "abc"]
+    rows = examples_of(paths, max_rows=4)
+    assert rows.read == 4
+    assert [example.text for example in rows.examples] == ["a0", "a1", "a2", "b0"]

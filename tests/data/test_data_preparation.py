@@ -1,0 +1,188 @@
+"""From a recipe to what the trainer is given: every row accounted for, lengths obeyed, the same again the next time."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_data import CHATML, CHATML_MARKED, build_tokenizer, recipe, talk
+
+from finetune.data import prepare, read_examples
+from finetune.errors import DataError, RecipeError
+
+
+def rows_of(*lengths):
+    return [talk(f"question {n}", "answer " * length) for n, length in enumerate(lengths)]
+
+
+def test_the_report_counts_rows_tokens_and_their_shares(write, tokenizer):
+    prepared = prepare(recipe(write("rows.jsonl", rows_of(1, 2, 3))), tokenizer, max_length=None)
+    report = prepared.report
+    lengths = [len(row) for row in prepared.train["input_ids"]]
+    trained = [sum(label != -100 for label in row) for row in prepared.train["labels"]]
+    assert prepared.lengths == lengths
+    assert (report.rows_read, report.rows_used, report.sequences) == (3, 3, 3)
+    assert (report.total_tokens, report.trained_tokens) == (sum(lengths), sum(trained))
+    assert report.as_json()["trained_token_share"] == sum(trained) / sum(lengths)
+    assert report.lengths == {"p50": sorted(lengths)[1], "p95": max(lengths), "p99": max(lengths), "max": max(lengths)}
+    assert json.loads(json.dumps(report.as_json()))["format"] == "messages"
+
+
+def test_labels_are_the_ids_where_learnt_and_minus_100_elsewhere(write, tokenizer):
+    train = prepare(recipe(write("rows.jsonl", rows_of(1, 5))), tokenizer, max_length=None).train
+    assert train.column_names == ["input_ids", "labels"]
+    for row in train:
+        assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+        assert row["labels"][0] == -100
+
+
+def test_long_rows_stop_everything_by_default_and_are_listed_with_their_tokens(write, tokenizer):
+    path = write("rows.jsonl", rows_of(1, 40, 60))
+    with pytest.raises(DataError, match="2 row\\(s\\) are longer than max_length 32 tokens") as error:
+        prepare(recipe(path), tokenizer, max_length=32)
+    assert f"{path}, row 3:" in error.value.problems[1]
+    assert "excess_length=truncate" in error.value.fix
+
+
+def test_long_rows_are_cut_or_left_out_and_the_tokens_counted(write, tokenizer):
+    path = write("rows.jsonl", rows_of(1, 40, 60))
+    whole = prepare(recipe(path), tokenizer, max_length=None)
+    cut = prepare(recipe(path, excess_length="truncate"), tokenizer, max_length=32)
+    left_out = prepare(recipe(path, excess_length="drop"), tokenizer, max_length=32)
+    assert (cut.report.rows_too_long, cut.report.rows_truncated, cut.report.rows_used) == (2, 2, 3)
+    assert cut.lengths == [min(length, 32) for length in whole.lengths]
+    assert cut.report.tokens_dropped == sum(whole.lengths) - sum(cut.lengths)
+    assert (left_out.report.rows_too_long, left_out.report.rows_truncated, left_out.report.rows_used) == (2, 0, 1)
+    assert left_out.report.tokens_dropped == sum(whole.lengths[1:])
+
+
+def test_a_row_whose_answer_is_cut_away_is_refused_not_dropped(write, tokenizer):
+    path = write("rows.jsonl", [*rows_of(1), talk("long " * 50, "never seen")])
+    with pytest.raises(
+        DataError, match="row 2: nothing to learn is left after cutting to max_length 32: its answer begins at token"
+    ):
+        prepare(recipe(path, excess_length="truncate"), tokenizer, max_length=32)
+    report = prepare(recipe(path, excess_length="truncate", on_bad_rows="skip"), tokenizer, max_length=32).report
+    assert ([row.row for row in report.rows_refused], report.rows_used, report.rows_truncated) == ([2], 1, 0)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kinds=st.lists(st.sampled_from(["short", "long", "long question", "bad", "not json"]), min_size=1, max_size=12),
+    excess=st.sampled_from(["drop", "truncate", "raise"]),
+    held_out=st.sampled_from([0, 1, 0.3]),
+)
+def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, excess, held_out):
+    lines = {
+        "short": json.dumps(talk("q", "a")), "long": json.dumps(talk("q", "a " * 50)),
+        "long question": json.dumps(talk("q " * 50, "a")), "bad": json.dumps(talk("q", "")), "not json": "{",
+    }  # fmt: skip
+    path = write("rows.jsonl", "\n".join(lines[kind].replace('"q', f'"{n} q', 1) for n, kind in enumerate(kinds)))
+    settings_ = {"excess_length": excess, "on_bad_rows": "skip", "test_split_size": held_out}
+    try:
+        prepared = prepare(recipe(path, **settings_), tokenizer, max_length=40, report_only=True)
+    except DataError:
+        assert held_out or set(kinds) <= {"not json"}
+        return
+    sides = [report for report in (prepared.report, prepared.eval_report) if report]
+    for report in sides:
+        left_out = report.rows_too_long - report.rows_truncated
+        assert report.rows_read == report.rows_used + len(report.rows_refused) + report.rows_held_out + left_out
+    assert prepared.report.rows_read == len(kinds)
+    assert max([*prepared.lengths, *prepared.eval_lengths, 0]) <= 40
+    for row in prepared.train:
+        assert any(label != -100 for label in row["labels"])
+
+
+def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write, tokenizer):
+    train, held = write("train.jsonl", rows_of(1, 2, 2) + rows_of(1)), write("eval.jsonl", rows_of(9) + [talk("new", "b")])
+    prepared = prepare(recipe(train, eval_path=held), tokenizer, max_length=None)
+    assert (prepared.report.rows_used, prepared.report.duplicate_rows) == (4, 1)
+    assert any("1 row(s) are equal to an earlier row" in warning for warning in prepared.report.warnings)
+    assert any("1 held-out row(s) ask what a training row asks" in warning for warning in prepared.report.warnings)
+
+
+def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):
+    held = write("eval.jsonl", [talk("a", "b", "c", "d", system="s")])
+    [example] = prepare(recipe(write("train.jsonl", rows_of(1)), eval_path=held), tokenizer, max_length=None).eval_examples
+    assert [message["content"] for message in example.question()] == ["s", "a", "b", "c"]
+    assert example.reference() == "d"
+
+
+def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write):
+    path = write("rows.jsonl", rows_of(*range(1, 21)) + rows_of(*range(1, 21)))
+    dataset = recipe(path, test_split_size=0.25).dataset
+    first, again, other = read_examples(dataset, 1), read_examples(dataset, 1), read_examples(dataset, 2)
+    assert len(first.eval.examples) == 10 and first.train.held_out == 10
+    assert [e.row for e in first.eval.examples] == [e.row for e in again.eval.examples] != [e.row for e in other.eval.examples]
+    assert first.shared == 0
+    assert len(read_examples(recipe(path, test_split_size=4).dataset).eval.examples) == 4
+
+
+def test_holding_out_every_row_or_in_two_ways_is_an_error(write):
+    path = write("rows.jsonl", rows_of(1, 2))
+    with pytest.raises(DataError, match="holds out 2 of 2 usable rows"):
+        read_examples(recipe(path, test_split_size=2).dataset)
+    with pytest.raises(RecipeError, match="eval_path and dataset.test_split_size both"):
+        read_examples(recipe(path, test_split_size=1, eval_path=path).dataset)
+    with pytest.raises(RecipeError, match="test_split_size is 2.5"):
+        read_examples(recipe(path, test_split_size=2.5).dataset)
+    with pytest.raises(RecipeError, match="eval_split names a split of a hub dataset"):
+        read_examples(recipe(path, eval_split="test").dataset)
+
+
+def test_the_fingerprint_is_the_same_for_the_same_and_another_for_anything_that_changes_tokens(write, tmp_path):
+    path = write("rows.jsonl", rows_of(1, 2, 30))
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
+
+    def print_of(path=path, template=CHATML, max_length=None, extra=(), **settings):
+        return prepare(recipe(path, **settings), build_tokenizer(template, extra=extra), max_length=max_length).fingerprint
+
+    same = {print_of(), print_of(), print_of(path=str(tmp_path / "copy.jsonl")), print_of(seed=7)}
+    others = {
+        print_of(path=write("other.jsonl", rows_of(1, 2, 31))), print_of(template=CHATML_MARKED), print_of(extra=("<x>",)),
+        print_of(train_on_inputs=True), print_of(max_length=16, excess_length="truncate"), print_of(max_rows=2),
+    }  # fmt: skip
+    assert len(same) == 1 and len(others) == 6 and not same & others
+
+
+def test_padding_and_truncating_with_the_tokenizer_in_between_does_not_change_the_fingerprint(write):
+    path, tokenizer = write("rows.jsonl", rows_of(1)), build_tokenizer()
+    first = prepare(recipe(path), tokenizer, max_length=None).fingerprint
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert prepare(recipe(path), tokenizer, max_length=None).fingerprint == first
+
+
+def test_progress_ends_at_the_number_of_rows(write, tokenizer):
+    seen = []
+    path, held = write("rows.jsonl", rows_of(*[1] * 300)), write("eval.jsonl", rows_of(2, 2))
+    prepare(recipe(path, eval_path=held), tokenizer, max_length=None, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(256, 302), (300, 302), (302, 302)]
+
+
+def test_conversations_need_a_chat_template_and_the_error_says_what_else_can_be_done(write):
+    path = write("rows.jsonl", rows_of(1))
+    with pytest.raises(RecipeError, match="no chat template") as error:
+        prepare(recipe(path), build_tokenizer(None), max_length=None)
+    assert "chat_template" in error.value.fix and "prompt and completion" in error.value.fix
+    assert prepare(recipe(write("text.jsonl", [{"text": "a"}])), build_tokenizer(None), max_length=None).report.rows_used == 1
+
+
+def test_a_template_that_is_not_jinja_is_named_with_its_line(write):
+    with pytest.raises(RecipeError, match="not valid Jinja: line 2"):
+        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer("ok\n{% for %}"), max_length=None)
+
+
+def test_a_template_runs_only_in_the_sandbox(write):
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="the chat template refuses it"):
+        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(escape), max_length=None)
+
+
+def test_importing_the_data_package_loads_no_heavy_library():
+    import subprocess
+    import sys
+
+    heavy = ("torch", "transformers", "datasets", "trl", "numpy")
+    code = f"import sys, finetune.data, finetune.data.report; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

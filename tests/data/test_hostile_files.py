@@ -1,0 +1,304 @@
+"""Files that are broken, wrong or meant to hurt: one screen that names the file and the remedy, never a traceback."""
+
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_data import recipe, talk
+
+from finetune.data import read_examples
+from finetune.data.sources import find_sources
+from finetune.errors import DataError, FinetuneError
+
+GOOD = json.dumps(talk("Hi", "Hello")) + "\n"
+
+
+def problem(path, **dataset) -> str:
+    """The one-screen message for a file that can't be read; it names the file and has a remedy."""
+    with pytest.raises(DataError) as error:
+        read_examples(recipe(path, **dataset).dataset)
+    text = "\n".join([*error.value.problems, error.value.fix])
+    name = path if isinstance(path, str) else path[0]
+    assert error.value.exit_code == 4 and error.value.fix
+    assert Path(name).name in text
+    assert text.isprintable() or set(text) - {"\n"} == {letter for letter in text if letter.isprintable()}
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) < 500
+    return text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_an_empty_file_is_called_empty(write, suffix):
+    assert "the file is empty (0 bytes)" in problem(write(f"rows.{suffix}", b""))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"), [(suffix, text) for suffix in ("jsonl", "json") for text in (" \n\t\r\n ", "\ufeff\n\n")]
+)
+def test_a_file_of_white_space_has_no_rows(write, suffix, content):
+    assert "has no rows" in problem(write(f"rows.{suffix}", content))
+
+
+def test_a_table_without_rows_or_header_is_named(write):
+    assert "has no rows" in problem(write("rows.csv", "prompt,completion\n"))
+    assert "has no rows" in problem(write("rows.csv", "\ufeff\n\n"))
+    assert "no known format has these columns: (no name)" in problem(write("rows.csv", " \n\t\n"))
+    text = problem(write("rows.csv", "Where is it?,On its way\nWho?,Me\n"))
+    assert "no known format has these columns: Where is it?, On its way" in text
+    assert "more than once" in problem(write("rows.csv", "text,text\na,b\n"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_other_encodings_are_named_with_the_command_that_converts_them(write, suffix, encoding):
+    text = problem(write(f"my rows.{suffix}", GOOD.encode(encoding)))
+    assert f"is {encoding.upper().replace('-LE', 'LE').replace('-BE', 'BE')} text" in text
+    assert "iconv -f UTF-" in text and "my rows" in text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_bom_and_crlf_are_read(write, suffix):
+    path = write(f"rows.{suffix}", "\ufeff" + GOOD.replace("\n", "\r\n") * 2)
+    assert len(read_examples(recipe(path).dataset).train.examples) == 2
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begin", "end"), [("jsonl", b'{"text": "', b'"}'), ("csv", b"text\n", b""), ("csv", b'text\n"', b'"\n')]
+)
+def test_a_line_of_100_mb_is_refused_in_seconds_and_bounded_memory(write, suffix, begin, end):
+    import tracemalloc
+
+    path = write(f"rows.{suffix}", begin + b"a" * 100_000_000 + end)
+    tracemalloc.start()
+    start = time.monotonic()
+    text = problem(path)
+    peak, seconds = tracemalloc.get_traced_memory()[1], time.monotonic() - start
+    tracemalloc.stop()
+    assert "is longer than 32 MiB" in text
+    assert seconds < 10 and peak < 200 * 2**20
+
+
+@pytest.mark.slow
+def test_a_json_array_of_100_mb_in_one_line_is_read_and_its_giant_row_refused(write):
+    path = write("rows.json", b'[{"text": "ok"}, {"text": "' + b"a" * 100_000_000 + b'"}]')
+    start = time.monotonic()
+    rows = read_examples(recipe(path).dataset).train
+    assert time.monotonic() - start < 15
+    assert (len(rows.examples), rows.refused[0].row) == (1, 2)
+
+
+def test_broken_json_is_named_with_line_and_column(write):
+    assert "line 2, column 11: is not JSON" in problem(write("rows.json", '[{"text": "a"},\n {"text": b}]'))
+    assert "a list of flat objects" in problem(write("rows.json", "[" * 200_000)).lower()
+    assert "is a single value" in problem(write("rows.json", "42"))
+    assert "has no rows" in problem(write("rows.json", "[]"))
+    assert "the values of each column together" in problem(
+        write("rows.json", '{"prompt": {"0": "a"}, "completion": {"0": "b"}}')
+    )
+
+
+def test_an_open_quote_that_swallows_the_rest_of_a_table_is_not_one_bad_row(write):
+    text = problem(write("rows.csv", 'prompt,completion\na,b\nc,"d\n' + "e,f\n" * 100), on_bad_rows="skip")
+    assert "line 3: a quote is opened and not closed" in text
+
+
+def test_a_file_of_another_kind_is_recognised(write):
+    import gzip
+
+    assert "is a gzip file" in problem(write("rows.jsonl", gzip.compress(GOOD.encode())))
+    assert "is a zip or Excel file" in problem(write("rows.csv", b"PK\x03\x04 and so on"))
+    assert "can't be read as Parquet" in problem(write("rows.parquet", GOOD))
+    assert "only zero bytes" in problem(write("rows.jsonl", bytes(4096)))
+    assert "ends in .txt; that kind of file isn't read" in problem(write("rows.txt", "a"))
+    assert "has no ending" in problem(write("rows", "a"))
+
+
+def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):
+    write("support.jsonl", GOOD)
+    assert "Did you mean" in problem(str(tmp_path / "suport.jsonl"))
+    assert "there is support.jsonl" in problem(str(tmp_path / "zzz.csv"))
+    assert "There is no folder" in problem(str(tmp_path / "no" / "rows.jsonl"))
+
+
+def test_a_directory_lists_the_files_in_it(write, tmp_path):
+    assert "there are none" in problem(str(tmp_path))
+    write("rows.jsonl", GOOD)
+    assert "is a directory" in problem(str(tmp_path)) and "rows.jsonl" in problem(str(tmp_path))
+
+
+def test_links_that_lead_in_a_circle_pipes_and_impossible_names_are_errors(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
+    assert "symbolic links" in problem(str(tmp_path / "a.jsonl"))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "not a regular file" in problem(str(tmp_path / "pipe.jsonl"))
+    for name in ("rows\0.jsonl", "r" * 5000 + ".jsonl"):
+        with pytest.raises(DataError, match="can't be opened"):
+            find_sources(name)
+
+
+def test_a_file_that_may_not_be_read_says_so():
+    """Asked as another user when the tests run as root, who may read everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        path.write_text(GOOD)
+        path.chmod(0)
+        Path(folder).chmod(0o755)
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                if os.geteuid() == 0:
+                    os.setuid(65534)
+                find_sources(str(path))
+            except FinetuneError as error:
+                os.write(into, "\n".join([*error.problems, error.fix]).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        os.waitpid(child, 0)
+        text = os.read(out, 10_000).decode()
+        os.close(out)
+    assert "Permission denied" in text and f"chmod u+r {path}" in text
+
+
+def test_every_missing_file_is_named_at_once(tmp_path):
+    with pytest.raises(DataError) as error:
+        find_sources([str(tmp_path / "a.jsonl"), str(tmp_path / "b.csv"), str(tmp_path)])
+    assert len(error.value.problems) == 3
+
+
+def test_names_with_control_characters_are_printed_inert(tmp_path, write):
+    path = str(tmp_path / "a\x1b[31m.jsonl")
+    Path(path).write_text("")
+    with pytest.raises(DataError) as error:
+        read_examples(recipe(path).dataset)
+    assert "\x1b" not in str(error.value)
+    path = write("rows.jsonl", json.dumps({"a\x1b[31m\ud800": 1}) + "\n")
+    assert "a\\x1b[31m\\ud800" in problem(path)
+
+
+@pytest.mark.slow
+def test_a_dataset_that_is_nowhere_is_looked_for_on_the_hub_and_said_so(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "from finetune.data import read_examples\nfrom finetune.recipe import DatasetRecipe\n"
+        "from finetune.errors import DataError\n"
+        "try: read_examples(DatasetRecipe(path='nobody/nothing'))\n"
+        "except DataError as error: print(error.problems[0], error.exit_code)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "nobody/nothing: is no local file, and the hub can't be reached" in done.stdout and done.stdout.endswith(" 4\n")
+
+
+def test_datasets_are_loaded_like_hub_ones_and_only_in_known_formats(tmp_path, monkeypatch):
+    from finetune.data.hub import read_hub
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "train.jsonl").write_text(GOOD * 2)
+    rows = list(read_hub(str(tmp_path / "good"), None, "train", None))
+    assert [(row.number, row.values) for row in rows] == [(1, talk("Hi", "Hello")), (2, talk("Hi", "Hello"))]
+    with pytest.raises(DataError, match='Unknown split "test"') as error:
+        list(read_hub(str(tmp_path / "good"), None, "test", None))
+    assert "dataset.split" in error.value.fix
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("a")
+    with pytest.raises(DataError, match="of kind text"):
+        list(read_hub(str(tmp_path / "other"), None, "train", None))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_FIELDS = [
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "prompt",
+    "completion",
+    "text",
+    "system",
+    "history",
+    "tools",
+    "id",
+]
+_ROWS = st.lists(st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4) | _JSON, max_size=5)
+
+
+def _never_a_traceback(path) -> None:
+    """Either rows, all of them accounted for, or a DataError that names the file."""
+    try:
+        rows = read_examples(recipe(path).dataset).train
+    except DataError as error:
+        text = "\n".join([*error.problems, error.fix])
+        assert Path(path).name in text and error.fix
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+        return
+    assert rows.read == len(rows.examples) + len(rows.refused)
+    for row in rows.refused:
+        assert row.file == path and row.row >= 1 and row.reason and str(row).isprintable()
+
+
+_HEALTH = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **_HEALTH)
+@given(rows=_ROWS, suffix=st.sampled_from(["jsonl", "json"]), lines=st.booleans())
+def test_200_files_of_any_json_give_rows_or_a_named_problem(write, rows, suffix, lines):
+    text = "\n".join(map(json.dumps, rows)) if lines else json.dumps(rows)
+    _never_a_traceback(write(f"generated.{suffix}", text.encode("utf-8", "surrogatepass")))
+
+
+@settings(max_examples=200, **_HEALTH)
+@given(
+    suffix=st.sampled_from(["jsonl", "json", "csv"]),
+    damage=st.lists(
+        st.tuples(st.floats(0, 1), st.sampled_from(["cut", "insert", "double", "null"]), st.binary(max_size=6)), max_size=4
+    ),
+    rows=st.integers(1, 4),
+)
+def test_200_damaged_text_files_give_rows_or_a_named_problem(write, suffix, damage, rows):
+    good = [{"prompt": f'Frage {n} "ü"', "completion": "Ja,\n🙂"} for n in range(rows)]
+    cells = "".join(f'"Frage {n} ""ü""","Ja,\n🙂"\n' for n in range(rows))
+    texts = {"jsonl": "\n".join(map(json.dumps, good)), "json": json.dumps(good), "csv": "prompt,completion\n" + cells}
+    content = texts[suffix].encode()
+    for where, how, extra in damage:
+        place = int(where * len(content))
+        content = {
+            "cut": content[:place], "insert": content[:place] + extra + content[place:],
+            "double": content[:place] + content[place // 2 :], "null": content[:place] + b"\0" + content[place + 1 :],
+        }[how]  # fmt: skip
+    _never_a_traceback(write(f"damaged.{suffix}", content))
+
+
+def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(
+        pa.Table.from_pylist([{"prompt": f"Frage {n}", "completion": "Ja"} for n in range(20)]), tmp_path / "good.parquet"
+    )
+    good, chance = (tmp_path / "good.parquet").read_bytes(), random.Random(0)
+    for _ in range(200):
+        broken = bytearray(good[: chance.choice([len(good), chance.randrange(len(good))])])
+        for _ in range(chance.randrange(4)):
+            if broken:
+                broken[chance.randrange(len(broken))] = chance.randrange(256)
+        _never_a_traceback(write("damaged.parquet", bytes(broken)))

@@ -1,0 +1,87 @@
+"""A model's tokenizer is found and complete, or the error says what is missing and how to put it there."""
+
+import json
+
+import pytest
+from small_data import CHATML, build_tokenizer, recipe
+
+from finetune.data import load_tokenizer
+from finetune.data.tokenizer import choose_pad
+from finetune.errors import RecipeError
+
+
+def load(model, **settings):
+    return load_tokenizer(recipe("rows.jsonl", model_name_or_path=str(model), **settings))
+
+
+def recipe_problem(model, **settings):
+    with pytest.raises(RecipeError) as error:
+        load(model, **settings)
+    return " ".join([*error.value.problems, error.value.fix])
+
+
+def test_a_saved_tokenizer_comes_back_with_its_template(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load(tmp_path)
+    assert tokenizer.chat_template == CHATML
+    assert tokenizer.pad_token == "<pad>"
+
+
+def test_a_folder_without_tokenizer_says_so_even_if_the_library_would_make_one_up(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert "has no tokenizer (no tokenizer.json; it has config.json)" in recipe_problem(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert "no vocabulary" in recipe_problem(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", "", "\x00", json.dumps({"model": {"type": "BPE"}})])
+def test_a_broken_tokenizer_is_named_without_a_traceback(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert f"{tmp_path}: its tokenizer can't be read" in recipe_problem(tmp_path)
+
+
+def test_a_model_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
+    assert "there is no folder" in recipe_problem(tmp_path / "model")
+    assert "there is no folder" in recipe_problem("./nope")
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    assert "is a file" in recipe_problem(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.slow
+def test_a_hub_model_that_is_not_in_the_cache_says_so_when_offline(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "from finetune.recipe import recipe_from\n"
+        "from finetune.data import load_tokenizer\n"
+        "from finetune.errors import RecipeError\n"
+        "try: load_tokenizer(recipe_from({'model_name_or_path': 'nobody/nothing', 'dataset': 'a.jsonl'}))\n"
+        "except RecipeError as error: print(error.problems[0])"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "nobody/nothing is no local folder and can't be loaded from the hub" in done.stdout
+
+
+def test_the_template_of_the_recipe_replaces_the_models(tmp_path):
+    build_tokenizer(None).save_pretrained(tmp_path)
+    (tmp_path / "mine.jinja").write_text("\ufeff{{ messages }}", encoding="utf-8")
+    assert load(tmp_path, chat_template=str(tmp_path / "mine.jinja")).chat_template == "{{ messages }}"
+    assert "### Assistant" in load(tmp_path, chat_template="plain").chat_template
+    assert "can't be read: No such file" in recipe_problem(tmp_path, chat_template=str(tmp_path / "none.jinja"))
+    (tmp_path / "empty.jinja").write_text(" \n")
+    assert "is empty" in recipe_problem(tmp_path, chat_template=str(tmp_path / "empty.jinja"))
+    (tmp_path / "wide.jinja").write_text("a", encoding="utf-16")
+    assert "is not UTF-8" in recipe_problem(tmp_path, chat_template=str(tmp_path / "wide.jinja"))
+
+
+def test_padding_is_never_the_end_token_when_the_vocabulary_has_another():
+    tokenizer = build_tokenizer(pad_token="</s>")
+    choose_pad(tokenizer)
+    assert tokenizer.pad_token == "<pad>"
+    tokenizer = build_tokenizer(pad_token=None)
+    choose_pad(tokenizer)
+    assert (tokenizer.pad_token, len(tokenizer)) == ("<pad>", len(build_tokenizer()))
