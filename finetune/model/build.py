@@ -1,0 +1,282 @@
+"""The one builder of base model and adapters: training calls it on a device, the forecast without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.integrations import sdpa_attention
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from finetune.errors import RecipeError
+from finetune.model import varlen_attention
+from finetune.model.configuration import read_config, resolve_model_path
+from finetune.recipe import AUTO, Recipe
+
+__all__ = [
+    "attach_adapters", "build_base", "build_on_meta", "config_from", "load_config", "model_dtype", "must_repeat_keys",
+    "prepare_for_training", "quantization_config", "resolve_model_path", "restore_master_precision", "trainable_parameters",
+]  # fmt: skip
+
+#: Without these a configuration class would fill in another model's size. Other names of theirs: `attribute_map`.
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def load_config(settings: Recipe) -> PretrainedConfig:
+    """The model's configuration from its folder, the hub or the catalogue. Raises RecipeError."""
+    return config_from(read_config(settings), settings)
+
+
+def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
+    """A configuration from the content of config.json.
+
+    Raises RecipeError for an unknown model type, a model that needs its own code, or missing or impossible dimensions.
+    """
+    name, kind = settings.model_name_or_path, values.get("model_type")
+    if not kind:
+        raise RecipeError(
+            f"model_name_or_path {name}: its config.json has no model_type", "Give a model of the transformers library."
+        )
+    if kind not in CONFIG_MAPPING:
+        return _remote_config(name, kind, values, settings)
+    _refuse_missing(name, values, CONFIG_MAPPING[kind])
+    config_class = CONFIG_MAPPING[kind]
+    settable = {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}
+    try:
+        # The class is used directly: `from_pretrained` would ask the hub again.
+        config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise RecipeError(f"model_name_or_path {name}: its config.json does not make a {kind} model: {error}") from None
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise RecipeError(f"model_name_or_path {name}: model_type {kind} is not a causal language model")
+    return config
+
+
+def build_base(
+    settings: Recipe, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool
+) -> PreTrainedModel:
+    """The base model in the recipe's dtype and quantisation.
+
+    `weights` reads them (safetensors only) onto `device`; without, the same modules are made on `meta` and nothing is read.
+    Raises RecipeError when the checkpoint's own quantisation and the recipe's don't agree.
+    """
+    quantization = quantization_config(settings, config)
+    dtype, attention = model_dtype(settings), _attention(settings)
+    where = torch.device(device)
+    if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
+        sdpa_attention.use_gqa_in_sdpa = lambda *_tensors: False
+    if not weights:
+        with _explained(settings):
+            return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
+    arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
+    with _explained(settings):
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve_model_path(settings),
+            config=config,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            device_map={"": device},
+            **arguments,
+        )
+    model.config.use_cache = False
+    return model
+
+
+def attach_adapters(model: PreTrainedModel, settings: Recipe) -> PeftModel:
+    """LoRA (DoRA, rsLoRA) on the recipe's layers, in fp32; nothing else trains. Raises RecipeError for unknown layers."""
+    targets = "all-linear" if settings.target_modules == AUTO else settings.target_modules
+    adapters = LoraConfig(
+        r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
+        lora_dropout=settings.lora_dropout, target_modules=targets,
+        use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        peft_model = get_peft_model(model, adapters)
+    except ValueError as error:
+        layers = sorted(
+            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        )
+        raise RecipeError(f"target_modules {targets}: {error}", f"Linear layers of this model: {', '.join(layers)}") from None
+    if settings.activation_checkpointing not in (False, AUTO):
+        peft_model.enable_input_require_grads()
+    restore_master_precision(peft_model)
+    return peft_model
+
+
+def prepare_for_training(model: torch.nn.Module, settings: Recipe) -> None:
+    """Close what would silently spoil training.
+
+    On a CPU with AVX512-BF16 the first evaluation repacks a bitsandbytes Linear4bit for inference and nothing undoes it.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    restore_master_precision(model)
+    model.train()
+
+
+def restore_master_precision(model: torch.nn.Module) -> None:
+    """Trainable parameters in fp32; TRL casts those of a quantised model to bf16, which rounds small updates away."""
+    for _, parameter in trainable_parameters(model):
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter of all that trains."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether grouped queries need keys and values repeated for each query head on a card of this compute capability.
+
+    Only flash attention (16 bit, from Ampere on) takes them as they are; without it torch 2.13 would fall back to attention
+    that makes all scores in fp32, where memory-efficient attention does with repeated ones (sdp_utils.cpp, pytorch#191085).
+    """
+    return dtype == torch.float32 or capability < (8, 0)
+
+
+def model_dtype(settings: Recipe) -> torch.dtype:
+    """The recipe's dtype as torch's; bfloat16 while it is auto."""
+    return {"float32": torch.float32, "float16": torch.float16}.get(settings.dtype, torch.bfloat16)
+
+
+def quantization_config(settings: Recipe, config: PretrainedConfig) -> Any:
+    """What transformers is told of quantisation: NF4 with double quantisation, int8, or None for 16 bit.
+
+    A checkpoint that is quantised already keeps its own where that can be trained. Raises RecipeError where it can't.
+    """
+    own = getattr(config, "quantization_config", None)
+    if own:
+        return _own_quantization(settings, own if isinstance(own, dict) else own.to_dict())
+    if settings.load_in_4bit is True:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=model_dtype(settings),
+            bnb_4bit_quant_storage=model_dtype(settings) if _splits_weights(settings) else torch.uint8,
+        )
+    if settings.load_in_8bit is True:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return None
+
+
+def _splits_weights(settings: Recipe) -> bool:
+    """FSDP2 and DeepSpeed ZeRO-3 split floating-point parameters only; in uint8 4-bit weights are left whole or read wrongly
+    (https://github.com/huggingface/accelerate/issues/3983)."""
+    launch = settings.launch
+    return launch.strategy == "fsdp" or (launch.strategy == "deepspeed" and launch.zero_stage == 3)
+
+
+def _own_quantization(settings: Recipe, own: dict[str, Any]) -> Any:
+    name, method = settings.model_name_or_path, own.get("quant_method", "")
+    if method == "bitsandbytes":
+        wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
+        if wanted is not True:
+            raise RecipeError(
+                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or give the 16-bit model."
+            )
+        if bits == "4bit" and _splits_weights(settings) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+            raise RecipeError(
+                f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't split",
+                "Give the 16-bit model; load_in_4bit=true quantises it while loading, in a form that can be split.",
+            )
+        compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
+        return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
+    if method == "mxfp4" and True not in (settings.load_in_4bit, settings.load_in_8bit):
+        from transformers.utils.quantization_config import Mxfp4Config
+
+        return Mxfp4Config(dequantize=True)
+    stored = method or "an unknown quantisation"
+    raise RecipeError(
+        f"model_name_or_path {name} is stored as {stored}, which this recipe can't be combined with",
+        "Set load_in_4bit=false load_in_8bit=false, or give a 16-bit copy of the model."
+        if method == "mxfp4"
+        else "Give the 16-bit model; load_in_4bit=true quantises it while loading.",
+    )
+
+
+def build_on_meta(
+    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False
+) -> PreTrainedModel:
+    """The modules of a loaded model without weights. bitsandbytes layers are put in by transformers' own quantiser."""
+    bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            bare, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code
+        )
+    if isinstance(quantization, BitsAndBytesConfig):
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+        kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
+        quantizer = AUTO_QUANTIZER_MAPPING[kind](quantization, pre_quantized=False)
+        quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    return model
+
+
+def _attention(settings: Recipe) -> str | None:
+    """None leaves it to transformers: sdpa where the model supports it, else eager."""
+    if settings.attn_implementation == varlen_attention.NAME:
+        varlen_attention.register()
+    return None if settings.attn_implementation == AUTO else settings.attn_implementation
+
+
+@contextmanager
+def _explained(settings: Recipe) -> Iterator[None]:
+    """Turns what transformers and the hub say about a model that can't be built into a RecipeError."""
+    name = settings.model_name_or_path
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        hint = "Set attn_implementation=eager." if "attention implementation" in str(error) else ""
+        raise RecipeError(f"model_name_or_path {name}: {str(error).splitlines()[0]}", hint) from None
+    except OSError as error:
+        hint = "The weights must be safetensors files, present or reachable on the hub (gated models: `hf auth login`)."
+        raise RecipeError(f"model_name_or_path {name}: {str(error).splitlines()[0]}", hint) from None
+
+
+def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
+    if "auto_map" not in values:
+        raise RecipeError(
+            f"model_name_or_path {name}: transformers does not know model_type {kind!r}", "Give another base model."
+        )
+    if not settings.trust_remote_code:
+        raise RecipeError(
+            f"model_name_or_path {name}: model_type {kind!r} needs code that comes with the model, which is not run unasked",
+            "Read that code, then set trust_remote_code=true and model_revision to its full commit.",
+        )
+    path = resolve_model_path(settings)
+    return AutoConfig.from_pretrained(path, revision=settings.model_revision, trust_remote_code=True)
+
+
+def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
+    text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
+    given = values if text is None else text
+    needed = _NEEDED if text is None else _NEEDED[:2]  # multimodal files leave the rest to the text model's class
+    names = config_class.attribute_map
+    problems = []
+    for key in needed:
+        value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)
+        if value is None:
+            problems.append(f"model_name_or_path {name}: its config.json has no {key}")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(
+                f"model_name_or_path {name}: {key} is {value!r} in its config.json; it should be a whole number above 0"
+            )
+    if problems:
+        raise RecipeError(problems, "Give a complete config.json; without these the size of the model is unknown.")

@@ -1,0 +1,66 @@
+"""Activation checkpointing of decoder layers: full, every n-th, selective, and with the layer inputs in host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.model.saved_activations import SavedActivations
+
+
+def base_of(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PeftModel, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, return-value]
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks that can be recomputed, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def keep_all(model: torch.nn.Module) -> None:
+    """Recompute nothing."""
+    base = base_of(model)
+    base.activation_checkpointing_disable()
+    base.disable_input_require_grads()
+
+
+def recompute(
+    model: torch.nn.Module, *, every_n_layers: int = 1, selective: bool = False, offload: bool = False, reentrant: bool = False
+) -> None:
+    """Keep the inputs of every n-th decoder layer and compute the rest again in the backward.
+
+    `selective` also keeps what attention kernels put out (eager attention is no kernel: there it changes nothing). `offload`
+    holds the kept inputs in host memory. `reentrant` is what DeepSpeed ZeRO-3 needs; it excludes the other two.
+    """
+    base = base_of(model)
+    base.disable_input_require_grads()  # enabling adds its hook again
+    arguments: dict[str, Any] = {"use_reentrant": reentrant}
+    if selective:
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+    base.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, every_n_layers=every_n_layers)
+    if offload:
+        # transformers' own `offload` pins memory whether or not there is a device to pin it for.
+        func = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
+        for module in base.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = func  # type: ignore[assignment]
+
+
+def _keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+    name = operation.name()
+    is_attention = "attention" in name or "attn" in name  # aten's kernels, torch's varlen operator, flash-attn's own
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint_with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
+    # Inside, the checkpoint's own hooks are in force: what reaches these are only the layer's inputs.
+    on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
+    with SavedActivations(offload=True, pinned=on_cuda):
+        return checkpoint(function, *inputs, **arguments)

@@ -1,0 +1,123 @@
+"""Where a model is and what its config.json says, without importing torch: a folder, the hub, or the packaged catalogue."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RecipeError
+from finetune.recipe import Recipe
+
+#: Seconds to wait for the hub before the cached file or the catalogue is used.
+HUB_TIMEOUT_S = 5.0
+#: Model types whose attention transformers 5.23 does not run through torch's fused kernels (`_supports_sdpa` is False).
+_EAGER_ONLY = {
+    "bloom", "codegen", "cpmant", "deepseek_v4", "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa",
+    "granitemoe_swa", "hy_v4", "mimo_v2_flash", "mpt", "openai-gpt", "vaultgemma", "xglm",
+}  # fmt: skip
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CATALOGUE = Path(__file__).resolve().parents[1] / "forecast" / "model_configs.json"
+
+
+def resolve_model_path(settings: Recipe) -> str:
+    """The folder or hub id to load. Raises RecipeError when it is neither, or a folder without config.json."""
+    name = settings.model_name_or_path
+    if name == "tiny":
+        from finetune.bundled import model_path
+
+        return str(model_path("tiny"))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise RecipeError(
+                f"model_name_or_path {name} holds an adapter, not a model", "Give the base model, or merge the adapter first."
+            )
+        if not (path / "config.json").is_file():
+            raise RecipeError(
+                f"model_name_or_path {name} has no config.json", "Give a folder saved with save_pretrained, or a hub id."
+            )
+        return str(path)
+    if name.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(name) or path.is_file():
+        raise RecipeError(
+            f"model_name_or_path {name} is not a model folder and not a hub id",
+            "Give a folder, or an id such as Qwen/Qwen3-8B.",
+        )
+    return name
+
+
+def read_config(settings: Recipe) -> dict[str, Any]:
+    """The content of config.json: from the folder, the hub, its cache, else the catalogue. Raises RecipeError."""
+    path = resolve_model_path(settings)
+    if Path(path).is_dir():
+        return _parsed((Path(path) / "config.json").read_text(encoding="utf-8"), path)
+    cached = _cached_on_disk(path, settings.model_revision)
+    if cached is not None:
+        return cached
+    text, problem = _fetch(path, settings.model_revision or "main")
+    if text is not None:
+        return _parsed(text, path)
+    known = catalogue()
+    if path in known:
+        return dict(known[path])
+    close = difflib.get_close_matches(path, known, n=2, cutoff=0.6)
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
+    raise RecipeError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", f"{hint}Or give a local folder.")
+
+
+def default_attention(values: dict[str, Any]) -> str:
+    """Attention of a model with this config.json when nothing is asked for: sdpa where it supports that, else eager."""
+    return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
+
+
+@cache
+def catalogue() -> dict[str, dict[str, Any]]:
+    """Hub id -> dimensions of common open models, in the vocabulary of config.json (facts from public registries)."""
+    return json.loads(_CATALOGUE.read_text(encoding="utf-8"))
+
+
+def _parsed(text: str, path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise RecipeError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"model_name_or_path {path}: config.json is not an object")
+    return values
+
+
+def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, "config.json", revision=revision)
+    return _parsed(Path(found).read_text(encoding="utf-8"), repo) if isinstance(found, str) else None
+
+
+def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
+    """config.json from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1":
+        return None, "not in the local cache and the hub is switched off (HF_HUB_OFFLINE)"
+    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/config.json")
+    token = get_token()
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as answer:
+            return answer.read(4_000_000).decode("utf-8"), ""
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            return (
+                None,
+                "the hub does not show it to you (gated, private or misspelt); accept its terms and run `hf auth login`",
+            )
+        return None, f"the hub answers {error.code} for {revision}/config.json"
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"the hub can't be reached ({getattr(error, 'reason', error)})"

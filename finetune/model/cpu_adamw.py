@@ -1,0 +1,115 @@
+"""AdamW whose fp32 weights and moments are in host memory: on the card only weights and gradients remain.
+
+The gradients are copied down in `step()`, not in the backward, so clipping, accumulation, loss scaling and schedules work
+as with any other optimizer. The masters are fp32 whatever the weights are, so small updates of 16-bit adapters add up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from finetune.model.host_memory import host_empty
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CpuAdamW(torch.optim.Optimizer):
+    """Decoupled weight decay as `torch.optim.AdamW`, to the bit for fp32 weights, computed by torch's fused CPU kernel.
+
+    Host memory: 12 bytes a parameter of state, made at the first step, and a staging buffer in the weights' dtype. `state_dict`
+    holds the state alone; loading one keeps it on the host and sets the weights to their masters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._staging: dict[torch.Tensor, torch.Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._staging = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        touched = [parameter for _, parameters in groups for parameter in parameters]
+        for parameter in touched:
+            self._stage(parameter).copy_(parameter.grad, non_blocking=True)
+            if not self.state[parameter]:
+                self.state[parameter] = _fresh_state(parameter)
+        _wait_for_copies(touched)
+        for group, parameters in groups:
+            if parameters:
+                self._update(group, parameters)
+        for parameter in touched:
+            parameter.copy_(self._stage(parameter).copy_(self.state[parameter]["master"]), non_blocking=True)
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError when the groups don't match. torch's own would move the state to the weights' device and dtype."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        self.state = defaultdict(dict)
+        for index, parameter in zip(ids, parameters, strict=True):
+            saved = state_dict["state"].get(index)
+            if saved:
+                self.state[parameter] = {name: _host(parameter).copy_(saved[name]) for name in ("master", *_MOMENTS)}
+                self.state[parameter]["step"] = _step_count(parameter).copy_(saved["step"])
+                parameter.copy_(self.state[parameter]["master"])
+
+    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [state["master"] for state in states],
+            [self._stage(parameter).float() for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+        )  # fmt: skip
+
+    def _stage(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Host memory in the weights' dtype: gradients come down through it and new weights go up."""
+        if parameter not in self._staging:
+            self._staging[parameter] = host_empty(parameter, pinned=parameter.is_cuda)
+        return self._staging[parameter]
+
+
+def _fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = {"step": _step_count(parameter), "master": _host(parameter).copy_(parameter)}
+    return state | {name: _host(parameter).zero_() for name in _MOMENTS}
+
+
+def _host(like: torch.Tensor) -> torch.Tensor:
+    return host_empty(like, torch.float32, pinned=like.is_cuda)
+
+
+def _step_count(parameter: torch.Tensor) -> torch.Tensor:
+    """A count that torch's fused kernel can advance, next to the moments."""
+    return _host(parameter.new_empty(())).zero_()
+
+
+def _wait_for_copies(parameters: list[torch.Tensor]) -> None:
+    for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,125 @@
+"""What autograd keeps between forward and backward, moved to host memory or compressed, once for each storage."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from finetune.model.host_memory import to_device, to_host
+from finetune.model.int8_activations import Int8Blocks, dequantise, is_compressible, quantise
+
+#: Smaller tensors are left where they are: a copy would cost more than it frees.
+_MIN_BYTES = 4096
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Stored:
+    """What stands for one storage (or one view of it) until the backward; `restore` gives its values, flat."""
+
+    restore: Callable[[], torch.Tensor]
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class _Handle:
+    """What autograd holds in place of a tensor."""
+
+    stored: _Stored
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
+    """Context manager around forward and backward. `offload` moves every kept tensor to host memory, exactly; `int8` rounds
+    those that `is_compressible` names. With both, what was rounded is moved. `pinned` is for tensors on CUDA.
+
+    Parameters, quantised weights and casts of them are left alone. A storage that several operations keep (the input of q, k
+    and v) is stored once, as it would be without.
+    """
+
+    def __init__(self, *, offload: bool = False, int8: bool = False, pinned: bool = False) -> None:
+        self._offload, self._int8, self._pinned = offload, int8, pinned
+        self._stored: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
+        super().__init__(self._pack, self._unpack)
+
+    def __enter__(self) -> SavedActivations:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *arguments: Any) -> None:
+        super().__exit__(*arguments)
+        self._stored.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+        compress = self._int8 and is_compressible(tensor)
+        if not (compress or self._offload) or not _is_activation(tensor):
+            return tensor
+        with torch.no_grad():
+            return self._handle(tensor.detach(), compress)
+
+    def _handle(self, tensor: torch.Tensor, compress: bool) -> _Handle:
+        storage = tensor.untyped_storage()
+        # A view of a whole storage stands for all of them: they differ only in shape. Any other is copied by itself.
+        whole = tensor.numel() * tensor.element_size() == storage.nbytes() and _is_dense(tensor)
+        view = () if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
+        reference = StorageWeakRef(storage)
+        key = (reference.cdata, tensor.dtype, tensor._version, compress, *view)
+        known = self._stored.get(key)
+        stored = known[1]() if known is not None else None  # the weak reference keeps the storage's address from being reused
+        if stored is None:
+            flat = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor.reshape(-1)
+            stored = _Stored(self._store(flat, compress))
+            self._stored[key] = (reference, weakref.ref(stored))
+        return _Handle(stored, tensor.shape, tensor.stride() if whole else _contiguous(tensor.shape))
+
+    def _store(self, flat: torch.Tensor, compress: bool) -> Callable[[], torch.Tensor]:
+        if not compress:
+            return self._moved(flat)
+        blocks = quantise(flat)
+        if not self._offload:
+            return lambda: dequantise(blocks)
+        codes, scales, count, dtype = self._moved(blocks.codes), self._moved(blocks.scales), blocks.count, blocks.dtype
+        return lambda: dequantise(Int8Blocks(codes(), scales(), count, dtype))
+
+    def _moved(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        copy, device = to_host(tensor, pinned=self._pinned), tensor.device
+        return lambda: to_device(copy, device)
+
+    @staticmethod
+    def _unpack(saved: torch.Tensor | _Handle) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        return saved.stored.restore().as_strided(saved.size, saved.stride)
+
+
+def _is_activation(tensor: torch.Tensor) -> bool:
+    """Not a parameter, a view of one, or a cast of one (autocast keeps that anyway), and worth a copy."""
+    if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < _MIN_BYTES:
+        return False
+    root = tensor if tensor._base is None else tensor._base
+    sources = root.grad_fn.next_functions if root.grad_fn is not None else ()
+    made_from = getattr(sources[0][0], "variable", None) if len(sources) == 1 else None
+    return not isinstance(root, torch.nn.Parameter) and not isinstance(made_from, torch.nn.Parameter)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides are a permutation of contiguous ones, so that no element is used twice or left out."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _contiguous(size: torch.Size) -> tuple[int, ...]:
+    stride, strides = 1, []
+    for length in reversed(size):
+        strides.append(stride)
+        stride *= length
+    return tuple(reversed(strides))

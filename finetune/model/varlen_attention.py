@@ -1,0 +1,134 @@
+"""`attn_implementation: torch_varlen`: packed rows through torch's own variable-length flash attention.
+
+`sdpa` is right on packed rows but needs a dense tokens x tokens mask, which rules the flash kernel out. This passes the row
+boundaries (`cu_seq_lens_q`, from TRL's collator) to `torch.nn.attention.varlen`. Without CUDA, in fp32 or on cards older than
+Ampere each row goes through scaled dot product attention by itself; padded batches and generation go through `sdpa`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from finetune.errors import RecipeError
+from finetune.model.host_memory import is_forecast
+
+NAME = "torch_varlen"
+
+
+def register() -> None:
+    """Make the name known to transformers. Needed before a model is built with it; may be called again."""
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, varlen_mask)
+
+
+def varlen_mask(
+    batch_size: int, q_length: int, kv_length: int, *, attention_mask: torch.Tensor | None = None, **arguments: Any
+) -> torch.Tensor | None:
+    """None for a batch without padding, packed or not; else sdpa's mask (batch, 1, q_length, kv_length)."""
+    if attention_mask is None and q_length == kv_length:
+        return None
+    return sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **arguments)
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each row. query, key, value (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim).
+
+    Raises RecipeError for what the kernel has no argument for: dropout, soft caps, attention sinks.
+    """
+    _refuse_what_is_not_supported(dropout, arguments)
+    batch, _, tokens, _ = query.shape
+    if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
+    starts, longest = _row_boundaries(query, arguments)
+    q, k, v = (heads.transpose(1, 2).reshape(batch * tokens, *heads.shape[1::2]) for heads in (query, key, value))
+    window = arguments.get("sliding_window")
+    if _has_kernel(query):
+        sizes = (window - 1 if window else -1, 0)
+        gqa = query.shape[1] != key.shape[1]
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sizes, enable_gqa=gqa)
+    else:
+        out = _row_by_row(q, k, v, starts.tolist(), scaling, window)
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, tokens, *out.shape[1:]), None
+
+
+def _refuse_what_is_not_supported(dropout: float, arguments: dict[str, Any]) -> None:
+    wanted = {
+        "attention dropout": dropout > 0,
+        "soft caps": arguments.get("softcap"),
+        "attention sinks": arguments.get("s_aux"),
+    }
+    problems = [
+        f"attn_implementation {NAME} has no {name}, which this model uses" for name, given in wanted.items() if _is_set(given)
+    ]
+    if problems:
+        raise RecipeError(problems, "Set attn_implementation=eager.")
+
+
+def _is_set(given: Any) -> bool:
+    return given is not None and given is not False
+
+
+def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Offsets of the rows (rows + 1, int32) in the flattened batch, and the longest row's tokens."""
+    batch, _, tokens, _ = query.shape
+    given = arguments.get("cu_seq_lens_q")
+    if given is not None:
+        return given.to(query.device), int(arguments["max_length_q"])
+    positions = arguments.get("position_ids")
+    if positions is not None and positions.shape == (batch, tokens) and not is_forecast(query):
+        starts = (positions.flatten() == 0).nonzero().flatten().to(torch.int32)
+        starts = torch.cat([starts, starts.new_tensor([batch * tokens])])
+        return starts, int(starts.diff().max())
+    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
+
+
+def _has_kernel(query: torch.Tensor) -> bool:
+    """Flash attention wants 16 bit, head_dim up to 256 in steps of 8, and capability 8.0; a forecast stands for such a card.
+
+    Its backward for head_dim over 192 needs the shared memory of data centre chips (aten/src/ATen/native/transformers/cuda/
+    sdp_utils.cpp, sm86, sm89 and sm12x excluded).
+    """
+    head_dim = query.shape[-1]
+    if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
+        return False
+    if is_forecast(query):
+        return True
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (0, 0)
+    return capability >= (8, 0) and (head_dim <= 192 or capability in ((8, 0), (9, 0), (10, 0)))
+
+
+def _row_by_row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """The same for (tokens, heads, head_dim), one scaled dot product attention for each row."""
+    rows = []
+    for start, end in zip(starts, starts[1:], strict=False):
+        q, k, v = (heads[start:end].transpose(0, 1).unsqueeze(0) for heads in (query, key, value))
+        mask = _window_mask(end - start, window, query.device) if window and window < end - start else None
+        row = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        rows.append(row.squeeze(0).transpose(0, 1))
+    return torch.cat(rows)
+
+
+def _window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor:
+    index = torch.arange(tokens, device=device)
+    distance = index.unsqueeze(1) - index
+    return (distance >= 0) & (distance < window)

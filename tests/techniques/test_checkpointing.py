@@ -1,0 +1,101 @@
+"""Recomputing activations: the same losses to the bit, fewer bytes kept, on plain LoRA and on NF4."""
+
+import pytest
+import torch
+from tiny_training import BASES, KINDS, adapted, batch, forecast_kept_bytes, kept_bytes, losses, plain_losses, settings_for
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.errors import RecipeError
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.techniques import apply_techniques, technique_problems
+
+FORMS = {
+    "full": {"activation_checkpointing": True},
+    "every-2": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "offload": {"activation_checkpointing": "offload"},
+    "offload-every-2": {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 2},
+    "selective-every-2": {"activation_checkpointing": "selective", "activation_checkpointing_every_n_layers": 2},
+}
+
+
+class Count(TorchDispatchMode):
+    """How often the attention kernel runs forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.attention += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def attention_runs(settings) -> int:
+    model = adapted(settings)
+    apply_techniques(model, settings)
+    with Count() as count:
+        model(**batch(0)).loss.backward()
+    return count.attention
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_recomputing_gives_the_same_losses_to_the_bit(base, kind, form):
+    assert losses(settings_for(base, **BASES[kind], **FORMS[form])) == plain_losses(base, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BASES)
+def test_each_form_keeps_fewer_bytes_in_the_expected_order(base, kind):
+    none, *forms = forecast_kept_bytes(base, kind, {}, *FORMS.values())
+    kept = dict(zip(FORMS, forms, strict=True))
+    assert kept["offload"] < kept["full"] < kept["selective"] < kept["every-2"] < none
+    assert kept["offload-every-2"] < kept["every-2"] < kept["selective-every-2"] < none
+
+
+def test_the_forecast_keeps_what_the_run_keeps(base):
+    forms = [{}, FORMS["full"], FORMS["every-2"]]  # eager: sdpa skips its mask after a look at the data
+    measured = [kept_bytes(settings_for(base, attn_implementation="eager", **form)) for form in forms]
+    assert forecast_kept_bytes(base, "lora", *forms, attn_implementation="eager") == measured
+
+
+def test_offload_frees_the_input_of_each_layer(base):
+    full, offload = forecast_kept_bytes(base, "lora", FORMS["full"], FORMS["offload"])
+    layers, rows, tokens, hidden, itemsize = 4, 2, 64, 128, 4
+    assert full - offload == (layers - 1) * rows * tokens * hidden * itemsize
+
+
+def test_full_recomputes_attention_and_selective_does_not(base):
+    assert attention_runs(settings_for(base)) == 4
+    assert attention_runs(settings_for(base, activation_checkpointing=True)) == 8
+    assert attention_runs(settings_for(base, activation_checkpointing=True, activation_checkpointing_every_n_layers=2)) == 6
+    assert attention_runs(settings_for(base, activation_checkpointing="selective")) == 4
+
+
+def test_the_reentrant_form_that_zero_3_needs_trains_alike(base):
+    zero_3 = {"strategy": "deepspeed", "zero_stage": 3}
+    assert losses(settings_for(base, activation_checkpointing=True, launch=zero_3)) == plain_losses(base, "lora")
+
+
+def test_techniques_can_be_changed_on_one_model(base):
+    model = adapted(settings_for(base))
+    flags = []
+    for changes in ({"activation_checkpointing": True}, FORMS["every-2"], {}, FORMS["offload"]):
+        apply_techniques(model, settings_for(base, **changes))
+        flags.append([layer.gradient_checkpointing for layer in decoder_layers(model)])
+        embedding = model.get_input_embeddings()
+        assert len(embedding._forward_hooks) <= 2  # the one that makes inputs differentiable is not piled up
+    assert flags == [[True] * 4, [True, False, True, False], [False] * 4, [True] * 4]
+
+
+def test_techniques_that_exclude_each_other_are_refused_together(base):
+    settings = settings_for(
+        base, torch_compile=True, int8_activations=True, activation_checkpointing="offload", optim="adamw_cpu_offload",
+        launch={"strategy": "deepspeed", "zero_stage": 3},
+    )  # fmt: skip
+    with pytest.raises(RecipeError) as error:
+        apply_techniques(torch.nn.Linear(2, 2), settings)
+    assert error.value.problems == technique_problems(settings)
+    assert len(error.value.problems) == 3
+    assert technique_problems(settings_for(base)) == []

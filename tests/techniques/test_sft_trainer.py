@@ -1,0 +1,119 @@
+"""Each technique under TRL's SFTTrainer: nothing is undone or done twice, and the loss is that of the plain run."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_training import BASES, settings_for
+from trainer_runs import adapter, logged_losses, make_trainer, state_bytes
+
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.cpu_adamw import CpuAdamW
+from finetune.model.techniques import training_arguments
+
+pytestmark = pytest.mark.slow
+
+EXACT = {
+    "full": {"activation_checkpointing": True},
+    "every-3": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 3},
+    "selective": {"activation_checkpointing": "selective"},
+    "offload": {"activation_checkpointing": "offload"},
+    "activation-offloading": {"activation_offloading": True},
+    "cpu-adamw": {"optim": "adamw_cpu_offload"},
+}
+CLOSE = {
+    "int8": ({"int8_activations": True}, 5e-3),
+    "int8-recomputed": ({"int8_activations": True, "activation_checkpointing": True}, 5e-3),
+    "adamw-8bit": ({"optim": "adamw_8bit"}, 1e-2),
+    "paged-8bit": ({"optim": "paged_adamw_8bit"}, 1e-2),
+    "paged-32bit": ({"optim": "paged_adamw_32bit"}, 1e-4),
+    "adafactor": ({"optim": "adafactor"}, 5e-2),
+}
+
+
+def run(base, kind, **changes):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Path(folder), settings_for(base, lora_r=64, **BASES[kind], **changes), save_strategy="no")
+        trainer.train()
+    return trainer
+
+
+@functools.cache
+def plain(base, kind):
+    return run(base, kind)
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_and_adapter_are_those_of_the_plain_run_to_the_bit(base, kind, name):
+    trainer = run(base, kind, **EXACT[name])
+    assert logged_losses(trainer) == logged_losses(plain(base, kind))
+    assert torch.equal(adapter(trainer), adapter(plain(base, kind)))
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("name", CLOSE)
+def test_losses_stay_close_to_the_plain_run(base, kind, name):
+    changes, tolerance = CLOSE[name]
+    seen = logged_losses(run(base, kind, **changes))
+    assert seen == pytest.approx(logged_losses(plain(base, kind)), rel=tolerance)
+    assert seen[-1] < seen[0]
+
+
+def test_the_hooks_are_at_work_under_the_trainer(base):
+    assert not torch.equal(adapter(run(base, "lora", int8_activations=True)), adapter(plain(base, "lora")))
+
+
+def test_trl_does_not_undo_what_was_applied(base):
+    every_3, none = run(base, "lora", **EXACT["every-3"]), plain(base, "lora")
+    assert [layer.gradient_checkpointing for layer in decoder_layers(every_3.model)] == [True, False, False, True]
+    assert not any(
+        layer.gradient_checkpointing for layer in decoder_layers(none.model)
+    )  # TRL's own default is to recompute all
+
+
+def test_optimizer_states_are_as_small_as_they_should_be(base):
+    full = state_bytes(plain(base, "lora"))
+    assert state_bytes(run(base, "lora", optim="adamw_8bit")) < 0.30 * full
+    assert state_bytes(run(base, "lora", optim="paged_adamw_8bit")) < 0.30 * full
+    assert state_bytes(run(base, "lora", optim="adafactor")) < 0.10 * full
+    assert state_bytes(run(base, "lora", optim="paged_adamw_32bit")) == pytest.approx(full, rel=0.01)
+
+
+def test_every_optimizer_of_a_recipe_is_one_that_the_trainer_makes(base):
+    for name, made in {
+        "adamw_torch_fused": "AdamW", "adamw_torch": "AdamW", "adamw_8bit": "AdamW", "paged_adamw_8bit": "AdamW",
+        "paged_adamw_32bit": "AdamW", "adafactor": "Adafactor", "adamw_cpu_offload": "CpuAdamW",
+    }.items():  # fmt: skip
+        trainer = make_trainer(Path(tempfile.gettempdir()) / "unused", settings_for(base, optim=name))
+        assert type(trainer.create_optimizer()).__name__ == made
+    assert training_arguments(settings_for(base, optim="adafactor"))["optim"] == "adafactor"
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_resuming_the_host_optimizer_is_the_same_to_the_bit(base, kind, tmp_path):
+    settings = settings_for(base, lora_r=16, optim="adamw_cpu_offload", **BASES[kind])
+    whole = make_trainer(tmp_path / "whole", settings, save_strategy="steps", save_steps=3)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", settings, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert type(resumed.optimizer.optimizer) is CpuAdamW
+    assert logged_losses(resumed)[-3:] == logged_losses(whole)[-3:]
+    assert torch.equal(adapter(resumed), adapter(whole))
+    pairs = zip(resumed.optimizer.optimizer.state.values(), whole.optimizer.optimizer.state.values(), strict=True)
+    assert all(torch.equal(ours[name], theirs[name]) for ours, theirs in pairs for name in theirs)
+
+
+def test_packed_rows_through_varlen_attention_have_the_losses_of_sdpa(base):
+    def packed(attention):
+        settings = settings_for(base, attn_implementation=attention)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(Path(folder), settings, save_strategy="no", packing=True, max_length=128)
+            batch = next(iter(trainer.get_train_dataloader()))
+            trainer.train()
+        assert (batch["position_ids"] == 0).sum() > len(batch["input_ids"])  # several rows in one sequence
+        return logged_losses(trainer)
+
+    assert packed("torch_varlen") == pytest.approx(packed("sdpa"), rel=1e-5)

@@ -1,0 +1,141 @@
+"""`torch_varlen`: packed rows attend within themselves, as if each had been alone; anything else is left to sdpa."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from finetune.errors import RecipeError
+from finetune.model.varlen_attention import register, varlen_attention
+
+LENGTHS = [5, 17, 1, 30, 12]  # 65 tokens, unlike any dimension of the model
+
+
+def model_for(attention: str, kind=LlamaConfig, dtype=torch.float32, **changes):
+    register()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    config = kind(**sizes | {"vocab_size": 128, "max_position_embeddings": 128} | changes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).train()
+
+
+def rows() -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(0, 128, (length,), generator=generator).tolist()} for length in LENGTHS]
+
+
+def packed() -> dict:
+    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows())
+
+
+def padded() -> dict:
+    return DataCollatorForLanguageModeling(pad_token_id=0)(rows())
+
+
+def summed_loss(model, inputs) -> torch.Tensor:
+    labels = inputs["labels"]
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def one_by_one(model) -> torch.Tensor:
+    collate = DataCollatorForLanguageModeling(pad_token_id=0)
+    return torch.stack([summed_loss(model, collate([row])) for row in rows() if len(row["input_ids"]) > 1]).sum()
+
+
+def gradient(model) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+SLIDING = {"kind": MistralConfig, "sliding_window": 6}
+
+
+@pytest.mark.parametrize("form", [{"kind": LlamaConfig}, SLIDING])
+def test_packed_rows_have_the_loss_and_gradient_of_rows_alone(form):
+    alone, together = model_for("sdpa", **form), model_for("torch_varlen", **form)
+    expected, loss = one_by_one(alone), summed_loss(together, packed())
+    expected.backward()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(gradient(together), gradient(alone), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [{"kind": LlamaConfig}, SLIDING])
+def test_packed_padded_and_alone_agree(form):
+    model = model_for("torch_varlen", **form)
+    expected = one_by_one(model).item()
+    assert summed_loss(model, packed()).item() == pytest.approx(expected, rel=1e-6)
+    assert summed_loss(model, padded()).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_boundaries_are_found_from_the_positions_when_the_collator_gave_none():
+    model, inputs = model_for("torch_varlen"), packed()
+    expected = summed_loss(model, inputs).item()
+    bare = {name: inputs[name] for name in ("input_ids", "labels", "position_ids")}
+    assert summed_loss(model, bare).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_later_row_does_not_see_an_earlier_one():
+    model, inputs = model_for("torch_varlen").eval(), packed()
+    arguments = {name: value for name, value in inputs.items() if name != "labels"}
+    before = model(**arguments).logits
+    arguments["input_ids"] = inputs["input_ids"].clone()
+    arguments["input_ids"][0, : LENGTHS[0]] = 0
+    after = model(**arguments).logits
+    assert not torch.equal(after[:, : LENGTHS[0]], before[:, : LENGTHS[0]])
+    assert torch.equal(after[:, LENGTHS[0] :], before[:, LENGTHS[0] :])
+
+
+def test_batches_without_padding_and_generation_equal_sdpa():
+    ours, theirs = model_for("torch_varlen").eval(), model_for("sdpa").eval()
+    ids = torch.randint(0, 128, (3, 20), generator=torch.Generator().manual_seed(2))
+    assert torch.allclose(ours(input_ids=ids).logits, theirs(input_ids=ids).logits, atol=1e-5)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(ids, **arguments), theirs.generate(ids, **arguments))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest_square = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.add(str(func))
+        tensors = out if isinstance(out, (tuple, list)) else [out]
+        squares = [
+            t.numel()
+            for t in tensors
+            if isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[-1] == t.shape[-2] == sum(LENGTHS)
+        ]
+        self.largest_square = max([self.largest_square, *squares])
+        return out
+
+
+def test_on_a_card_packed_rows_take_the_kernel_and_make_no_mask():
+    inputs = packed()
+    with FakeTensorMode() as mode, Operators() as seen:
+        model = model_for("torch_varlen", dtype=torch.bfloat16)
+        inputs = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        summed_loss(model, inputs).backward()
+    assert {"torch_attn._varlen_attn.default", "torch_attn._varlen_attn_backward.default"} <= seen.names
+    assert not any("scaled_dot_product" in name for name in seen.names)
+    assert seen.largest_square == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [({"softcap": 50.0}, "soft caps"), ({"s_aux": torch.zeros(4)}, "attention sinks"), ({"dropout": 0.1}, "attention dropout")],
+)
+def test_what_the_kernel_can_not_do_is_refused(arguments, problem):
+    heads = torch.zeros(1, 4, 8, 16)
+    with pytest.raises(RecipeError, match=problem):
+        varlen_attention(torch.nn.Module(), heads, heads, heads, None, **arguments)

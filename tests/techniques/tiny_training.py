@@ -1,0 +1,118 @@
+"""A tiny Llama with adapters and a plain training loop, for comparing a technique with the run without it."""
+
+import contextlib
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune.forecast.fake_model import materialise, own_quantisation_maps
+from finetune.forecast.tracker import StorageTracker
+from finetune.model.build import attach_adapters, build_base, load_config, model_dtype, prepare_for_training
+from finetune.model.techniques import apply_techniques, optimizer_class, step_context
+from finetune.recipe import Recipe
+
+VOCABULARY = 320
+#: The two kinds of base that every technique has to work on.
+BASES = {"lora": {"dtype": "float32"}, "nf4": {"dtype": "bfloat16", "load_in_4bit": True}}
+KINDS = ["lora", pytest.param("nf4", marks=pytest.mark.slow)]
+
+
+def save_tiny_base(path: Path) -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def settings_for(base: str, **changes) -> Recipe:
+    values = {
+        "model_name_or_path": base, "dataset": {"path": "rows.jsonl"}, "gpu": "cpu", "dtype": "float32",
+        "attn_implementation": "sdpa", "max_length": 64, "packing": False, "load_in_4bit": False, "load_in_8bit": False,
+        "lora_r": 8, "lora_alpha": 16.0, "target_modules": "all-linear", "effective_batch_size": 2,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "learning_rate": 3e-3, "optim": "adamw_torch_fused",
+        "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1,
+    }  # fmt: skip
+    return Recipe.model_validate(values | changes)
+
+
+def adapted(settings: Recipe) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=True), settings)
+    prepare_for_training(model, settings)
+    return model
+
+
+def batch(step: int, rows: int = 2, tokens: int = 64) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(100 + step))
+    ids[:, 1::2] = ids[:, ::2]  # something to learn: every other token repeats
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def autocast(settings: Recipe) -> contextlib.AbstractContextManager:
+    return torch.autocast("cpu", torch.bfloat16) if settings.dtype == "bfloat16" else contextlib.nullcontext()
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def optimizer_of(model: torch.nn.Module, settings: Recipe) -> torch.optim.Optimizer:
+    kind, arguments = optimizer_class(settings) or (
+        torch.optim.AdamW,
+        {"lr": settings.learning_rate, "weight_decay": 0.0, "fused": True},
+    )
+    return kind(trained(model), **arguments)
+
+
+@functools.cache
+def plain_losses(base: str, kind: str, steps: int = 4) -> list[float]:
+    """Loss of each step of the run without any technique."""
+    return losses(settings_for(base, **BASES[kind]), steps)
+
+
+def losses(settings: Recipe, steps: int = 4) -> list[float]:
+    """Loss of each step of a run, with everything the settings ask for."""
+    model = adapted(settings)
+    apply_techniques(model, settings)
+    optimizer, seen = optimizer_of(model, settings), []
+    for step in range(steps):
+        with step_context(settings, "cpu"), autocast(settings):
+            loss = model(**batch(step % 4)).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def kept_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
+    """Bytes of the card that a forward of the tiny model leaves for its backward."""
+    model = adapted(settings) if model is None else model
+    apply_techniques(model, settings)
+    inputs, tracker = batch(0), StorageTracker()
+    for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
+        tracker.follow(tensor)
+    before = tracker.live_bytes
+    with tracker, step_context(settings, "cpu"), autocast(settings):
+        loss = model(**inputs).loss
+        kept = tracker.live_bytes - before
+    del loss
+    return kept
+
+
+def forecast_kept_bytes(base: str, kind: str, *forms: dict, **changes) -> list[int]:
+    """The same for each of `forms` on tensors without data, where host memory is not the card's."""
+    settings = settings_for(base, **BASES[kind], **changes)
+    model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=False), settings)
+    with FakeTensorMode(), own_quantisation_maps():
+        materialise(model, StorageTracker(), dtype=model_dtype(settings))
+        model.train()
+        return [kept_bytes(settings_for(base, **BASES[kind], **changes, **form), model) for form in forms]
