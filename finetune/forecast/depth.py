@@ -1,0 +1,174 @@
+"""A model of many layers from a run of few: exact where the layers repeat, and that is checked; else the full depth is run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from finetune.forecast.simulate import Simulation
+from finetune.forecast.tracker import Peak, Place
+from finetune.model.build import build_on_meta
+from finetune.model.checkpointing import decoder_layers
+
+#: Tables that the first layer makes for all: bitsandbytes' code book of 256 floats.
+_ONE_OFF_BYTES = 1024
+
+#: Configurations seen by this process: a search forecasts the same model many times.
+_LOOKED_AT: dict[str, tuple[tuple[str, ...], int]] = {}
+
+
+@dataclass(frozen=True)
+class Depth:
+    """`run` layers stand for `full`: the `period` layers from `start` on are repeated `times` more."""
+
+    full: int
+    run: int
+    start: int = 0
+    period: int = 1
+    times: int = 0
+
+
+def simulate_deep(
+    config: PretrainedConfig,
+    run: Callable[[PretrainedConfig], Simulation],
+    every: int = 1,
+    *,
+    unlike_first: bool = False,
+    whole: bool = False,
+) -> tuple[Simulation, str]:
+    """`run` at the full depth of `config`, and how that was found.
+
+    `every`: checkpointing treats each so many layers alike. `unlike_first`: nothing before the first layer is trained, so
+    without checkpointing it keeps less than the others. `whole`: always run all layers, as is done where the layers don't
+    repeat or where the middle ones don't hold what the first ones hold.
+    """
+    depth = plan_depth(layer_kinds(config), every, int(unlike_first))
+    if depth.times and not whole:
+        few = run(at_depth(config, depth.run))
+        if _repeats(few.peaks, depth):
+            peaks = _deepened(few.peaks, depth)
+            more = _adapter_bytes(peaks) / max(1, _adapter_bytes(few.peaks))
+            host = _with_more_states(_with_more_layers(few.host, depth), more)
+            peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
+            return dataclasses.replace(few, peaks=peaks, host=host), f"dry run, {depth.run} of {depth.full} layers, repeated"
+    return run(config), f"dry run, full depth ({depth.full} layers)"
+
+
+def plan_depth(kinds: list[str], every: int = 1, unlike: int = 0) -> Depth:
+    """How few layers can stand for these: the unlike ones (`unlike` at least), and three periods of the like ones."""
+    full = len(kinds)
+    for period in range(every, full // 3 + 1, every):
+        lead = next((start for start in range(unlike, full) if _periodic(kinds, start, period)), full)
+        few = lead + 3 * period + (full - lead) % period
+        if few < full:
+            return Depth(full, few, lead + period, period, (full - few) // period)
+    return Depth(full, full)
+
+
+def _periodic(kinds: list[str], start: int, period: int) -> bool:
+    return all(kinds[i] == kinds[i + period] for i in range(start, len(kinds) - period)) and start + 3 * period <= len(kinds)
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """A text for each decoder layer; layers with equal texts have the same modules, shapes and settings."""
+    return list(_looked_at(config)[0])
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Parameters of the base model, tied ones once."""
+    return _looked_at(config)[1]
+
+
+def _looked_at(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if text not in _LOOKED_AT:
+        _LOOKED_AT[text] = _look_at(config)
+    return _LOOKED_AT[text]
+
+
+def _look_at(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
+    kinds = tuple(_kind(layer) for layer in decoder_layers(model))
+    return kinds, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _kind(layer: torch.nn.Module) -> str:
+    lines = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key not in ("layer_idx", "training") and isinstance(value, (bool, int, float, str))
+        }
+        shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
+        lines.append(f"{name} {type(module).__name__} {sorted(settings.items())} {sorted(shapes.items())}")
+    return "\n".join(lines)
+
+
+def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The same configuration with fewer layers; lists with one entry for each layer are cut."""
+    shallow = copy.deepcopy(config)
+    for part in {id(part): part for part in (shallow, shallow.get_text_config())}.values():
+        full = part.num_hidden_layers
+        for name, value in list(vars(part).items()):
+            if isinstance(value, (list, tuple)) and len(value) == full:
+                setattr(part, name, value[:layers])
+        part.num_hidden_layers = layers
+    return shallow
+
+
+def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:
+    """Whether the middle layers hold what the ones before them hold when all are held: when the loss is computed."""
+    held = peaks[("loss", None)].by_tag
+    middle = range(depth.start, depth.start + depth.period)
+    parts = {part for part, _ in held}
+    differences = [abs(held.get((part, i), 0) - held.get((part, i - depth.period), 0)) for part in parts for i in middle]
+    return max(differences) <= _ONE_OFF_BYTES
+
+
+def _deepened(peaks: dict[Place, Peak], depth: Depth) -> dict[Place, Peak]:
+    """Insert the repeated layers after the middle ones. Places in the middle lie between those of both ends and are dropped."""
+    middle = range(depth.start, depth.start + depth.period)
+    return {
+        (phase, _place(layer, depth)): _with_more_layers(peak, depth, at_start=layer is not None and layer < depth.start)
+        for (phase, layer), peak in peaks.items()
+        if layer is None or layer not in middle
+    }
+
+
+def _adapter_bytes(peaks: dict[Place, Peak]) -> int:
+    return sum(size for (part, _), size in peaks[("loss", None)].by_tag.items() if part == "adapters")
+
+
+def _with_more_states(peak: Peak, more: float) -> Peak:
+    """Optimizer states that are made for all adapters at once belong to no layer; they grow as the adapters do."""
+    by_tag = dict(peak.by_tag)
+    if by_tag.get(("optimizer", None), 0) > _ONE_OFF_BYTES:
+        by_tag[("optimizer", None)] = round(by_tag[("optimizer", None)] * more)
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+
+
+def _place(layer: int | None, depth: Depth) -> int | None:
+    """The number in the full model of a layer of the short one."""
+    return layer if layer is None or layer < depth.start + depth.period else layer + depth.times * depth.period
+
+
+def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
+    """What the inserted layers hold is what the middle ones hold, without what those hold only for a neighbour at work.
+
+    That is seen on the layers at the other end: what is held for long is held there, too.
+    """
+    by_tag = {(part, _place(layer, depth)): size for (part, layer), size in peak.by_tag.items()}
+    other = depth.period if at_start else -depth.period
+    for (part, layer), size in peak.by_tag.items():
+        if layer is not None and depth.start <= layer < depth.start + depth.period:
+            lasting = min(size, peak.by_tag.get((part, layer + other), 0))
+            for time in range(1, depth.times + 1):
+                by_tag[(part, layer + time * depth.period)] = lasting
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)

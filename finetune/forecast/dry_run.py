@@ -1,0 +1,137 @@
+"""Bytes of torch's allocator for a plan's settings: from the cache, else by a dry run. Importing this needs no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from finetune.forecast import cache
+from finetune.forecast.forecast import PARTS
+from finetune.recipe import AUTO, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from finetune.forecast.simulate import Batch, Simulation
+    from finetune.forecast.tracker import Peak
+
+#: Settings that decide where bytes are; others (alpha, learning rate, schedule, data) don't.
+_SETTINGS = (
+    "dtype", "attn_implementation", "packing", "load_in_4bit", "load_in_8bit", "lora_r", "target_modules", "use_dora", "optim",
+    "activation_checkpointing", "activation_checkpointing_every_n_layers", "activation_offloading", "int8_activations",
+    "trust_remote_code", "model_revision",
+)  # fmt: skip
+#: Phases of the dry run that make up a training step.
+_TRAIN = ("forward", "loss", "loss backward", "backward", "optimizer")
+#: Ampere: what a dry run stands for when no card is given.
+USUAL_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Allocated bytes of one plan. `parts` is the ledger at the training peak, `peaks` the peak of each phase.
+
+    `per_layer_bytes` splits the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes` is pinned or
+    managed host memory of activations and optimizer states. `parameters` counts the base model's.
+    """
+
+    parts: dict[str, int]
+    peaks: dict[str, int]
+    per_layer_bytes: dict[str, int]
+    host_bytes: int
+    parameters: int
+    method: str
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The training peak."""
+        return sum(self.parts.values())
+
+
+def dry_run(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Recipe,
+    *,
+    micro_batch: int,
+    tokens: int,
+    trained_tokens: int | None = None,
+    capability: tuple[int, int] | None = USUAL_CAPABILITY,
+) -> DryRun:
+    """The allocated bytes of a step with `micro_batch` rows of `tokens`, of which `trained_tokens` in all are learned.
+
+    `config` is a configuration or the content of a config.json. `capability` is the card's; None: the run is on a CPU. Kept on
+    disk by configuration, settings, versions and this code. Raises RecipeError for what can't be built.
+    """
+    values = config if isinstance(config, dict) else config.to_dict()
+    trained = micro_batch * (tokens - 1) if trained_tokens is None else min(trained_tokens, micro_batch * (tokens - 1))
+    eval_rows = 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size
+    shape: dict[str, Any] = {
+        "rows": micro_batch, "tokens": tokens, "trained_tokens": trained,
+        "padded": micro_batch > 1 and settings.packing is not True,
+        "documents": max(1, tokens // 256) if settings.packing is True else 1,
+        "eval_rows": micro_batch if eval_rows == AUTO else eval_rows,
+    }  # fmt: skip
+    chosen = {name: getattr(settings, name) for name in _SETTINGS} | {
+        "accumulates": settings.gradient_accumulation_steps != 1, "dropout": settings.lora_dropout > 0,
+        "strategy": settings.launch.strategy,
+    }  # fmt: skip
+    key = cache.key_of(kind="dry run", config=values, settings=chosen, shape=shape, capability=capability)
+    known = cache.read(key)
+    if known is not None:
+        return DryRun(**{**known, "notes": tuple(known["notes"])})
+    from finetune.forecast.simulate import Batch
+
+    made = _made(values, settings, Batch(**shape), capability)
+    cache.write(key, asdict(made))
+    return made
+
+
+def _made(values: dict[str, Any], settings: Recipe, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
+    from finetune.forecast.depth import count_parameters, simulate_deep
+    from finetune.forecast.rules import cublas_workspace_bytes
+    from finetune.forecast.simulate import simulate
+    from finetune.model.build import config_from
+
+    config = config_from(values, settings)
+    every = settings.activation_checkpointing_every_n_layers
+    simulation, method = simulate_deep(
+        config,
+        lambda shallow: simulate(shallow, settings, batch, capability),
+        1 if every == AUTO else every,
+        unlike_first=settings.activation_checkpointing is False,
+        whole=settings.optim == "adafactor",  # its states are small tensors by the hundred, which few layers don't show
+    )
+    # One cuBLAS handle of the main thread and one of the thread that runs backward.
+    workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
+    top = _highest(simulation, _TRAIN)
+    parts = Counter({part: 0 for part in PARTS})
+    layers: Counter[str] = Counter()
+    for (part, layer), size in top.by_tag.items():
+        parts[part] += size
+        layers["outside the layers" if layer is None else f"layers.{layer}"] += size
+    parts["workspace"] += workspace
+    layers["outside the layers"] += workspace
+    peaks = {"load": _highest(simulation, ("load",)).total_bytes, "train": top.total_bytes + workspace}
+    for phase in ("eval", "save"):
+        peaks[phase] = _highest(simulation, (phase,)).total_bytes + workspace if _has(simulation, phase) else 0
+    return DryRun(
+        parts=dict(parts), peaks=peaks, per_layer_bytes=dict(sorted(layers.items(), key=_layer_order)),
+        host_bytes=simulation.host.total_bytes, parameters=count_parameters(config), method=method,
+        versions=cache.library_versions(), notes=simulation.notes,
+    )  # fmt: skip
+
+
+def _has(simulation: Simulation, phase: str) -> bool:
+    return any(place == phase for place, _ in simulation.peaks)
+
+
+def _highest(simulation: Simulation, phases: tuple[str, ...]) -> Peak:
+    return max((peak for (phase, _), peak in simulation.peaks.items() if phase in phases), key=lambda peak: peak.total_bytes)
+
+
+def _layer_order(item: tuple[str, int]) -> tuple[int, int]:
+    name = item[0]
+    return (0, int(name.rpartition(".")[2])) if name.startswith("layers.") else (1, 0)

@@ -1,0 +1,132 @@
+"""Gives a model built on `meta` its parameters, without data: the tensors that loading puts on the card, in that order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from finetune.forecast.card_semantics import replaced
+from finetune.forecast.tracker import StorageTracker
+
+
+def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
+    """Replace every meta parameter and buffer by a fake one, base weights first, as loading does; tied ones stay tied.
+
+    Quantised layers get their 16-bit weight in `dtype` first and bitsandbytes' own packing of it, which is the load peak.
+    """
+    made: dict[int, torch.nn.Parameter] = {}
+    tracker.phase = "load"
+    for adapters in (False, True):
+        for path, module in model.named_modules():
+            tracker.layer = layer_number(path)
+            _fill(module, tracker, made, adapters, dtype)
+    tracker.layer = None
+
+
+def layer_number(path: str) -> int | None:
+    """The decoder layer that a module's path leads through; None outside of the layers."""
+    found = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
+    return int(found[1]) if found else None
+
+
+def _fill(
+    module: torch.nn.Module, tracker: StorageTracker, made: dict[int, torch.nn.Parameter], adapters: bool, dtype: torch.dtype
+) -> None:
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None or parameter.requires_grad is not adapters:
+            continue
+        with tracker.making("adapters" if adapters else "weights"):
+            if id(parameter) not in made:
+                made[id(parameter)] = _packer(module, name)(parameter, dtype)
+            module._parameters[name] = made[id(parameter)]
+        if hasattr(made[id(parameter)], "quant_state"):
+            module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
+    if not adapters:
+        with tracker.making("weights"):
+            _fill_buffers(module)
+
+
+def _fill_buffers(module: torch.nn.Module) -> None:
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    for name, value in list(vars(module).items()):  # such as rotary embeddings' original frequencies
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            setattr(module, name, torch.empty(value.shape, dtype=value.dtype))
+
+
+def _packer(module: torch.nn.Module, name: str) -> Callable[[torch.nn.Parameter, torch.dtype], torch.nn.Parameter]:
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    if name == "weight" and isinstance(module, Linear4bit):
+        return _packed_4bit
+    if name == "weight" and isinstance(module, Linear8bitLt):
+        return _packed_8bit
+    return _plain
+
+
+def _plain(parameter: torch.nn.Parameter, _dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+
+
+def _packed_4bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        torch.empty(parameter.shape, dtype=dtype),
+        blocksize=parameter.blocksize,  # type: ignore[attr-defined]
+        compress_statistics=parameter.compress_statistics,  # type: ignore[attr-defined]
+        quant_type=parameter.quant_type,  # type: ignore[attr-defined]
+        quant_storage=parameter.quant_storage,  # type: ignore[attr-defined]
+    )
+    weight = torch.nn.Parameter(packed, requires_grad=False)
+    weight.quant_state = state  # type: ignore[attr-defined]
+    weight.compress_statistics, weight.quant_type = parameter.compress_statistics, parameter.quant_type  # type: ignore[attr-defined]
+    return weight
+
+
+def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    values = torch.empty(parameter.shape, dtype=dtype).to(torch.float16)
+    codes = torch.empty(values.shape, dtype=torch.int8)
+    scales = torch.empty(values.shape[:1], dtype=torch.float32)
+    weight = torch.nn.Parameter(codes, requires_grad=False)
+    weight.CB, weight.SCB, weight.has_fp16_weights = weight.data, scales, False  # type: ignore[attr-defined]
+    return weight
+
+
+@contextmanager
+def dora_without_data() -> Iterator[None]:
+    """DoRA looks at the dequantised base weights when it is attached and in every forward; these have a size only."""
+    from peft.tuners.lora import dora
+
+    with replaced(dora, "dequantize_module_weight", _dequantised), replaced(dora, "deepcopy", lambda module: module):
+        yield
+
+
+def _dequantised(module: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    weight: Any = module.weight
+    shape = (module.out_features, module.in_features)
+    if isinstance(module, (Linear4bit, Linear8bitLt)) and weight.is_meta:
+        return torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
+    if isinstance(module, Linear4bit):
+        return dequantize_4bit(weight.data, weight.quant_state)
+    if isinstance(module, Linear8bitLt):
+        scales: Any = weight.SCB if weight.SCB is not None else module.state.SCB
+        return (weight.data * scales.view(-1, 1)) * (1.0 / 127.0)  # as int8_vectorwise_dequant
+    return weight
+
+
+@contextmanager
+def own_quantisation_maps() -> Iterator[None]:
+    """bitsandbytes keeps its code books for the process; those made without data must not stay."""
+    import bitsandbytes.functional as functional
+
+    with replaced(functional, "name2qmap", {}), replaced(functional, "create_dynamic_map", lambda **_signs: torch.zeros(256)):
+        yield

@@ -1,0 +1,83 @@
+"""The optimizer of a plan with its states made, as they are after the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from finetune.forecast.card_semantics import replaced
+from finetune.forecast.fake_model import layer_number
+from finetune.forecast.tracker import StorageTracker
+from finetune.model.build import trainable_parameters
+from finetune.model.techniques import optimizer_class
+from finetune.recipe import Recipe
+
+
+def make_optimizer(settings: Recipe, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
+    """The optimizer that transformers' Trainer makes for these settings."""
+    return _optimizer(settings, [parameter for _, parameter in trainable_parameters(model)], on_cpu=on_cpu)
+
+
+def first_step(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
+) -> None:
+    """A step with zero gradients: the states are there afterwards, booked under their layer."""
+    tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
+    zero_gradients(model, tracker)
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+    for name, parameter in trainable_parameters(model):
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+                tracker.retag(value, "optimizer", layer_number(name))
+    del tracker.peaks[("first step", None)]  # the second has all of its memory, and activations
+
+
+def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Give every trainable parameter a gradient, as micro-batches before this one have."""
+    for name, parameter in trainable_parameters(model):
+        with tracker.making("gradients"):
+            parameter.grad = torch.zeros_like(parameter)
+        tracker.retag(parameter.grad, "gradients", layer_number(name))
+
+
+def _optimizer(settings: Recipe, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
+    """As `transformers.Trainer.get_optimizer_cls_and_kwargs` chooses by the recipe's name."""
+    own = optimizer_class(settings)
+    if own is not None:
+        return own[0](parameters, **own[1])
+    rate, decay, name = settings.learning_rate, settings.weight_decay, settings.optim
+    common: dict[str, Any] = {"lr": rate, "weight_decay": decay}
+    if name == "adamw_torch_fused":
+        return torch.optim.AdamW(parameters, fused=True, **common)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, scale_parameter=False, relative_step=False, **common)
+    if name in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
+        from bitsandbytes.optim import AdamW
+
+        return AdamW(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **common)
+    return torch.optim.AdamW(parameters, foreach=not on_cpu, **common)  # foreach is torch's default on CUDA
+
+
+@contextmanager
+def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
+    """bitsandbytes' paged states are managed memory: outside torch's allocator, and on the host unless they are in use."""
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
+        state = torch.zeros(p.shape, dtype=dtype, device="meta" if paged else p.device)
+        state.is_paged = paged  # type: ignore[attr-defined]
+        return state
+
+    with (
+        replaced(Optimizer8bit, "get_state_buffer", get_state_buffer),
+        replaced(Optimizer8bit, "prefetch_state", lambda self, p: None),
+    ):
+        yield

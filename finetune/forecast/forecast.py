@@ -1,0 +1,35 @@
+"""Forecast: where the bytes will be at the peak of load, training, evaluation and saving, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: The parts of the ledger, in the order in which they are shown.
+PARTS = (
+    "weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of torch's allocator and of the whole card, with the interval that the verdict is made from.
+
+    `parts` are the allocated bytes by part at the training peak; they sum to `allocated_bytes`. `peaks` has the allocated peak
+    of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + context.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    peak_low_bytes: int
+    peak_high_bytes: int
+    parts: dict[str, int]
+    peaks: dict[str, int]
+    per_layer_bytes: dict[str, int] = field(default_factory=dict)
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    method: str = "dry run"  # how it was made: dry run, full depth; dry run, 2 and 3 layers; ...
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

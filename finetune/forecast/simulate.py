@@ -1,0 +1,246 @@
+"""One optimizer step, an evaluation and a save of the run that a plan describes, on tensors without data."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from logging import ERROR, getLogger
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+from transformers.integrations import sdpa_attention
+
+from finetune.forecast.card_semantics import backward, card_semantics, replaced
+from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps
+from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
+from finetune.forecast.rules import Capability, rules_for
+from finetune.forecast.tracker import Peak, Place, StorageTracker
+from finetune.model.build import (
+    attach_adapters,
+    build_base,
+    model_dtype,
+    must_repeat_keys,
+    restore_master_precision,
+    trainable_parameters,
+)
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.techniques import apply_techniques, step_context
+from finetune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest batch: `rows` x `tokens`, of which `trained_tokens` are learned; `padded` when rows differ in length.
+
+    `documents` is how many rows are packed into each (1 without packing). The same fields with `eval_rows` for evaluation.
+    """
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    padded: bool = False
+    documents: int = 1
+    eval_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval, host memory, and things to know."""
+
+    peaks: dict[Place, Peak]
+    host: Peak
+    notes: tuple[str, ...] = ()
+
+
+def simulate(config: PretrainedConfig, settings: Recipe, batch: Batch, capability: Capability | None) -> Simulation:
+    """The step on a card of this compute capability; None: the run is on a CPU."""
+    tracker = StorageTracker({} if capability is None else rules_for(capability))
+    with _quiet(), dora_without_data():
+        model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
+        apply_techniques(model, settings)
+        restore_master_precision(model)
+        _add_loss(model)
+        observe(model, tracker)
+        with _tensors_without_data(settings, capability, batch), tracker:
+            materialise(model, tracker, dtype=model_dtype(settings))
+            _run(model, tracker, settings, batch, on_cpu=capability is None)
+    return Simulation(tracker.peaks, tracker.host, _notes(model, settings))
+
+
+def _notes(model: torch.nn.Module, settings: Recipe) -> tuple[str, ...]:
+    """What the user should know of how this model takes the settings."""
+    if True not in (settings.load_in_4bit, settings.load_in_8bit):
+        return ()
+    head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
+    names, experts = set(), False
+    for name, module in model.named_modules():
+        experts |= any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
+        base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
+        if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
+            names.add(type(module).__name__)
+    notes = []
+    if experts:
+        notes.append("the experts stay 16-bit: bitsandbytes quantises linear layers, experts are single tensors")
+    if names:
+        notes.append(f"these layers stay 16-bit, bitsandbytes does not know them: {', '.join(sorted(names))}")
+    return tuple(notes)
+
+
+def _run(model: Any, tracker: StorageTracker, settings: Recipe, batch: Batch, *, on_cpu: bool) -> None:
+    model.train()
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
+    first_step(optimizer, model, tracker, on_cpu=on_cpu)
+    if settings.gradient_accumulation_steps != 1:
+        zero_gradients(model, tracker)
+    inputs = _inputs(settings, batch, batch.rows, tracker)
+    with step_context(settings, "cpu"):
+        loss = _forward(model, settings, inputs, tracker, "forward")
+        tracker.phase, tracker.part, tracker.layer = "loss backward", "loss", None
+        backward(loss)
+    del loss
+    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
+    torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm, foreach=not on_cpu)
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+    del inputs
+    tracker.phase = "save"
+    tracker.record("steady state")
+    if batch.eval_rows:
+        model.eval()
+        with torch.no_grad():
+            _forward(model, settings, _inputs(settings, batch, batch.eval_rows, tracker), tracker, "eval")
+
+
+def _inputs(settings: Recipe, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:
+    """What TRL's collator puts on the card. Rows of equal length need no mask: transformers finds nothing masked."""
+    tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+    shape = (rows, batch.tokens)
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
+    if settings.packing is True:
+        inputs["position_ids"] = torch.zeros(shape, dtype=torch.long)
+        if settings.attn_implementation in ("torch_varlen", "flash_attention_2"):
+            starts = torch.zeros(batch.documents + 1, dtype=torch.int32)
+            longest = -(-batch.tokens // batch.documents)
+            inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return inputs
+    mask = torch.ones(shape, dtype=torch.long)
+    return inputs | ({"attention_mask": mask} if batch.padded and rows > 1 else {"unread_mask": mask})
+
+
+def _forward(model: Any, settings: Recipe, inputs: dict[str, Any], tracker: StorageTracker, phase: str) -> torch.Tensor:
+    """TRL's loss, as its `compute_loss` makes it."""
+    tracker.phase, tracker.part, tracker.layer = phase, "activations", None
+    given = {name: value for name, value in inputs.items() if name != "unread_mask"}
+    with _autocast(settings):
+        outputs = model(**given, use_cache=False, fused_lm_head=True)
+        return (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
+
+
+@contextmanager
+def _autocast(settings: Recipe) -> Iterator[None]:
+    dtype = model_dtype(settings)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        yield
+
+
+def _add_loss(model: Any) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
+
+
+def observe(model: Any, tracker: StorageTracker) -> None:
+    """Tell the tracker which layer the step is in, when the loss begins and what is computed a second time."""
+    for number, layer in enumerate(decoder_layers(model)):
+        layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
+        layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
+        if hasattr(layer, "_gradient_checkpointing_func"):
+            layer._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
+                _checkpointed, tracker, layer._gradient_checkpointing_func
+            )
+    model.get_base_model().base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
+
+
+def _enter_layer(tracker: StorageTracker, number: int, *_unused: Any) -> None:
+    tracker.layer = number
+
+
+def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.requires_grad:
+        hidden.register_hook(functools.partial(_backward_reaches, tracker, number))
+    tracker.layer = None
+
+
+def _backward_reaches(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
+    tracker.phase, tracker.part, tracker.layer = "backward", "workspace", number
+
+
+def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:
+    tracker.part = "loss"
+    if tracker.phase == "forward":
+        tracker.phase = "loss"
+        if output.last_hidden_state.requires_grad:  # its gradient ends the loss's backward
+            output.last_hidden_state.register_hook(functools.partial(_backward_reaches, tracker, None))
+
+
+def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
+    def observed(*again: Any) -> Any:
+        if tracker.phase != "backward":
+            return function(*again)
+        with tracker.making("recomputed"):
+            return function(*again)
+
+    return checkpoint(observed, *inputs)
+
+
+@contextmanager
+def _tensors_without_data(settings: Recipe, capability: Capability | None, batch: Batch) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(own_quantisation_maps())
+        if capability is not None and sys.platform != "win32":
+            stack.enter_context(card_semantics(batch.trained_tokens))
+        if capability is not None and must_repeat_keys(model_dtype(settings), capability):
+            stack.enter_context(replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *_tensors: False))
+        if settings.packing is not True:
+            stack.enter_context(one_document_a_row())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+@contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """transformers reads the positions to see that rows are not packed; without data it can't, and assumes that they are."""
+    from transformers import masking_utils
+
+    with replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' warnings about layers and checkpointing: the run says them."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    quantiser = getLogger("bitsandbytes")
+    level = quantiser.level
+    quantiser.setLevel(ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        quantiser.setLevel(level)

@@ -1,0 +1,149 @@
+"""Follows every storage of the card from allocation to release, with its part of the ledger and its layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+#: The CUDA caching allocator rounds every request up to a multiple of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
+BLOCK_BYTES = 512
+
+_DEVICE = torch.ops.prim.device.default
+
+#: (part of the ledger, layer number or None)
+Tag = tuple[str, int | None]
+#: (phase of the step, layer number or None): where in the step something happens.
+Place = tuple[str, int | None]
+#: What an operator does on the card where that is not what it does here. Runs outside the tracker; `with tracker:` tracks.
+Rule = Callable[["StorageTracker", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass
+class Peak:
+    """Most bytes that were live at once in one place of the step, by tag, and the operator that reached it."""
+
+    total_bytes: int = 0
+    by_tag: dict[Tag, int] = field(default_factory=dict)
+    operator: str = ""
+
+
+def block_bytes(size: int) -> int:
+    """What a request of `size` bytes takes of the caching allocator; nothing for an empty one."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class StorageTracker(TorchDispatchMode):
+    """Adds up the live storages of all tensors made inside it. Tensors on `meta` stand for host memory and are booked apart.
+
+    `phase` is where the step is, `part` what is being made and `layer` whose it is; `peaks` has the highest point of each
+    place, `host` the highest of host memory. Works on real tensors and on fake ones. `rules` change what single operators
+    allocate.
+    """
+
+    def __init__(self, rules: dict[Any, Rule] | None = None) -> None:
+        super().__init__()
+        self.phase, self.part = "load", "weights"
+        self.layer: int | None = None
+        self.live_bytes = 0
+        self.live: Counter[Tag] = Counter()
+        self.peaks: dict[Place, Peak] = {}
+        self._rules = rules or {}
+        self.host = Peak()
+        self._host_live: Counter[Tag] = Counter()
+        self._sizes: dict[int, tuple[int, Tag]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # every look at a fake tensor's device comes through here
+        rule = self._rules.get(func)
+        out = func(*args, **(kwargs or {})) if rule is None else rule(self, func, args, kwargs or {})
+        if isinstance(out, torch.Tensor):
+            self.follow(out)
+        elif isinstance(out, list) and func.__name__.startswith("_foreach"):
+            for leaf, source in zip(out, args[0], strict=True):  # one for each parameter: it is its layer's
+                self.follow(leaf, layer=self._layer_of(source))
+        else:
+            for leaf in tree_iter(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.follow(leaf)
+        self.record(func)
+        return out
+
+    def record(self, operator: Any = "", scratch_bytes: int = 0) -> None:
+        """Compare what is live now, and `scratch_bytes` of a kernel that is running, with the peak of this place."""
+        place = (self.phase, self.layer)
+        peak = self.peaks.get(place)
+        if peak is None:
+            peak = self.peaks[place] = Peak()
+        total = self.live_bytes + scratch_bytes
+        if total > peak.total_bytes:
+            peak.total_bytes, peak.operator = total, str(operator)
+            peak.by_tag = {tag: size for tag, size in self.live.items() if size}
+            if scratch_bytes:
+                tag = ("workspace", self.layer)
+                peak.by_tag[tag] = peak.by_tag.get(tag, 0) + scratch_bytes
+
+    def scratch(self, operator: str, *sizes: int) -> None:
+        """Memory that a kernel takes and gives back while it runs, one size in bytes for each buffer."""
+        self.record(operator, sum(block_bytes(size) for size in sizes))
+
+    def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
+        """Book a storage under another part: a gradient, an optimizer's state."""
+        key = tensor.untyped_storage()._cdata
+        size, old = self._sizes.get(key, (0, ("", None)))
+        if size > 0:
+            new = (part, old[1] if layer is None else layer)
+            self.live[old] -= size
+            self.live[new] += size
+            self._sizes[key] = (size, new)
+
+    @contextmanager
+    def making(self, part: str) -> Iterator[None]:
+        """What is allocated inside belongs to `part`."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def _layer_of(self, tensor: torch.Tensor) -> int | None:
+        return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
+
+    def follow(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
+        """Book a tensor's storage, once, until it is released; under `layer` when given, else where the step is."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device  # the latter would be dispatched
+        tag = (self.part, self.layer if layer is None else layer)
+        if device.type == "meta":
+            # Host copies are pinned, and torch's pool of pinned memory hands out powers of two (CachingHostAllocator.h).
+            size = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0
+            self._host_live[tag] += size
+            if self._host_live.total() > self.host.total_bytes:
+                self.host = Peak(self._host_live.total(), {tag: size for tag, size in self._host_live.items() if size})
+            self._sizes[key] = (-size, tag)
+        else:
+            size = block_bytes(storage.nbytes())
+            self.live_bytes += size
+            self.live[tag] += size
+            self._sizes[key] = (size, tag)
+        weakref.finalize(storage, self._released, key).atexit = False
+
+    def _released(self, key: int) -> None:
+        size, tag = self._sizes.pop(key)
+        if size < 0:  # host memory is booked below zero
+            self._host_live[tag] += size
+            return
+        self.live_bytes -= size
+        self.live[tag] -= size

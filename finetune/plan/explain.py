@@ -1,0 +1,138 @@
+"""One line of reason for each memory setting: what the choice saved or cost against the next simpler or stronger one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from finetune.plan.choices import Choices
+from finetune.plan.estimate import Anchor
+from finetune.plan.search import Search, verdict_of
+from finetune.plan.speed import knows_rates
+from finetune.plan.strategy import Strategy
+from finetune.recipe import Recipe
+from finetune.units import format_bytes
+
+
+class Comparison:
+    """The chosen strategy against others with one setting changed."""
+
+    def __init__(self, search: Search, chosen: Anchor) -> None:
+        self.search, self.chosen = search, chosen
+        self.strategy = chosen.strategy
+
+    def against(self, **change: Any) -> str:
+        """`saves 4.2 GiB and costs 31 % of time`, of the choice over the strategy with `change`."""
+        other = dataclasses.replace(self.strategy, **change)
+        saved = self.search.high_bytes(other, self.chosen.width) - self.chosen.forecast.peak_high_bytes
+        slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
+        memory = f"{'saves' if saved >= 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved >= 0 else ' more'}"
+        time = f"costs {slower:.0%} of time" if slower >= 0 else f"{'saves' if saved < 0 else 'also'} {-slower:.0%} of time"
+        return f"{memory} and {time}" if abs(slower) >= 0.005 else f"{memory} and no time"
+
+    def fits(self, **change: Any) -> bool:
+        """Whether the strategy with `change` would fit, by forecast or scaled estimate."""
+        other = dataclasses.replace(self.strategy, **change)
+        return self.search.high_bytes(other, self.chosen.width) <= self.search.budget_bytes
+
+
+def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> None:
+    """Resolve the memory settings to the chosen strategy, each with its reason."""
+    job, strategy = search.job, chosen.strategy
+    compare = Comparison(search, chosen)
+    values = strategy.settings(job.batch, job.world)
+    bits = _explain_bits(compare, job.card.is_cpu)
+    reasons = {
+        "load_in_4bit": bits, "load_in_8bit": bits if strategy.bits == 8 else "NF4 is smaller and not slower in training",
+        "optim": _explain_optimizer(compare),
+        "activation_checkpointing": _explain_checkpointing(compare),
+        "activation_checkpointing_every_n_layers": strategy.checkpointing_words,
+        "per_device_train_batch_size": _explain_micro(compare),
+        "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
+    }  # fmt: skip
+    for name, reason in reasons.items():
+        choices.choose(name, values[name], reason)
+    if job.shape.experts and strategy.bits in (4, 8):
+        name = "load_in_4bit" if strategy.bits == 4 else "load_in_8bit"
+        choices.reasons[name] += "; the experts stay 16-bit, bitsandbytes quantises linear layers only"
+    choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation keeps no activations")
+
+
+def _explain_bits(compare: Comparison, on_cpu: bool) -> str:
+    bits = compare.strategy.bits
+    if bits in (16, 32):
+        if on_cpu:
+            return "no quantisation on a processor unless the recipe asks for it"
+        return f"{bits}-bit weights fit: no dequantisation; {compare.against(bits=4)} against NF4"
+    why = "" if compare.fits(bits=16) else ", which do not fit"
+    return f"{'NF4' if bits == 4 else 'int8'} {compare.against(bits=16)} against 16-bit weights{why}"
+
+
+def _explain_optimizer(compare: Comparison) -> str:
+    optim = compare.strategy.optim
+    if optim == "adamw_torch":
+        return "torch's AdamW"
+    if optim == "adamw_torch_fused":
+        saved = compare.search.high_bytes(compare.strategy, compare.chosen.width) - compare.search.high_bytes(
+            dataclasses.replace(compare.strategy, optim="adamw_8bit"), compare.chosen.width
+        )
+        return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
+    return f"{compare.against(optim='adamw_torch_fused')} against fused AdamW"
+
+
+def _explain_checkpointing(compare: Comparison) -> str:
+    strategy = compare.strategy
+    if strategy.checkpointing is False:
+        return f"fits without; {compare.against(checkpointing=True)} against recomputing every layer"
+    none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
+    return f"{strategy.checkpointing_words}: {compare.against(checkpointing=False, every_n=1)} against keeping all{none}"
+
+
+def _explain_micro(compare: Comparison) -> str:
+    micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
+    rows = f"{micro} row{'s' if micro > 1 else ''} in memory at once"
+    larger = next((size for size in range(micro + 1, batch // world + 1) if batch % (size * world) == 0), None)
+    if larger is None:
+        return f"{rows}, the whole effective batch"
+    if not compare.fits(micro=larger):
+        return f"{rows}; {larger} would not fit"
+    return f"{rows}; {compare.against(micro=larger)} against {larger}"
+
+
+def alternatives(search: Search, chosen: Anchor, speed_factor: float, settings: Recipe) -> list[dict[str, Any]]:
+    """Every strategy that was forecast, the chosen one first, then by time; `overrides` makes the plan use it."""
+    times_known = knows_rates(search.job.card)
+    rows = []
+    for anchor in search.anchors:
+        timing = search.timing(anchor.strategy)
+        values = anchor.strategy.settings(search.job.batch, search.job.world)
+        if anchor.width != chosen.width:
+            values["max_length"] = anchor.width
+        if anchor.rank != chosen.rank:
+            values["lora_r"] = anchor.rank
+        changed = {name: value for name, value in values.items() if getattr(settings, name) != value}
+        rows.append(
+            {
+                "plan": words(anchor.strategy, search.job.batch, search.job.world),
+                "peak_bytes": anchor.forecast.peak_bytes,
+                "peak_high_bytes": anchor.forecast.peak_high_bytes,
+                "step_s": timing.step_s * speed_factor if times_known else None,
+                "tokens_per_s": timing.tokens_per_s / speed_factor if times_known else None,
+                "verdict": verdict_of(anchor.forecast, search.budget_bytes),
+                "overrides": " ".join(f"{name}={_written(value)}" for name, value in changed.items()) or "chosen",
+            }
+        )
+    order = {id(row): search.timing(anchor.strategy).step_s for row, anchor in zip(rows, search.anchors, strict=True)}
+    return sorted(rows, key=lambda row: (row["overrides"] != "chosen", order[id(row)], row["overrides"]))
+
+
+def words(strategy: Strategy, batch: int, world: int) -> str:
+    """A strategy in a few words."""
+    bits = {4: "NF4", 8: "int8", 16: "16 bit", 32: "32 bit"}[strategy.bits]
+    steps = batch // (world * strategy.micro)
+    optim = "" if strategy.optim in ("adamw_torch_fused", "adamw_torch") else f", {strategy.optim}"
+    return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}"
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,95 @@
+"""What runs on a card have measured: seconds a step against the speed model, bytes against the forecast. Kept in the cache."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.card.measured import cache_dir
+from finetune.plan.plan import Plan
+
+#: Runs on a card that count; older ones are forgotten.
+KEPT = 20
+#: A correction beyond these means that something else slowed the run down.
+LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
+
+
+@dataclass(frozen=True)
+class History:
+    """`speed_factor`: median of measured over modelled seconds, None when never measured.
+
+    `memory_errors`: measured allocated bytes over the forecast's, less one, of each run, oldest first.
+    """
+
+    runs: int = 0
+    speed_factor: float | None = None
+    memory_errors: tuple[float, ...] = ()
+
+    @property
+    def worst_excess(self) -> float:
+        """Largest share by which a run took more than its forecast; 0 when none did."""
+        return max((*self.memory_errors, 0.0))
+
+
+def record_run(plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None) -> None:
+    """Keep what a run measured beside what its plan said. Raises OSError when the cache can't be written.
+
+    `step_s` is the median of the steps after the first ones. A plan without a forecast or without times leaves those out.
+    """
+    row = {
+        "card": plan.card.name, "model": plan.settings.model_name_or_path, "load_in_4bit": plan.settings.load_in_4bit,
+        "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
+        "forecast_allocated_bytes": plan.forecast.allocated_bytes if plan.forecast else None,
+        "measured_allocated_bytes": allocated_bytes, "measured_reserved_bytes": reserved_bytes,
+    }  # fmt: skip
+    rows = _rows()
+    mine = [old for old in rows if old["card"] == plan.card.name]
+    forgotten = mine[: max(0, len(mine) - KEPT + 1)]
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(
+        "".join(json.dumps(old) + "\n" for old in [*(old for old in rows if old not in forgotten), row]), encoding="utf-8"
+    )
+    fresh.replace(path)
+
+
+def read_history(card_name: str) -> History:
+    """What runs on this card have measured; empty when there were none."""
+    rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
+    factors = [
+        row["measured_step_s"] / row["modelled_step_s"]
+        for row in rows
+        if row.get("measured_step_s") and row.get("modelled_step_s")
+    ]
+    errors = tuple(
+        row["measured_allocated_bytes"] / row["forecast_allocated_bytes"] - 1
+        for row in rows
+        if row.get("measured_allocated_bytes") and row.get("forecast_allocated_bytes")
+    )
+    factor = statistics.median(factors) if factors else None
+    return History(len(rows), None if factor is None else min(max(factor, LEAST_FACTOR), MOST_FACTOR), errors)
+
+
+def _path() -> Path:
+    return cache_dir() / "history.jsonl"
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Whole rows; a torn or foreign line is left out."""
+    try:
+        text = _path().read_text(encoding="utf-8")
+    except OSError:
+        return []
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("card"), str):
+            rows.append(row)
+    return rows

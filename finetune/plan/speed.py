@@ -1,0 +1,124 @@
+"""Seconds of an optimizer step, from the FLOPs, bytes moved and dequantisation of its parts on the card's rates.
+
+The constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090, good to about 15 %; runs on a card
+correct them (history.py). Nothing here decides whether a plan fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.card.card import Card
+from finetune.plan.batches import Batches
+from finetune.plan.shape import ModelShape
+from finetune.plan.strategy import Strategy
+
+#: Share of the dense rate that large matrix products reach (140 of 165 TFLOP/s on a 4090).
+MATMUL_SHARE = 0.85
+#: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
+#: model on a 4090 without recomputation, and 30 more when every layer is recomputed. Compiled layers move about a third.
+ELEMENTWISE_BYTES, ELEMENTWISE_AGAIN_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
+#: Bytes to turn one weight into 16 bit: read it, write it (17.3 ms for 8B on a 4090).
+DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
+#: Bytes saved for the backward pass, per hidden element, layer and token (measured on the stack with bf16 adapters).
+SAVED_BYTES = 47.6
+#: int8 products also quantise their inputs and treat outliers apart: more bytes per element of a linear layer.
+INT8_EXTRA_BYTES = 16.0
+#: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
+LAYER_KERNELS, LAUNCH_S = 210, 5e-6
+#: Seconds a tensor for bitsandbytes' synchronisation, and a parameter for AdamW on two processor cores.
+BITSANDBYTES_TENSOR_S, CPU_ADAMW_S = 2e-5, 0.5e-9
+#: Stand-ins when the card's rates are unknown: they order strategies, and no time is told.
+ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every strategy of a recipe has in common: `batch` rows a step on `world` cards, adapters of `rank`."""
+
+    shape: ModelShape
+    card: Card
+    batches: Batches
+    batch: int
+    world: int
+    rank: int
+    compiled: bool = False
+    offloading: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of an optimizer step and where they go. `tokens_per_s` counts tokens of rows, not padding."""
+
+    step_s: float
+    tokens_per_s: float
+    parts: dict[str, float]
+
+
+def knows_rates(card: Card) -> bool:
+    """Whether times can be told for this card, or only which strategy is faster."""
+    return card.bf16_flops is not None and card.bandwidth_bytes_s is not None
+
+
+def time_step(job: Job, strategy: Strategy) -> Timing:
+    """Seconds of one optimizer step, before any correction by measured runs."""
+    shape, card, batches, rank = job.shape, job.card, job.batches, job.rank
+    overhead = COMPILED_SHARE if job.compiled else 1.0
+    flops = (card.bf16_flops or ASSUMED_FLOPS) * MATMUL_SHARE
+    bandwidth, pcie = card.bandwidth_bytes_s or ASSUMED_BANDWIDTH, card.pcie_bytes_s or ASSUMED_PCIE
+    width = batches.mean_width(strategy.micro)
+    tokens = strategy.micro * width
+    again = strategy.recomputed_layers(shape.layers) / shape.layers
+    passes = 2 + again
+    micro = {
+        "matmul": max(
+            _layer_flops(shape, strategy, tokens, batches.attended if batches.packed else width, rank) / flops,
+            passes * 2 * (shape.linear + shape.expert) / bandwidth,
+        ),
+        "loss": 6 * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
+        "elementwise": _elementwise_bytes(shape, strategy, tokens, again) * overhead / bandwidth,
+        "dequantisation": passes * shape.linear * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
+        "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
+    }
+    if job.offloading:  # streamed: only what computing doesn't hide is waited for
+        saved = SAVED_BYTES * shape.hidden * shape.layers * tokens * (1 - again)
+        micro["transfer"] = max(0.0, 2 * saved / pcie - sum(micro.values()))
+    launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead
+    micro["launching"] = max(0.0, launches - sum(micro.values()))
+    steps = job.batch // (job.world * strategy.micro)
+    parts = {name: seconds * steps for name, seconds in micro.items()}
+    parts["optimizer"] = _optimizer_s(strategy.optim, shape, rank, bandwidth, pcie)
+    step_s = sum(parts.values())
+    return Timing(step_s, job.batch * batches.tokens_per_row / step_s, parts)
+
+
+def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, rank: int) -> float:
+    """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8.
+
+    Causal attention: 2 x layers x width of the heads x length a token forward, 2.5 times that backward.
+    """
+    again = strategy.recomputed_layers(shape.layers) / shape.layers
+    attention_again = 0.0 if strategy.checkpointing == "selective" else again
+    weights = (4 + 2 * again) * shape.computed + (6 + 2 * again) * rank * shape.adapter_per_rank
+    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + attention_again)
+    return (weights + attention) * tokens
+
+
+def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, again: float) -> float:
+    each = ELEMENTWISE_BYTES + ELEMENTWISE_AGAIN_BYTES * again
+    if strategy.bits == 8:
+        each += INT8_EXTRA_BYTES * (1 + again)
+    return each * shape.layer_width * shape.layers * tokens
+
+
+def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:
+    """AdamW reads and writes weight, gradient and two moments in fp32; the others add what they wait for."""
+    parameters, tensors = rank * shape.adapter_per_rank, 2 * shape.adapters
+    if optim == "adamw_cpu_offload":
+        return 2 * 4 * parameters / pcie + CPU_ADAMW_S * parameters
+    base = 28 * parameters / bandwidth
+    if optim in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
+        return base + tensors * BITSANDBYTES_TENSOR_S * (2 if optim.startswith("paged") else 1)
+    if optim == "adafactor":
+        return 2 * base + tensors * 15 * LAUNCH_S
+    return base

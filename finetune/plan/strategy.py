@@ -1,0 +1,132 @@
+"""A strategy: the settings that trade memory for time, as one value; which there are for a recipe, and the price of each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.card.card import Card
+from finetune.plan.choices import Choices
+from finetune.recipe import AUTO
+
+#: Checkpointing from what costs no time to what costs most: (activation_checkpointing, every n-th layer). A larger n than 3
+#: gains little, and its dry run takes 3 n layers.
+CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
+    (False, 1), (True, 3), (True, 2), ("selective", 1), (True, 1), ("offload", 1),
+)  # fmt: skip
+OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_cpu_offload", "adafactor")
+
+#: How much faster a plan must be, as a factor, before it may depart from the simplest: the healthy order of the field.
+BITS_PRICE = {32: 1.0, 16: 1.0, 8: 1.08, 4: 1.10}
+OPTIMIZER_PRICE = {
+    "adamw_torch_fused": 1.0, "adamw_torch": 1.0, "adamw_8bit": 1.02, "paged_adamw_8bit": 1.04, "paged_adamw_32bit": 1.04,
+    "adamw_cpu_offload": 1.06, "adafactor": 1.10,
+}  # fmt: skip
+CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.01, "offload": 1.05}
+#: A doubled micro-batch must earn this: a smaller one leaves headroom and pads less.
+DOUBLING_PRICE = 1.01
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`bits` of the linear weights, what is recomputed, the optimizer, and rows in memory at once (`micro`)."""
+
+    bits: int
+    checkpointing: bool | str
+    every_n: int
+    optim: str
+    micro: int
+
+    @property
+    def price(self) -> float:
+        """Factor on the time by which departures from the simplest settings are weighed."""
+        kinds = BITS_PRICE[self.bits] * OPTIMIZER_PRICE[self.optim] * CHECKPOINTING_PRICE[self.checkpointing]
+        return kinds * DOUBLING_PRICE ** math.log2(self.micro)
+
+    def recomputed_layers(self, layers: int) -> int:
+        """Layers whose forward pass is run again: transformers takes those whose number is a multiple of n."""
+        return 0 if self.checkpointing is False else math.ceil(layers / self.every_n)
+
+    def settings(self, batch: int, world: int) -> dict[str, Any]:
+        """The recipe's settings that make this strategy at an effective batch of `batch` on `world` processes."""
+        return {
+            "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
+            "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
+            "per_device_train_batch_size": self.micro, "gradient_accumulation_steps": batch // (world * self.micro),
+        }  # fmt: skip
+
+    @property
+    def checkpointing_words(self) -> str:
+        """The recomputation as a person says it."""
+        if self.checkpointing is True and self.every_n > 1:
+            return f"1 layer in {self.every_n} recomputed"
+        return {
+            False: "nothing recomputed", True: "every layer recomputed", "selective": "recomputed except attention",
+            "offload": "recomputed, layer inputs in host memory",
+        }[self.checkpointing]  # fmt: skip
+
+
+def strategies(choices: Choices, card: Card, stored_bits: int | None = None) -> list[Strategy]:
+    """Every strategy that the recipe leaves open on this card. `stored_bits`: the checkpoint is stored in so many."""
+    micros = list(_micro_batches(choices))
+    return [
+        Strategy(bits, checkpointing, every_n, optim, micro)
+        for bits, (checkpointing, every_n), optim, micro in itertools.product(
+            _bits(choices, card, stored_bits), _checkpointing(choices, card), _optimizers(choices, card), micros
+        )
+    ]
+
+
+def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, ...]:
+    recipe, plain = choices.recipe, 32 if choices.value("dtype") == "float32" else 16
+    if recipe.load_in_4bit is True:
+        return (4,)
+    if recipe.load_in_8bit is True:
+        return (8,)
+    if stored_bits is not None:
+        return (stored_bits,)
+    if card.is_cpu:
+        return (plain,)
+    allowed = [plain, *([8] if recipe.load_in_8bit == AUTO else []), *([4] if recipe.load_in_4bit == AUTO else [])]
+    return tuple(allowed)
+
+
+def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:
+    wanted, every = choices.recipe.activation_checkpointing, choices.recipe.activation_checkpointing_every_n_layers
+    kinds = CHECKPOINTING
+    if choices.recipe.activation_offloading:  # every saved tensor is moved already: recomputing as well gains nothing
+        kinds = ((False, 1), (True, 1))
+    if choices.recipe.launch.strategy == "deepspeed" and choices.recipe.launch.zero_stage == 3:
+        kinds = tuple(kind for kind in kinds if kind[0] not in ("selective", "offload"))  # ZeRO-3 needs reentrant recomputation
+    if card.is_cpu:  # offloading pins memory, which needs an accelerator
+        kinds = tuple(kind for kind in kinds if kind[0] != "offload")
+    if wanted != AUTO:
+        steps = (3, 2, 1) if wanted is True else (1,)
+        kinds = tuple((wanted, step) for step in steps)
+    if every != AUTO:
+        kinds = tuple(dict.fromkeys((kind, every if kind is True else 1) for kind, _ in kinds))
+    return kinds
+
+
+def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
+    if choices.is_set("optim"):
+        return (choices.recipe.optim,)
+    if card.is_cpu:
+        return ("adamw_torch",)
+    whole = choices.recipe.launch.strategy == "ddp"  # the others split the parameters that CPU offload keeps whole
+    return tuple(optim for optim in OPTIMIZERS if whole or optim != "adamw_cpu_offload")
+
+
+def _micro_batches(choices: Choices) -> Iterator[int]:
+    """Micro-batches that divide the effective batch on the recipe's processes and respect a set accumulation."""
+    recipe = choices.recipe
+    rows = choices.value("effective_batch_size") // recipe.launch.num_processes
+    if recipe.per_device_train_batch_size != AUTO:
+        yield recipe.per_device_train_batch_size
+    elif recipe.gradient_accumulation_steps != AUTO:
+        yield rows // recipe.gradient_accumulation_steps
+    else:
+        yield from (micro for micro in range(1, rows + 1) if rows % micro == 0)

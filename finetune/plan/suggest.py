@@ -1,0 +1,122 @@
+"""When nothing fits: what is missing, which part causes it, the cheapest changes, and the largest model that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.forecast.forecast import Forecast
+from finetune.model.configuration import catalogue
+from finetune.plan.plan import DataStatistics
+from finetune.plan.shape import shape_of
+from finetune.recipe import AUTO, Recipe, resolved
+from finetune.units import format_count
+
+Forecasts = Callable[[Recipe], Forecast]
+#: Models of the catalogue that are forecast at most, from the largest down.
+MOST_MODELS = 4
+
+
+def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> dict[str, Any]:
+    """Bytes missing at the upper end of the interval, the largest part, and the largest model that fits."""
+    part = max(forecast.parts, key=lambda name: forecast.parts[name])
+    return {
+        "missing_bytes": forecast.peak_high_bytes - budget_bytes, "part": part, "part_bytes": forecast.parts[part],
+        "largest_model_that_fits": largest_model,
+    }  # fmt: skip
+
+
+def suggest(
+    recipe: Recipe, settings: Recipe, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
+) -> list[dict[str, Any]]:
+    """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
+    rows = []
+    for override, changes, cost in _changes(recipe, settings, data):
+        lower = forecasts(resolved(settings, **changes))
+        saved = forecast.peak_high_bytes - lower.peak_high_bytes
+        if saved > 0:
+            rows.append({"override": override, "saves_bytes": saved, "peak_bytes": lower.peak_bytes, "cost": cost})
+    return sorted(rows, key=lambda row: -row["saves_bytes"])
+
+
+def _changes(recipe: Recipe, settings: Recipe, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
+    """(what to type, the settings it changes, what it costs); settings the planner chose are at their least already."""
+    found: list[tuple[str, dict[str, Any], str]] = []
+
+    def offer(changes: dict[str, Any], cost: str) -> None:
+        found.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
+
+    if recipe.load_in_4bit != AUTO and settings.load_in_4bit is False and not settings.load_in_8bit:
+        offer({"load_in_4bit": True}, "weights in NF4: a few percent of time for dequantisation")
+    if settings.load_in_8bit:
+        offer({"load_in_8bit": False, "load_in_4bit": True}, "weights in NF4 in place of int8")
+    if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
+        steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
+        offer(
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps},
+            "the same effective batch in smaller pieces: slower on short rows",
+        )
+    asked = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
+    if asked and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
+        every = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+        offer(every, "the forward pass is run twice: up to 45 % of time")
+    if recipe.optim != AUTO and settings.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"):
+        offer({"optim": "adamw_8bit"}, "optimizer state in 8 bit")
+    for length in (settings.max_length // 2, settings.max_length // 4):
+        if length >= 256:
+            offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
+    if settings.lora_r > 8:
+        offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter holds less of the data")
+    if settings.lora_dropout > 0:
+        offer({"lora_dropout": 0.0}, "no dropout")
+    if settings.use_dora:
+        offer({"use_dora": False}, "plain LoRA")
+    return found
+
+
+def _drop(settings: Recipe) -> dict[str, Any]:
+    return {"excess_length": "drop"} if settings.excess_length == "raise" else {}
+
+
+def _length_cost(length: int, data: DataStatistics | None) -> str:
+    if data is None or not data.lengths:
+        return "rows beyond it are dropped"
+    over = [row for row in data.lengths if row > length]
+    share = sum(over) / data.total_tokens if data.total_tokens else 0.0
+    return f"{len(over):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
+
+
+def largest_model(
+    recipe: Recipe, settings: Recipe, budget_bytes: int, forecaster: Callable[[dict[str, Any], Recipe], Forecast]
+) -> str | None:
+    """Name of the largest model of the catalogue that is forecast to fit with the most frugal settings; None when none is."""
+    ranked = sorted(catalogue().items(), key=lambda item: -rough_parameters(item[1]))
+    tried = 0
+    for name, values in ranked:
+        other = resolved(settings, model_name_or_path=name, model_revision=None, load_in_4bit=True, load_in_8bit=False)
+        if 0.5 * rough_parameters(values) > budget_bytes or name == recipe.model_name_or_path:
+            continue
+        try:
+            shape = shape_of(values, other)
+            if shape.weight_bytes(4) > 0.95 * budget_bytes:
+                continue
+            tried += 1
+            forecast = forecaster(values, other)
+        except FinetuneError:  # e.g. layers named in target_modules that this model doesn't have
+            continue
+        if forecast.peak_high_bytes <= budget_bytes:
+            return f"{name} ({format_count(shape.parameters)} parameters)"
+        if tried >= MOST_MODELS:
+            break
+    return None
+
+
+def rough_parameters(values: dict[str, Any]) -> float:
+    """Parameters of a decoder by its dimensions, good enough to rank the catalogue."""
+    hidden, layers, heads = values["hidden_size"], values["num_hidden_layers"], values["num_attention_heads"]
+    head = values.get("head_dim") or hidden // heads
+    attention = 2 * hidden * head * (heads + (values.get("num_key_value_heads") or heads))
+    experts = values.get("num_experts") or 0
+    mlp = 3 * hidden * (values["moe_intermediate_size"] * experts if experts else values["intermediate_size"])
+    return layers * (attention + mlp) + values["vocab_size"] * hidden * (1 if values.get("tie_word_embeddings") else 2)

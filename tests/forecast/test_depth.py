@@ -1,0 +1,128 @@
+"""Few layers for many: which, and that the answer is the same to the byte."""
+
+from collections import Counter
+
+import pytest
+from tiny_models import TYPES, config_values, settings
+
+from finetune.forecast.depth import Depth, at_depth, count_parameters, layer_kinds, plan_depth, simulate_deep
+from finetune.forecast.simulate import Batch, simulate
+from finetune.model.build import config_from
+
+AMPERE = (8, 6)
+
+
+def phase_peaks(simulation):
+    peaks = Counter()
+    for (phase, _), peak in simulation.peaks.items():
+        peaks[phase] = max(peaks[phase], peak.total_bytes)
+    return dict(peaks)
+
+
+def assert_same_peaks(deep, full):
+    """To the byte, but for the list of all gradients' norms (4 bytes for each adapter), which is of no layer."""
+    few, all_of_them = phase_peaks(deep), phase_peaks(full)
+    assert few.keys() == all_of_them.keys()
+    assert {phase: few[phase] - all_of_them[phase] for phase in few if abs(few[phase] - all_of_them[phase]) > 2048} == {}
+    assert few["backward"] == all_of_them["backward"] and few["loss"] == all_of_them["loss"]
+
+
+def both_ways(kind, layers, **more):
+    """The peaks of each phase from a few layers, and from all of them; and how the first was made."""
+    recipe = settings(**more)
+    config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
+    batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
+    deep, method = simulate_deep(
+        config,
+        lambda shallow: simulate(shallow, recipe, batch, AMPERE),
+        recipe.activation_checkpointing_every_n_layers,
+        unlike_first=recipe.activation_checkpointing is False,
+    )
+    full = simulate(config, recipe, batch, AMPERE)
+    return deep, full, method
+
+
+def test_which_layers_stand_for_all():
+    assert plan_depth(["a"] * 32) == Depth(32, 3, 1, 1, 29)
+    assert plan_depth(["a"] * 3) == Depth(3, 3)
+    assert plan_depth(["a", "b"] * 13) == Depth(26, 6, 2, 2, 10)
+    assert plan_depth(["d"] + ["a"] * 26) == Depth(27, 4, 2, 1, 23)  # a first layer of its own
+    assert plan_depth((["s"] * 5 + ["f"]) * 5) == Depth(30, 18, 6, 6, 2)
+    assert plan_depth(["a", "b", "c", "d"]) == Depth(4, 4)
+    assert plan_depth(["a"] * 32, every=3) == Depth(32, 11, 3, 3, 7)
+    assert plan_depth(["a"] * 32, unlike=1) == Depth(32, 4, 2, 1, 28)
+
+
+def test_layers_that_differ_are_seen_to_differ():
+    recipe = settings()
+    assert len(set(layer_kinds(config_from(config_values("llama"), recipe)))) == 1
+    assert len(set(layer_kinds(config_from(config_values("gemma2"), recipe)))) == 2
+    no_rope = layer_kinds(config_from(config_values("smollm3"), recipe))
+    assert no_rope[3] == no_rope[7] != no_rope[0] == no_rope[4]
+
+
+def test_fewer_layers_cut_the_lists_of_layers_too():
+    config = config_from(config_values("gemma2"), settings())
+    assert at_depth(config, 4).layer_types == config.layer_types[:4]
+    assert config.num_hidden_layers == 8
+
+
+def test_parameters_are_counted_on_the_full_model():
+    config = config_from(config_values("llama"), settings())
+    layer = 256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512 + 2 * 256
+    assert count_parameters(config) == 8 * layer + 2 * 1024 * 256 + 256
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_few_layers_give_the_full_models_peaks_and_ledger(checkpointing):
+    deep, full, method = both_ways("llama", 7, activation_checkpointing=checkpointing)
+    assert "of 7 layers" in method
+    assert_same_peaks(deep, full)
+    assert deep.host == full.host
+    top = max(full.peaks, key=lambda place: full.peaks[place].total_bytes)
+    assert {tag: size for tag, size in deep.peaks[top].by_tag.items() if size > 512} == {
+        tag: size for tag, size in full.peaks[top].by_tag.items() if size > 512
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_every_model_type_few_layers_and_all(kind, checkpointing):
+    layers = 14 if kind in ("gemma2", "gpt_oss", "smollm3") else 8
+    deep, full, _ = both_ways(kind, layers, activation_checkpointing=checkpointing)
+    assert_same_peaks(deep, full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"activation_checkpointing_every_n_layers": 2},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "offload"},
+        {"activation_checkpointing": False, "activation_offloading": True},
+        {"activation_checkpointing": False, "int8_activations": True},
+        {"load_in_4bit": False, "load_in_8bit": True},
+        {"load_in_4bit": False, "optim": "adamw_torch"},
+        {"optim": "adamw_cpu_offload"},
+        {"optim": "paged_adamw_8bit", "lora_r": 256},
+        {"use_dora": True},
+        {"lora_dropout": 0.1, "activation_checkpointing": False},
+    ],
+    ids=str,
+)
+def test_every_technique_few_layers_and_all(more):
+    deep, full, method = both_ways("llama", 9, **more)
+    assert "of 9 layers" in method
+    assert_same_peaks(deep, full)
+    assert deep.host.total_bytes == full.host.total_bytes
+
+
+def test_adafactor_is_run_at_full_depth():
+    recipe = settings(optim="adafactor")
+    config = config_from(config_values("llama", num_hidden_layers=4), recipe)
+    batch = Batch(rows=1, tokens=64, trained_tokens=32, eval_rows=1)
+    deep, method = simulate_deep(config, lambda shallow: simulate(shallow, recipe, batch, AMPERE), whole=True)
+    assert method == "dry run, full depth (4 layers)"
+    assert phase_peaks(deep) == phase_peaks(simulate(config, recipe, batch, AMPERE))

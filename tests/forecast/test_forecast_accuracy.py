@@ -1,0 +1,42 @@
+"""The dry run against GPU memory that others measured; benchmarks/forecast_accuracy.py prints all rows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import forecast_accuracy as accuracy  # noqa: E402
+
+ROWS = accuracy.read_rows(accuracy.REFERENCE / "measured_memory.csv")
+#: The smallest of each kind: NF4 and fp16, eager and fused attention.
+FEW = [ROWS[index] for index in (15, 16, 17, 18)]
+
+
+def error_of(row):
+    return accuracy.predicted_bytes(row) / row.measured_bytes - 1
+
+
+def test_the_rows_are_those_of_known_settings():
+    assert len(ROWS) == 41
+    assert {row.four_bit for row in FEW} == {row.eager for row in FEW} == {True, False}
+    assert all(row.measured_bytes > 2**29 and row.targets == ("q_proj", "k_proj", "v_proj", "o_proj") for row in ROWS)
+
+
+def test_a_few_measured_rows_are_met_within_a_percent():
+    assert all(abs(error_of(row)) <= 0.01 for row in FEW[:2])
+
+
+@pytest.mark.slow
+def test_every_measured_row_is_met():
+    errors = [abs(error_of(row)) for row in ROWS]
+    assert sum(errors) / len(errors) <= 0.008
+    assert max(errors) <= 0.025
+
+
+@pytest.mark.slow
+def test_all_layers_give_what_a_few_do():
+    row = FEW[0]
+    assert accuracy.predicted_bytes(row, full_depth=True) == accuracy.predicted_bytes(row)

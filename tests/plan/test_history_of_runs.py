@@ -1,0 +1,54 @@
+"""What runs have measured corrects the next plan on the same card."""
+
+import pytest
+
+from finetune.card import cache_dir, find_card
+from finetune.plan import make_plan
+from finetune.plan.history import KEPT, read_history, record_run
+from finetune.recipe import parse_recipe
+
+RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
+
+
+def planned(new_forecaster):
+    return make_plan(RECIPE, find_card("rtx-4090"), None, forecaster=new_forecaster())
+
+
+def test_a_card_without_runs_has_no_history():
+    history = read_history("rtx-4090")
+    assert (history.runs, history.speed_factor, history.memory_errors, history.worst_excess) == (0, None, (), 0.0)
+
+
+def test_measured_steps_correct_the_next_plans_times(new_forecaster):
+    first = planned(new_forecaster)
+    for slower in (1.4, 1.5, 1.6):
+        record_run(first, step_s=first.modelled_step_s * slower, allocated_bytes=None)
+    second = planned(new_forecaster)
+    assert second.forecast.step_s == pytest.approx(1.5 * second.modelled_step_s)
+    assert second.modelled_step_s == first.modelled_step_s
+    assert any("3 earlier run(s)" in note for note in second.forecast.notes)
+
+
+def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval(new_forecaster):
+    first = planned(new_forecaster)
+    record_run(first, step_s=None, allocated_bytes=round(first.forecast.allocated_bytes * 1.05))
+    record_run(first, step_s=None, allocated_bytes=round(first.forecast.allocated_bytes * 0.98))
+    assert read_history("rtx-4090").worst_excess == pytest.approx(0.05)
+    second = planned(new_forecaster)
+    same = next((row for row in second.alternatives if row["peak_bytes"] == first.forecast.peak_bytes), None)
+    assert same is not None and same["peak_high_bytes"] > first.forecast.peak_high_bytes
+
+
+def test_another_cards_runs_do_not_count(new_forecaster):
+    first = planned(new_forecaster)
+    record_run(first, step_s=100.0, allocated_bytes=None)
+    assert read_history("rtx-3060").runs == 0
+
+
+def test_only_the_newest_runs_are_kept_and_torn_lines_do_no_harm(new_forecaster):
+    first = planned(new_forecaster)
+    for number in range(KEPT + 3):
+        record_run(first, step_s=first.modelled_step_s * (1 + number / 100), allocated_bytes=None)
+    with (cache_dir() / "history.jsonl").open("a") as file:
+        file.write('{"card": "rtx-40')
+    assert read_history("rtx-4090").runs == KEPT

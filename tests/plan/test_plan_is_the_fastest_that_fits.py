@@ -1,0 +1,250 @@
+"""What the planner chooses, keeps, explains and refuses. Memory comes from the arithmetic forecast of conftest.py."""
+
+import dataclasses
+import json
+
+import pytest
+
+from finetune.card import find_card
+from finetune.errors import RecipeError
+from finetune.plan import DataStatistics, Plan, make_plan
+from finetune.recipe import parse_recipe, unresolved
+from finetune.units import GIB
+
+QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
+
+
+@pytest.fixture
+def plan(new_forecaster):
+    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None):
+        recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
+        return make_plan(recipe, find_card(gpu, free_bytes=free_bytes), data, forecaster=forecaster or new_forecaster())
+
+    return make
+
+
+def rows(*lengths, eval_rows=0):
+    ordered = tuple(sorted(lengths))
+    return DataStatistics(len(ordered), eval_rows, sum(ordered), sum(ordered) // 2, ordered)
+
+
+def test_every_setting_is_resolved_with_a_reason(plan):
+    made = plan(QWEN_8B)
+    assert unresolved(made.settings) == []
+    assert all(made.reasons[name] for name in unresolved(parse_recipe("model_name_or_path: m\ndataset: d\n")))
+
+
+def test_an_8b_model_on_24_gb_is_nf4_with_nothing_recomputed(plan):
+    """16-bit weights would leave room only with recomputation, and that is slower than NF4 without."""
+    made = plan(QWEN_8B)
+    assert made.verdict == "fits"
+    assert (made.settings.load_in_4bit, made.settings.activation_checkpointing) == (True, False)
+    assert "do not fit" in made.reasons["load_in_4bit"]
+
+
+def test_a_1b_model_on_24_gb_stays_16_bit(plan):
+    made = plan(LLAMA_1B)
+    assert made.settings.load_in_4bit is False and "no dequantisation" in made.reasons["load_in_4bit"]
+
+
+def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(plan):
+    speeds, peaks = [], []
+    for gib in (22, 14, 10, 9):
+        made = plan(QWEN_8B, "rtx-4090", free_bytes=gib * GIB)
+        assert made.verdict == "fits", gib
+        speeds.append(made.forecast.tokens_per_s)
+        peaks.append(made.forecast.peak_high_bytes)
+    assert speeds == sorted(speeds, reverse=True) and peaks == sorted(peaks, reverse=True)
+    assert plan(QWEN_8B, free_bytes=5 * GIB).verdict == "does not fit"
+
+
+def test_offload_comes_only_when_nothing_else_fits(plan):
+    enough, little = plan(QWEN_8B, free_bytes=12 * GIB), plan(QWEN_8B, free_bytes=round(7.9 * GIB))
+    assert "offload" not in (enough.settings.activation_checkpointing, enough.settings.optim)
+    assert little.settings.activation_checkpointing == "offload" or little.settings.optim == "adamw_cpu_offload"
+
+
+def test_no_chosen_plan_is_slower_than_another_that_was_forecast_to_fit(plan):
+    made = plan("Qwen/Qwen3-14B")
+    fitting = [row["step_s"] for row in made.alternatives if row["verdict"] == "fits"]
+    assert made.alternatives[0]["overrides"] == "chosen"
+    assert made.alternatives[0]["step_s"] <= 1.15 * min(fitting)
+
+
+@pytest.mark.parametrize("model", [LLAMA_1B, QWEN_8B, "Qwen/Qwen3-32B"])
+def test_a_search_needs_few_forecasts(plan, new_forecaster, model):
+    forecaster = new_forecaster()
+    plan(model, forecaster=forecaster)
+    assert forecaster.calls <= 6
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "load_in_4bit=true", "load_in_8bit=true", "activation_checkpointing=true", "activation_checkpointing=offload",
+        "optim=adafactor", "per_device_train_batch_size=2", "gradient_accumulation_steps=4", "max_length=512", "lora_r=8",
+        "learning_rate=1e-3", "eval_steps=7", "per_device_eval_batch_size=3", "output_dir=runs/mine", "dtype=float16",
+        "effective_batch_size=24", "activation_checkpointing_every_n_layers=2", "memory_budget=16GiB", "packing=false",
+    ],
+)  # fmt: skip
+def test_what_the_recipe_sets_is_kept(plan, override):
+    made = plan(LLAMA_1B, "rtx-4090", override)
+    asked = parse_recipe(f"model_name_or_path: {LLAMA_1B}\ndataset: d\n", overrides=[override])
+    name = override.partition("=")[0]
+    assert getattr(made.settings, name) == getattr(asked, name)
+    assert made.reasons[name].startswith("as the recipe sets it")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro", "steps", "batch"),
+    [
+        (["effective_batch_size=12", "gradient_accumulation_steps=4"], 3, 4, 12),
+        (["per_device_train_batch_size=3"], 3, 6, 18),
+        (["per_device_train_batch_size=2", "gradient_accumulation_steps=5"], 2, 5, 10),
+    ],
+)
+def test_parts_of_the_batch_that_are_set_decide_the_rest(plan, overrides, micro, steps, batch):
+    settings = plan(LLAMA_1B, "rtx-4090", *overrides).settings
+    assert settings.per_device_train_batch_size == micro
+    assert (settings.gradient_accumulation_steps, settings.effective_batch_size) == (steps, batch)
+
+
+def test_the_effective_batch_is_shared_by_the_processes(plan):
+    settings = plan(LLAMA_1B, "rtx-4090", "launch.num_processes=4").settings
+    assert settings.per_device_train_batch_size * settings.gradient_accumulation_steps * 4 == 16
+    with pytest.raises(RecipeError, match="16 can't be shared by 3 processes"):
+        plan(LLAMA_1B, "rtx-4090", "launch.num_processes=3", "effective_batch_size=16")
+
+
+def test_memory_is_forecast_for_the_longest_row_and_not_for_the_limit(plan):
+    short = plan(QWEN_8B, "rtx-4090", "max_length=8192", data=rows(*[200] * 500, 700))
+    full = plan(QWEN_8B, "rtx-4090", "max_length=8192")
+    assert short.forecast.tokens_per_s > full.forecast.tokens_per_s
+    assert short.settings.per_device_train_batch_size * 700 >= full.settings.per_device_train_batch_size * 700
+
+
+def test_the_limit_of_length_follows_the_rows_and_its_price_is_told(plan):
+    made = plan(QWEN_8B, "rtx-4090", "packing=false", data=rows(*[100] * 900, *[900] * 100))
+    assert made.settings.max_length == 960 and "900" in made.reasons["max_length"]
+    costs = {row["max_length"]: row for row in made.length_costs}
+    assert costs[128]["dropped_rows"] == 100 and costs[128]["dropped_tokens"] == 100 * (900 - 128)
+    assert costs[128]["adds_bytes"] < 0 < costs[1920]["adds_bytes"]
+
+
+def test_rows_that_must_be_kept_are_not_shortened_to_fit(plan):
+    data = rows(*[200] * 50, 40_000)
+    kept = plan(QWEN_8B, "rtx-4070", data=data)
+    dropped = plan(QWEN_8B, "rtx-4070", "excess_length=drop", data=data)
+    assert kept.settings.max_length >= 40_000 and kept.verdict != "fits"
+    assert (
+        dropped.settings.max_length < 40_000
+        and dropped.verdict == "fits"
+        and "1 rows are longer" in dropped.reasons["max_length"]
+    )
+
+
+def test_without_rows_a_limit_that_nobody_set_is_lowered_until_it_fits(plan):
+    made = plan(QWEN_8B, "rtx-4090", free_bytes=round(7.75 * GIB))
+    assert made.verdict == "fits" and made.settings.max_length < 2048 and "do not fit" in made.reasons["max_length"]
+
+
+def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(plan):
+    many = DataStatistics(100_000, 0, 10**9, 10**9)
+    assert plan(QWEN_8B, "rtx-4090", data=many).settings.lora_r == 256
+    lowered = plan(QWEN_8B, "rtx-4090", data=many, free_bytes=10 * GIB)
+    assert lowered.verdict == "fits" and lowered.settings.lora_r < 256 and "rank 256" in lowered.reasons["lora_r"]
+    assert plan(QWEN_8B, "rtx-4090", "lora_r=256", data=many, free_bytes=8 * GIB).settings.lora_r == 256
+
+
+def test_what_does_not_fit_is_explained_with_what_would_help(plan):
+    made = plan(LLAMA_70B)
+    assert made.verdict == "does not fit" and made.headroom_bytes < 0
+    assert made.shortfall["missing_bytes"] == -made.headroom_bytes and made.shortfall["part"] == "weights"
+    assert "32B" in made.shortfall["largest_model_that_fits"]
+    assert [row["saves_bytes"] for row in made.suggestions] == sorted(
+        (row["saves_bytes"] for row in made.suggestions), reverse=True
+    )
+
+
+def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say(plan):
+    stubborn = [
+        "load_in_4bit=false",
+        "load_in_8bit=false",
+        "max_length=2048",
+        "optim=adamw_8bit",
+        "per_device_train_batch_size=8",
+        "activation_checkpointing=false",
+    ]
+    made = plan(QWEN_8B, "rtx-4090", *stubborn)
+    assert made.verdict == "does not fit"
+    offered = {row["override"]: row for row in made.suggestions}
+    assert {"load_in_4bit=true", "per_device_train_batch_size=1 gradient_accumulation_steps=16"} <= set(offered)
+    again = plan(QWEN_8B, "rtx-4090", *stubborn, "load_in_4bit=true")
+    saved = made.forecast.peak_high_bytes - again.forecast.peak_high_bytes
+    assert saved == offered["load_in_4bit=true"]["saves_bytes"]
+
+
+def test_turing_trains_in_float16_and_ampere_in_bfloat16(plan):
+    turing = plan(LLAMA_1B, "t4")
+    assert turing.settings.dtype == "float16" and "7.5" in turing.reasons["dtype"]
+    assert plan(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
+
+
+def test_a_mixtures_experts_stay_16_bit_and_the_plan_says_so(plan):
+    made = plan("Qwen/Qwen3-30B-A3B", "a100-80gb", "load_in_4bit=true")
+    assert made.settings.load_in_4bit is True and "experts stay 16-bit" in made.reasons["load_in_4bit"]
+
+
+def test_a_processor_is_planned_in_float32_without_recomputation_or_pinned_memory(plan):
+    made = plan("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", data=rows(*[80] * 200, eval_rows=20))
+    settings = made.settings
+    assert (settings.dtype, settings.load_in_4bit, settings.activation_checkpointing) == ("float32", False, False)
+    assert settings.optim == "adamw_torch" and made.forecast.step_s is None
+    assert plan("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", "load_in_4bit=true").settings.load_in_4bit is True
+
+
+def test_steps_evaluations_and_checkpoints_follow_from_the_rows(plan):
+    made = plan(LLAMA_1B, "rtx-4090", "packing=false", data=rows(*[100] * 330, eval_rows=30))
+    assert made.total_steps == 2 * 21  # 330 rows are 20 batches of 16 and one of 10
+    assert made.settings.eval_steps == made.settings.save_steps == 5
+    assert plan(LLAMA_1B, "rtx-4090", data=rows(*[100] * 330)).settings.eval_steps == 0
+
+
+def test_the_same_inputs_give_the_same_plan_and_it_survives_json(plan):
+    first, second = plan(QWEN_8B), plan(QWEN_8B)
+    assert first == second
+    assert Plan.from_json(json.loads(json.dumps(first.as_json()))) == first
+
+
+def test_a_recipe_with_other_settings_gets_another_directory(plan):
+    names = {plan(LLAMA_1B, "rtx-4090", override).settings.output_dir for override in ("lora_r=8", "lora_r=16", "lora_r=16")}
+    assert len(names) == 2 and all(name.startswith("runs/Llama-3.2-1B-Instruct-") for name in names)
+
+
+def test_a_budget_below_the_context_is_refused(plan):
+    with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090 is not more than the CUDA context"):
+        plan(LLAMA_1B, "rtx-4090", "memory_budget=200MiB")
+
+
+def test_a_budget_above_what_is_free_counts_only_what_is_free(plan):
+    made = plan(LLAMA_1B, "rtx-4090", "memory_budget=100GiB")
+    assert made.budget_bytes == find_card("rtx-4090").free_bytes and "are free" in made.reasons["memory_budget"]
+
+
+def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(plan):
+    disk = next(row for row in plan(QWEN_8B).checks if row["what"] == "disk")
+    assert disk["needs_bytes"] > 16e9 and disk["free_bytes"] is None and disk["enough"] is None
+    here = next(row for row in plan("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu").checks if row["what"] == "disk")
+    assert here["enough"] is True
+
+
+def test_an_unknown_model_is_refused_before_anything_is_searched(plan):
+    with pytest.raises(RecipeError, match="nobody/nothing"):
+        plan("nobody/nothing")
+
+
+def test_a_card_that_is_known_to_hold_more_is_believed(new_forecaster):
+    recipe = parse_recipe(f"model_name_or_path: {QWEN_8B}\ndataset: d\n")
+    card = dataclasses.replace(find_card("rtx-4090"), context_bytes=4 * GIB)
+    usual = make_plan(recipe, find_card("rtx-4090"), None, forecaster=new_forecaster())
+    assert make_plan(recipe, card, None, forecaster=new_forecaster()).forecast.peak_bytes != usual.forecast.peak_bytes

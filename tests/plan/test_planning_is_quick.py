@@ -1,0 +1,41 @@
+"""Planning needs little time and memory. Processor seconds are counted, so that a busy machine changes nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from finetune.units import GIB
+
+PLAN = """
+import json, resource, sys
+from finetune.card import find_card
+from finetune.plan import make_plan
+from finetune.recipe import parse_recipe
+plan = make_plan(parse_recipe(f"model_name_or_path: {sys.argv[1]}\\ndataset: d.jsonl\\n"), find_card("rtx-4090"), None)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"verdict": plan.verdict, "plan": plan.as_json(), "processor_s": used.ru_utime + used.ru_stime,
+                  "resident_bytes": used.ru_maxrss * 1024, "torch": "torch" in sys.modules}))
+"""
+
+
+def planned(model):
+    done = subprocess.run([sys.executable, "-c", PLAN, model], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_an_8b_takes_15_seconds_at_first_and_no_torch_the_second_time():
+    first = planned("Qwen/Qwen3-8B")
+    assert first["verdict"] == "fits" and first["processor_s"] <= 15
+    again = planned("Qwen/Qwen3-8B")
+    assert again["plan"] == first["plan"]
+    assert again["processor_s"] <= 2.5 and not again["torch"]
+
+
+@pytest.mark.slow
+def test_a_70b_is_planned_in_3_gib():
+    made = planned("meta-llama/Llama-3.3-70B-Instruct")
+    assert made["verdict"] == "does not fit" and made["resident_bytes"] <= 3 * GIB
+    assert made["plan"]["shortfall"]["largest_model_that_fits"] and made["plan"]["suggestions"]
