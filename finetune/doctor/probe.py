@@ -1,0 +1,110 @@
+"""Tries torch, bitsandbytes and Triton: `python -m finetune.doctor.probe`, started by the doctor.
+
+A process of its own, so that no CUDA context stays behind and a library that crashes takes nothing down. Prints one JSON object
+for each part as soon as it is known: `{"part": name, ...}`, with `error` when it could not be used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def main() -> None:
+    """Each part in turn; Triton only where torch sees a card."""
+    torch_values = _tell("torch", try_torch)
+    if torch_values["error"] is None:
+        _tell("bitsandbytes", try_bitsandbytes)
+    if torch_values.get("devices"):
+        _tell("triton", try_triton)
+
+
+def try_torch() -> dict[str, Any]:
+    """What torch is built for, and the cards it sees."""
+    import torch
+
+    values: dict[str, Any] = {
+        "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
+        "architectures": torch.cuda.get_arch_list(), "devices": [], "cuda_error": None,
+    }  # fmt: skip
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+            values["devices"] = [_device(torch, number) for number in range(torch.cuda.device_count())]
+        except (RuntimeError, AssertionError) as error:
+            values["cuda_error"] = str(error).splitlines()[0]
+    return values
+
+
+def try_bitsandbytes() -> dict[str, Any]:
+    """Quantise and use a layer as QLoRA does (NF4, double quantisation); on a card an 8-bit optimizer step, too."""
+    import torch
+
+    # bitsandbytes wraps functions that are not used here; importing the compiler would take longer than all the rest
+    torch.compile = _as_it_is  # type: ignore[assignment]
+    from bitsandbytes.nn import Linear4bit
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 512, generator=generator)
+    rows = torch.randn(8, 512, generator=generator)
+    layer = Linear4bit(512, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4", compress_statistics=True)
+    layer.load_state_dict({"weight": weight})
+    layer.to(device)  # this is what quantises
+    inputs = rows.to(device).requires_grad_(True)
+    answers = layer(inputs)
+    answers.square().sum().backward()
+    expected = rows @ weight.T
+    error = float((answers.detach().cpu() - expected).norm() / expected.norm())
+    return {
+        "device": device, "weights": weight.numel(), "stored_bytes": layer.weight.numel() * layer.weight.element_size(),
+        "relative_error": error if math.isfinite(error) else None,
+        "gradient_is_finite": bool(inputs.grad is not None and torch.isfinite(inputs.grad).all()),
+        "optimizer_moved": _optimizer_moves() if device == "cuda" else None,
+    }  # fmt: skip
+
+
+def try_triton() -> dict[str, Any]:
+    """Compile a kernel and run it on the card."""
+    from finetune.doctor.triton_kernel import add_one_works
+
+    return {"numbers_are_right": add_one_works()}
+
+
+def _tell(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        values = {"part": part, "error": None, **attempt()}
+    except Exception as error:  # noqa: BLE001 - libraries, compilers and drivers each have errors of their own
+        traceback.print_exc()
+        values = {"part": part, "error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"}
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+    return values
+
+
+def _device(torch: Any, number: int) -> dict[str, Any]:
+    facts = torch.cuda.get_device_properties(number)
+    return {"name": facts.name, "capability": [facts.major, facts.minor], "total_bytes": facts.total_memory}
+
+
+def _optimizer_moves() -> bool:
+    import torch
+    from bitsandbytes.optim import AdamW8bit
+
+    parameter = torch.nn.Parameter(torch.ones(8192, device="cuda"))
+    optimizer = AdamW8bit([parameter], lr=0.1)
+    parameter.square().sum().backward()
+    optimizer.step()
+    return bool((parameter < 1).all())
+
+
+def _as_it_is(function: Any = None, **_: Any) -> Any:
+    return (lambda same: same) if function is None else function
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Evaluate: does the tuned model do what the base could not?"""

@@ -1,0 +1,1 @@
+"""Export: the result as a model that other programs load."""

@@ -1,0 +1,89 @@
+"""Merge the adapter into the base model's 16-bit weights, as a folder that any program loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.errors import DiskFull, OutOfMemory, RecipeError
+from finetune.plan.plan import read_plan
+from finetune.recipe import resolved
+from finetune.run.directory import RunDirectory
+from finetune.units import format_bytes
+
+_MARGIN_BYTES = 2**30  # for python, torch and the shard being written
+
+
+def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[str], None] = lambda _: None) -> Path:
+    """Write base + adapter to `target` (RUN/merged), whole or not at all. Returns the folder.
+
+    The base is read unquantised: merging into 4-bit weights would round the adapter away. Raises RecipeError without a finished
+    adapter, OutOfMemory and DiskFull when there is no room, before anything is loaded.
+    """
+    target = target or run.path / "merged"
+    if not run.adapter.is_dir():
+        raise RecipeError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
+    if target.exists():
+        raise RecipeError(f"{target} exists already", "Move it away, or give another --output.")
+    settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
+    _check_room(settings, target)
+    building = target.with_name(f".{target.name}")
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        _write(settings, run, building, progress)
+        building.rename(target)
+    except OSError as error:
+        raise DiskFull(f"{target} could not be written: {error}", "Free some space and try again; nothing was kept.") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target
+
+
+def _write(settings: Any, run: RunDirectory, folder: Path, progress: Callable[[str], None]) -> None:
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    from finetune.model.build import build_base, load_config
+    from finetune.model.quiet import quiet_libraries
+
+    quiet_libraries()
+    progress("loading the base model in 16 bit")
+    base = build_base(settings, load_config(settings), device="cpu", weights=True)
+    progress("merging")
+    merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
+    progress("writing")
+    merged.save_pretrained(str(folder), safe_serialization=True)
+    AutoTokenizer.from_pretrained(str(run.adapter)).save_pretrained(str(folder))
+
+
+def _check_room(settings: Any, target: Path) -> None:
+    from finetune.model.build import load_config, model_dtype
+
+    needed = _weight_bytes(load_config(settings), model_dtype(settings))
+    free_ram = psutil.virtual_memory().available
+    if needed + _MARGIN_BYTES > free_ram:
+        raise OutOfMemory(
+            f"merging holds the whole model in host memory: {format_bytes(needed)}, {format_bytes(free_ram)} are free",
+            "Close other programs, or use the adapter without merging: every server loads base + adapter.",
+        )
+    place = next(parent for parent in target.absolute().parents if parent.exists())
+    free_disk = shutil.disk_usage(place).free
+    if needed > free_disk:
+        raise DiskFull(
+            f"the merged model needs {format_bytes(needed)}, {place} has {format_bytes(free_disk)} free",
+            "Give another --output.",
+        )
+
+
+def _weight_bytes(config: Any, dtype: Any) -> int:
+    """Bytes of the model's weights, counted on modules without data."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

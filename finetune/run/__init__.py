@@ -1,0 +1,1 @@
+"""Run: a directory, one training process, and the events it writes."""

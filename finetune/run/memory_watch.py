@@ -1,0 +1,90 @@
+"""Watches memory from step to step and says in words what a curve doesn't: leaks, spills, fragmentation, other programs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from finetune.units import GIB, MIB, format_bytes
+
+Sample = dict[str, int | None]
+_SLOW_FACTOR = 5.0  # Windows and WSL spill to system memory silently; reports speak of 10 to 1000 times
+_OTHERS_GREW_BYTES = 512 * MIB
+_LEAK_EPOCHS, _LEAK_BYTES = 3, 32 * MIB
+_FRAGMENTED_SHARE, _FRAGMENTED_BYTES = 0.25, GIB
+
+
+class MemoryWatch:
+    """Feed it each step's memory sample; it returns warnings, each said once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._step_s: deque[float] = deque(maxlen=50)
+        self._others_bytes: int | None = None
+        self._epoch_levels: list[int] = []
+
+    def step(self, memory: Sample, step_s: float) -> list[str]:
+        """Warnings after an optimizer step that took `step_s` seconds."""
+        found = [self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)]
+        self._step_s.append(step_s)
+        return [text for kind, text in found if text and self._first(kind)]
+
+    def epoch(self, memory: Sample) -> list[str]:
+        """Warnings at an epoch's end: live bytes that grow from epoch to epoch are a leak, peaks are not."""
+        if memory["allocated_bytes"] is not None:
+            self._epoch_levels.append(memory["allocated_bytes"])
+        if not leaks(self._epoch_levels) or not self._first("leak"):
+            return []
+        grown = self._epoch_levels[-1] - self._epoch_levels[-_LEAK_EPOCHS]
+        return [f"live memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: something keeps tensors"]
+
+    def _first(self, kind: str) -> bool:
+        new = kind not in self._said
+        self._said.add(kind)
+        return new
+
+    def _spill(self, memory: Sample, step_s: float) -> tuple[str, str]:
+        reserved, total, others = memory["reserved_bytes"], memory["card_total_bytes"], memory["other_processes_bytes"] or 0
+        if reserved is None or total is None or reserved + others <= total:
+            return "spill", ""
+        slow = len(self._step_s) >= 5 and step_s > _SLOW_FACTOR * statistics.median(self._step_s)
+        speed = f"; this step took {step_s:.1f} s, {statistics.median(self._step_s):.1f} s is usual" if slow else ""
+        used = f"{format_bytes(reserved + others)} are in use on a card of {format_bytes(total)}"
+        fix = "Set 'Prefer No Sysmem Fallback' in the NVIDIA control panel, or plan with a smaller memory_budget"
+        return "spill", f"{used}: the driver spills to system memory{speed}. {fix}"
+
+    def _others(self, memory: Sample) -> tuple[str, str]:
+        others = memory["other_processes_bytes"]
+        if others is None:
+            return "others", ""
+        if self._others_bytes is None:
+            self._others_bytes = others
+        grown = others - self._others_bytes
+        if grown < _OTHERS_GREW_BYTES:
+            return "others", ""
+        return (
+            "others",
+            f"other programs have taken {format_bytes(grown)} more of the card since the start; this run has not grown",
+        )
+
+    def _fragmentation(self, memory: Sample) -> tuple[str, str]:
+        reserved, peak = memory["peak_reserved_bytes"], memory["peak_allocated_bytes"]
+        if reserved is None or peak is None:
+            return "fragments", ""
+        lost = reserved - peak
+        if lost < _FRAGMENTED_BYTES or lost < _FRAGMENTED_SHARE * reserved:
+            return "fragments", ""
+        return "fragments", (
+            f"{format_bytes(lost)} of the allocator's {format_bytes(reserved)} are in pieces too small to use; "
+            "packing=true or rows of like length keep them whole"
+        )
+
+
+def leaks(levels: list[int]) -> bool:
+    """True when live bytes at the ends of the last epochs grew each time, and by more than noise."""
+    last = levels[-_LEAK_EPOCHS:]
+    return (
+        len(last) == _LEAK_EPOCHS
+        and all(b > a for a, b in zip(last, last[1:], strict=False))
+        and last[-1] - last[0] > _LEAK_BYTES
+    )

@@ -1,0 +1,169 @@
+"""From a recipe to a run directory: card, data, plan, place. Nothing is written before all of them agree."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.card import Card, find_card
+from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
+from finetune.plan import make_plan
+from finetune.plan.plan import DataStatistics, Plan
+from finetune.recipe import AUTO, Recipe, write_recipe
+from finetune.run.directory import RunDirectory, create, write_json
+from finetune.run.launch_config import launch_problems, machine_problems
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.data import PreparedData
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe ready to run: its data as tokens, its tokenizer, its plan."""
+
+    recipe: Recipe
+    plan: Plan
+    data: PreparedData
+    tokenizer: Any
+
+
+def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
+    """Read, tokenise and plan. Raises a FinetuneError of the matching kind; `force` lets a plan pass that doesn't fit."""
+    card = find_card(recipe.gpu, here=True)  # first: a missing card is said before anything is loaded
+    _check_launch(recipe, card, here=True)
+    from finetune import data
+
+    progress("reading the data")
+    tokenizer = data.load_tokenizer(recipe)
+    prepared = data.prepare(recipe, tokenizer, max_length=None if recipe.max_length == AUTO else recipe.max_length)
+    progress("planning")
+    plan = make_plan(recipe, card, statistics_of(prepared))
+    settings = plan.settings
+    if recipe.max_length == AUTO and prepared.lengths and max(prepared.lengths) > settings.max_length:
+        prepared = data.prepare(recipe, tokenizer, max_length=settings.max_length)
+    if len(prepared.train) < settings.effective_batch_size and settings.max_steps is None:
+        raise DataError(
+            f"{len(prepared.train)} rows are fewer than one batch of {settings.effective_batch_size}",
+            f"Add rows, or set effective_batch_size={max(1, len(prepared.train))}.",
+        )
+    if plan.verdict == "does not fit" and not force:
+        raise DoesNotFit(*_shortfall(plan))
+    return Prepared(recipe, plan, prepared, tokenizer)
+
+
+def plan_only(recipe: Recipe, *, free_bytes: int | None = None, progress: Progress = lambda _: None) -> Plan:
+    """The plan for a card that need not be here. Rows are read when they can be; else full rows of max_length are assumed."""
+    card = find_card(recipe.gpu, free_bytes=free_bytes)
+    _check_launch(recipe, card, here=False)
+    statistics = None
+    if _data_is_here(recipe):
+        from finetune import data
+
+        progress("reading the data")
+        limit = None if recipe.max_length == AUTO else recipe.max_length
+        try:
+            statistics = statistics_of(data.prepare(recipe, data.load_tokenizer(recipe), max_length=limit))
+        except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
+            progress(f"planning for full rows, {error.problems[0]}")
+    progress("planning")
+    return make_plan(recipe, card, statistics)
+
+
+def _check_launch(recipe: Recipe, card: Card, *, here: bool) -> None:
+    problems = launch_problems(recipe, on_cpu=card.is_cpu)
+    if here and not problems:
+        problems = machine_problems(recipe, on_cpu=card.is_cpu)
+    if problems:
+        raise RecipeError(problems)
+
+
+def create_run(prepared: Prepared) -> RunDirectory:
+    """Make the run directory, whole or not at all. Raises DiskFull when there is no room or no permission."""
+    settings = prepared.plan.settings
+    path = Path(settings.output_dir)
+    _check_disk(path, prepared.plan)
+    return create(path, lambda run: _fill(run, prepared))
+
+
+def statistics_of(data: PreparedData) -> DataStatistics:
+    """What the planner needs to know of the rows."""
+    return DataStatistics(
+        rows=len(data.train), eval_rows=len(data.eval) if data.eval is not None else 0, total_tokens=sum(data.lengths),
+        trained_tokens=data.report.trained_tokens, lengths=tuple(sorted(data.lengths)),
+    )  # fmt: skip
+
+
+def _fill(run: RunDirectory, prepared: Prepared) -> None:
+    from finetune.data import pack
+    from finetune.model.quiet import quiet_libraries
+
+    quiet_libraries()
+
+    settings = prepared.plan.settings
+    run.recipe.write_text(write_recipe(prepared.recipe), encoding="utf-8")
+    run.data.mkdir()
+    train = pack(prepared.data.train, settings.max_length, settings.seed) if settings.packing else prepared.data.train
+    train.save_to_disk(str(run.data / "train"))
+    if prepared.data.eval is not None and len(prepared.data.eval):
+        prepared.data.eval.save_to_disk(str(run.data / "eval"))
+    write_json(run.data / "report.json", prepared.data.report.as_json())
+    write_json(run.data / "eval_examples.json", _questions(prepared))
+    (run.data / "fingerprint").write_text(prepared.data.fingerprint)
+    prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
+    run.checkpoints.mkdir()
+    write_json(run.plan, prepared.plan.as_json())
+
+
+def _questions(prepared: Prepared) -> list[dict[str, Any]]:
+    """Held-out rows as prompt (tokens and text) and expected answer; rows of plain text ask nothing and are left out."""
+    from finetune.data import Encoder
+
+    encoder, rows = Encoder(prepared.tokenizer, conversations=False), []
+    for example in prepared.data.eval_examples:
+        question, answer = example.question(), example.reference()
+        if question and answer is not None:
+            text = question if isinstance(question, str) else question[-1]["content"]
+            rows.append({"prompt": text, "prompt_ids": encoder.prompt_ids(question, example.tools), "answer": answer})
+    return rows
+
+
+def _data_is_here(recipe: Recipe) -> bool:
+    from finetune.bundled import dataset_paths
+
+    paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
+    return all(Path(path).exists() or dataset_paths(path) for path in paths)
+
+
+def _check_disk(path: Path, plan: Plan) -> None:
+    needed = plan.forecast.disk_bytes if plan.forecast else 0
+    place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise DiskFull(
+            f"{place} has {format_bytes(free)} free, the run needs {format_bytes(needed)} for checkpoints and the adapter",
+            "Free some space, set output_dir to another disk, or lower save_total_limit.",
+        )
+
+
+def _shortfall(plan: Plan) -> tuple[list[str], str]:
+    forecast, card = plan.forecast, plan.card
+    if forecast is None:
+        return ["the plan does not fit"], ""
+    short = forecast.peak_high_bytes - card.free_bytes
+    largest = max(forecast.parts, key=lambda part: forecast.parts[part])
+    problems = [
+        f"{format_bytes(forecast.peak_bytes)} are needed at the peak, {card.name} has {format_bytes(card.free_bytes)} free: "
+        f"{format_bytes(short)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
+    ]
+    fixes = [
+        f"{item['override']}  (saves {format_bytes(item['saves_bytes'])}; {item['cost']})" for item in plan.suggestions[:5]
+    ]
+    return problems, "What would make it fit:\n  " + "\n  ".join(
+        fixes
+    ) + "\nOr insist with --force." if fixes else "Insist with --force."

@@ -1,0 +1,48 @@
+"""After an out-of-memory: which smaller plan comes next, at the same effective batch, and what earlier retries changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from finetune.plan.plan import Plan, read_plan
+from finetune.recipe import resolved
+from finetune.run.directory import RunDirectory, write_json
+
+MOST_RETRIES = 4
+
+
+def adjusted_plan(run: RunDirectory) -> Plan:
+    """The plan, with what out-of-memory retries have changed since."""
+    plan = read_plan(run.plan)
+    changes = _adjustments(run)
+    return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
+
+
+def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
+    """Remember `changes` for the next attempts."""
+    write_json(run.adjustments, {**_adjustments(run), **changes})
+
+
+def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
+    """Changes for the next attempt, needing less at the same effective batch; None when nothing is left to try.
+
+    In the field's healthy order: half the micro-batch with twice the accumulation, then recomputation, then offload.
+    """
+    settings = plan.settings
+    if phase == "evaluate" and settings.per_device_eval_batch_size > 1:
+        return {"per_device_eval_batch_size": max(1, settings.per_device_eval_batch_size // 2)}
+    micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    divisor = next((part for part in range(2, micro + 1) if micro % part == 0), None)
+    if divisor and not settings.packing:
+        return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
+    if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
+        return {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+    if settings.activation_checkpointing in (True, "selective"):
+        return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
+    return None
+
+
+def _adjustments(run: RunDirectory) -> dict[str, Any]:
+    return json.loads(run.adjustments.read_text()) if run.adjustments.exists() else {}

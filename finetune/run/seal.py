@@ -1,0 +1,131 @@
+"""Sealed checkpoints: a checkpoint counts only when every file of it is hashed in its manifest and on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "MANIFEST.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A sealed checkpoint that verified, with the facts it was sealed with."""
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+
+
+def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
+    """Hash and sync every file of `folder`, write the manifest last, and rename it to `target`, which then counts.
+
+    `facts` are what a resumed run must agree with. Raises OSError when the disk is full; then `target` does not exist.
+    """
+    files = {str(path.relative_to(folder)): _hash_and_sync(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    manifest = {"step": step, "files": files, "facts": facts}
+    manifest["seal"] = _seal_of(manifest)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+    if target.exists():  # written by an attempt that died between sealing and its next step
+        shutil.rmtree(target)
+    folder.rename(target)
+    _sync_folder(target.parent)
+    return target
+
+
+def verify(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line each; empty when every byte is as it was sealed."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files, step = dict(manifest["files"]), int(manifest["step"])
+        if manifest.pop("seal") != _seal_of(manifest):
+            return ["its manifest has changed since it was sealed"]
+    except FileNotFoundError:
+        return ["it was never sealed (no manifest): the run died while writing it"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return ["its manifest can't be read"]
+    problems = []
+    if folder.name != f"checkpoint-{step}":
+        problems.append(f"its manifest is that of step {step}")
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size:,} bytes, sealed were {expected['bytes']:,}")
+        elif _sha256(path) != expected["sha256"]:
+            problems.append(f"{name} has changed since it was sealed")
+    return problems
+
+
+def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies (below step `before`, if given), and a line for each newer one that was skipped."""
+    skipped: list[str] = []
+    for step, path in _by_step(checkpoints):
+        if before is not None and step >= before:
+            continue
+        problems = verify(path)
+        if not problems:
+            facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["facts"]
+            return Checkpoint(path, step, facts), skipped
+        skipped.append(f"{path.name} skipped: {'; '.join(problems[:3])}")
+    return None, skipped
+
+
+def rotate(checkpoints: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` sealed checkpoints; never the only one that verifies. Returns what was removed."""
+    sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
+    if len(sealed) <= keep or verify(sealed[0]):
+        return []
+    for path in sealed[keep:]:
+        shutil.rmtree(path)
+    return sealed[keep:]
+
+
+def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Why a checkpoint can't be continued by a run with the facts `now`, one line each."""
+    return [f"{name} was {sealed.get(name)} and is now {now[name]}" for name in now if sealed.get(name) != now[name]]
+
+
+def _seal_of(manifest: dict[str, Any]) -> str:
+    """The manifest's own checksum, over everything in it but itself."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _by_step(checkpoints: Path) -> list[tuple[int, Path]]:
+    found = [(int(match[1]), path) for path in checkpoints.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(found, reverse=True)
+
+
+def _hash_and_sync(path: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+        os.fsync(file.fileno())
+    return {"sha256": digest.hexdigest(), "bytes": size}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

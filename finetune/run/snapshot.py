@@ -1,0 +1,38 @@
+"""The CUDA allocator's history as a file for PyTorch's viewer (pytorch.org/memory_viz), and what a look at it tells at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_MOST_ENTRIES = 100_000
+
+
+def start_recording(on_cuda: bool) -> None:
+    """Keep every allocation with its stack from now on; costs some host memory and a few per cent of time."""
+    if on_cuda:
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)
+
+
+def write_snapshot(path: Path, on_cuda: bool) -> Path | None:
+    """Write the history; None without a card, whose allocator has none."""
+    if not on_cuda:
+        return None
+    import torch
+
+    torch.cuda.memory._dump_snapshot(str(path))
+    return path
+
+
+def free_blocks(on_cuda: bool) -> dict[str, Any]:
+    """Largest free block and their number in what the allocator holds; null without a card. Too slow for each step."""
+    if not on_cuda:
+        return {"largest_free_block_bytes": None, "free_blocks": None}
+    import torch
+
+    sizes = [
+        block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"] if block["state"] == "inactive"
+    ]
+    return {"largest_free_block_bytes": max(sizes, default=0), "free_blocks": len(sizes)}

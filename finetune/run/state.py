@@ -1,0 +1,130 @@
+"""One truth about a run's state: derived from its files, its lock and its processes, never remembered elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.events import EventReader
+from finetune.run.directory import RunDirectory
+
+#: queued starting running stopping paused finished stopped diverged failed lost
+ENDED = ("paused", "finished", "stopped", "diverged", "failed", "lost")
+_TAIL_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands. `message` says why and what to type next; `exit_code` is None while it lives."""
+
+    state: str
+    message: str = ""
+    exit_code: int | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True when no process of the run is at work."""
+        return self.state in ENDED
+
+
+def read_state(run: RunDirectory, events: list[dict[str, Any]] | None = None) -> RunState:
+    """Derive the state from the last events and from whether anything of the run still holds its lock.
+
+    Whoever follows the events already hands the newest of each kind in as `events`.
+    """
+    events = _last_events(run.events) if events is None else events
+    last = next((event for event in reversed(events) if event["kind"] == "state"), None)
+    step: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "step"), {})
+    start: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "start"), {})
+    state = last["state"] if last else "starting"
+    values: dict[str, Any] = {"step": step.get("step"), "loss": _number(step.get("loss"))}
+    values["total_steps"] = step.get("total_steps", start.get("total_steps"))
+    alive = is_alive(run)
+    if last and state in ENDED and not (alive and _started_since(run, last["time_s"])):
+        return RunState(state, last.get("message", ""), last.get("exit_code"), **values)
+    if alive:
+        state = "starting" if state in ENDED else state
+        return RunState(state, last.get("message", "") if last else "", None, **values)
+    if last is None and not run.process.exists():
+        return RunState("queued", "not started yet", None, **values)
+    return RunState("lost", f"its process is gone; go on with: finetune resume {run.path}", 1, **values)
+
+
+def is_alive(run: RunDirectory) -> bool:
+    """True while a process of the run holds its lock, or one of its recorded processes lives."""
+    return _is_locked(run.lock) or any(process_is(record) for record in read_processes(run).values())
+
+
+def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
+    """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`; empty when there are none."""
+    try:
+        values = json.loads(run.process.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {role: record for role, record in values.items() if isinstance(record, dict) and "pid" in record}
+
+
+def process_record(pid: int) -> dict[str, float]:
+    """Id and start time of a process: ids are reused, the pair is not."""
+    return {"pid": pid, "started_s": psutil.Process(pid).create_time()}
+
+
+def process_is(record: dict[str, float]) -> bool:
+    """True when the recorded process still lives (and is no zombie)."""
+    try:
+        process = psutil.Process(int(record["pid"]))
+        return abs(process.create_time() - record["started_s"]) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def take_lock(run: RunDirectory) -> int | None:
+    """Lock the run; returns the open file descriptor to keep (and to hand to children), or None when it is taken."""
+    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _started_since(run: RunDirectory, time_s: float) -> bool:
+    """True when a living process of the run began after `time_s`: it was resumed and has not said anything yet."""
+    return any(process_is(record) and record["started_s"] > time_s for record in read_processes(run).values())
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:  # no lock file, or not ours to open: nothing that we could see holds it
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _last_events(path: Path) -> list[dict[str, Any]]:
+    """Events at the end of the file; a run of a million steps costs no more than a short one."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return []
+    return EventReader(path, max(0, size - _TAIL_BYTES)).new()
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,229 @@
+"""Keeps one run alive: `python -m finetune.run.supervise RUN`, in its own session. Imports nothing heavy and no GPU library.
+
+Starts the worker, passes stop signals on, ends it when it hangs, starts it again with a smaller plan when memory ran out, and
+writes the last word when the worker could not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.events import EventReader, EventWriter
+from finetune.plan.plan import read_plan
+from finetune.run.directory import RunDirectory, write_json
+from finetune.run.distributed import many_processes
+from finetune.run.queue import Queue, card_queue
+from finetune.run.retry import adjusted_plan
+from finetune.run.state import ENDED, process_record, take_lock
+
+_POLL_S = 0.1
+
+
+def main() -> int:
+    """Entry point of the process; returns the run's exit status."""
+    run = RunDirectory(Path(sys.argv[1]))
+    lock = take_lock(run)
+    if lock is None:
+        print(f"{run.path} is being run already", file=sys.stderr)  # noqa: T201
+        return 2
+    return Supervisor(run, lock).main()
+
+
+class Supervisor:
+    """One run from its start to its end, over as many attempts as it takes."""
+
+    def __init__(self, run: RunDirectory, lock: int) -> None:
+        self.run, self.lock = run, lock
+        self.signals: list[int] = []
+        self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
+        self.seen: list[dict[str, Any]] = []
+        self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
+        self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
+
+    def main(self) -> int:
+        """Run attempts until one ends for good."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self.signals.append(number))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        card = read_plan(self.run.plan).card
+        if card.is_cpu:
+            return self._attempts()
+        queue = card_queue(card.name)
+        queue.join(self.run.path)
+        try:
+            return self._attempts() if self._wait_for_turn(queue) else self._last_word(128 + self.signals[0])
+        finally:
+            queue.leave()
+
+    def _wait_for_turn(self, queue: Queue) -> bool:
+        """One job at a time on a card; False when a signal came first."""
+        told: list[str] | None = None
+        while ahead := queue.ahead():
+            if self.signals:
+                return False
+            if ahead != told:
+                self._emit("state", state="queued", message=f"waits for {ahead[-1]}; {len(ahead)} ahead")
+                told = ahead
+            time.sleep(_POLL_S)
+        return True
+
+    def _attempts(self) -> int:
+        attempt = 1
+        while True:
+            self._emit("state", state="starting", attempt=attempt)
+            code = self._attempt()
+            self.seen += self.reader.new()
+            again = {5: self._smaller_plan, 6: self._lower_rate}.get(code)
+            if again and not self.signals and again(attempt):
+                attempt += 1
+                continue
+            return self._last_word(code)
+
+    def _attempt(self) -> int:
+        many = many_processes(self.run, adjusted_plan(self.run))
+        if many is not None:
+            many.prepare()
+        with self.run.log.open("ab") as log:
+            worker = subprocess.Popen(
+                many.command() if many is not None else worker_command(self.run),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**worker_environment(), **(many.environment() if many is not None else {})},
+                pass_fds=[self.lock],
+            )
+        write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
+        began_s, told, asked_s, ended = time.time(), 0, 0.0, False
+        while worker.poll() is None:
+            if len(self.signals) > told:
+                if told or not self._has_started():  # the second signal, or nothing to save yet
+                    _kill_tree(worker)
+                    ended = True
+                else:
+                    self._emit("state", state="stopping")
+                    many.send(worker, self.signals[0]) if many is not None else worker.send_signal(self.signals[0])
+                    asked_s = time.monotonic()
+                told = len(self.signals)
+            if asked_s and time.monotonic() - asked_s > self.stop_deadline_s:
+                _kill_tree(worker)
+                ended = True
+            if self._hangs(began_s):
+                self._emit("warning", message=f"no sign of life for {self.hang_deadline_s:.0f} s; the process was ended")
+                _kill_tree(worker)
+                ended = True
+            time.sleep(_POLL_S)
+        return many.settle(worker.returncode, self._emit) if many is not None and not ended else worker.returncode
+
+    def _has_started(self) -> bool:
+        self.seen += self.reader.new()
+        return any(event["kind"] == "start" for event in self.seen)
+
+    def _hangs(self, began_s: float) -> bool:
+        """True when a run that trains has shown no step, and no micro-batch, for longer than the deadline."""
+        with contextlib.suppress(FileNotFoundError):
+            quiet_s = time.time() - max(began_s, self.run.events.stat().st_mtime)
+            return quiet_s > self.hang_deadline_s and self._has_started()
+        return False
+
+    def _smaller_plan(self, attempt: int) -> bool:
+        """Prepare the next attempt after an out-of-memory; False when there is nothing left to try."""
+        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller
+
+        event: dict[str, Any] = next((event for event in reversed(self.seen) if event["kind"] == "out_of_memory"), {})
+        phase = event.get("phase", "train")
+        plan = adjusted_plan(self.run)
+        changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
+        if changes is None:
+            self._emit(
+                "state", state="failed", exit_code=5,
+                message=f"out of memory in phase {phase} with the smallest plan there is; a shorter max_length or a smaller "
+                f"model needs less: finetune plan {self.run.recipe}",
+            )  # fmt: skip
+            return False
+        adjust(self.run, changes)
+        self._emit("retry", attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes)
+        return True
+
+    def _lower_rate(self, attempt: int) -> bool:
+        """After a loss spike: half the learning rate from the last checkpoint; False when it was no spike, or one too many."""
+        from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan
+
+        spike = self.seen[-1] if self.seen and self.seen[-1]["kind"] == "loss_spike" else None
+        if spike is None:
+            return False
+        if attempt > MOST_RETRIES:
+            self._emit("state", state="diverged", exit_code=6, message=f"{spike['message']}, after {attempt} attempts")
+            return False
+        changes = {"learning_rate": adjusted_plan(self.run).settings.learning_rate / 2}
+        adjust(self.run, changes)
+        self._emit("retry", attempt=attempt + 1, reason=spike["message"], changes=changes)
+        return True
+
+    def _last_word(self, code: int) -> int:
+        """The worker says how it ended; when it was killed it could not, and this does."""
+        last: dict[str, Any] = next((event for event in reversed(self.seen) if event["kind"] == "state"), {})
+        if last.get("state") in ENDED:
+            return int(last.get("exit_code", code))
+        resume = f"go on from the last checkpoint with: finetune resume {self.run.path}"
+        if self.signals:
+            code = 128 + self.signals[0]
+            self._emit("state", state="stopped", exit_code=code, message=f"ended at once; {resume}")
+        elif code == 7:
+            self._emit("state", state="paused", exit_code=7, message=f"the disk is full; free some space, then {resume}")
+        elif code == -signal.SIGKILL:
+            self._emit(
+                "state", state="failed", exit_code=1, message=f"the process was killed (often: host memory ran out); {resume}"
+            )
+        else:
+            self._emit(
+                "state",
+                state="failed",
+                exit_code=1,
+                message=f"the process ended with status {code}, see {self.run.log}; {resume}",
+            )
+        return code if code > 0 else 1
+
+    def _emit(self, kind: str, **values: Any) -> None:
+        """The worker is the writer while it lives; between attempts and for the stop's beginning it is this process."""
+        with contextlib.suppress(OSError):  # a full disk must not take the supervisor down; the state is then `lost`
+            writer = EventWriter(self.run.events)
+            try:
+                writer.emit(kind, **values)
+            finally:
+                writer.close()
+        self.seen += self.reader.new()
+
+
+def worker_command(run: RunDirectory) -> list[str]:
+    """The command line of the training process."""
+    return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
+
+
+def worker_environment() -> dict[str, str]:
+    """The launch policy's part that must stand before torch is imported."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    if sys.platform == "linux" and "microsoft" not in os.uname().release.lower():  # not on Windows or WSL
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return environment
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

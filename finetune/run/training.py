@@ -1,0 +1,203 @@
+"""TRL's SFTTrainer, set up from a plan: arguments, data order, token counts, sealed checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from trl import SFTConfig, SFTTrainer
+
+from finetune.errors import DiskFull
+from finetune.events import EventWriter
+from finetune.model.techniques import step_context, training_arguments
+from finetune.plan.plan import Plan
+from finetune.run import ranks
+from finetune.run.directory import RunDirectory
+from finetune.run.disk import is_disk_full
+from finetune.run.memory import MemorySampler
+from finetune.run.seal import rotate, seal
+
+_PARTIAL = ".partial"
+
+
+def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
+    """Everything TRL needs, with each of its silent habits switched off (truncation, dropping, NaN filter, fp32 by default)."""
+    settings = plan.settings
+    on_cpu = plan.card.is_cpu
+    return SFTConfig(
+        output_dir=str(run.checkpoints),
+        dataset_kwargs={"skip_prepare_dataset": True},  # rows come tokenised, with labels, none over max_length
+        max_length=None,
+        packing=False,  # packed by finetune.data.pack already, which checks that nothing is lost
+        padding_free=settings.packing,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        per_device_eval_batch_size=settings.per_device_eval_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        num_train_epochs=settings.num_train_epochs,
+        max_steps=settings.max_steps or -1,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        warmup_steps=round(settings.warmup_ratio * (plan.total_steps or 0)),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        bf16=settings.dtype == "bfloat16",
+        fp16=settings.dtype == "float16",
+        use_cpu=on_cpu,
+        ddp_find_unused_parameters=False,
+        save_on_each_node=settings.launch.num_machines > 1,  # each machine has a run directory of its own
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # it would hide a NaN behind the last good loss
+        eval_strategy="steps" if settings.eval_steps and plan.data and plan.data.eval_rows else "no",
+        eval_steps=settings.eval_steps or None,
+        prediction_loss_only=True,
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=None,  # rotation knows the seals, see finetune.run.seal
+        report_to=list(settings.report_to),
+        disable_tqdm=True,
+        dataloader_num_workers=settings.dataloader_num_workers,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=True,
+        **training_arguments(settings),
+    )
+
+
+class LongestFirst(Sampler[int]):
+    """Random order, the same for a seed and epoch; in the first epoch the longest row comes first, so that what doesn't fit
+    fails at step 1 and not at step 2,321. Depends on nothing that an out-of-memory retry changes."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        self._lengths, self._seed, self._epoch = lengths, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's order."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = torch.randperm(len(self._lengths), generator=generator).tolist()
+        if self._epoch == 0 and order:
+            longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
+            place = order.index(longest)
+            order[0], order[place] = order[place], order[0]
+        return iter(order)
+
+
+class RunTrainer(SFTTrainer):
+    """SFTTrainer that counts tokens, runs the longest row first and seals its checkpoints."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        run: RunDirectory,
+        events: EventWriter,
+        memory: MemorySampler,
+        seal_facts: dict[str, Any],
+        **arguments: Any,
+    ) -> None:
+        self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
+        self.phase = "train"
+        self._counted: dict[str, Any] = {}
+        super().__init__(**arguments)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """One micro-batch, counted, with the plan's saved-tensor technique around it."""
+        self._count(inputs)
+        with step_context(self.plan.settings, inputs["input_ids"].device):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def take_token_counts(self) -> dict[str, int | None]:
+        """Tokens since the last call: trained on, real, and with padding. Reads the device once."""
+        counted, self._counted = self._counted, {}
+        if not counted:
+            return dict.fromkeys(("supervised", "real", "padded"))
+        return dict(zip(counted, ranks.totals([int(count) for count in counted.values()]), strict=True))
+
+    def _count(self, inputs: dict[str, Any]) -> None:
+        ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
+        new = {
+            "supervised": (labels[..., 1:] != -100).sum(),
+            "real": ids.numel() if mask is None else mask.sum(),
+            "padded": ids.numel(),
+        }
+        for name, count in new.items():
+            self._counted[name] = self._counted.get(name, 0) + count
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        rows: Any = train_dataset if train_dataset is not None else self.train_dataset
+        return LongestFirst([len(ids) for ids in rows["input_ids"]], self.args.seed)
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        """Loss-only evaluation, as a phase of its own with its own memory peak."""
+        with self._phase("evaluate") as took:
+            metrics = super().evaluate(*arguments, **named)
+        took_s = took()
+        self.events.emit(
+            "eval", step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,
+            eval_token_accuracy=metrics.get("eval_mean_token_accuracy"),
+        )  # fmt: skip
+        return metrics
+
+    def create_model_card(self, *arguments: Any, **named: Any) -> None:
+        """TRL writes a model card into each checkpoint's parent; a run has its plan for that."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.run.checkpoints / _PARTIAL)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write beside, hash, sync, rename: what is called checkpoint-N is whole. Raises DiskFull and leaves no partial one."""
+        step = self.state.global_step
+        partial = self.run.checkpoints / _PARTIAL
+        try:
+            with self._phase("save") as took:
+                if self.is_local_process_zero():
+                    shutil.rmtree(partial, ignore_errors=True)
+                ranks.wait_for_all()
+                super()._save_checkpoint(model, trial)
+                ranks.wait_for_all()
+            if self.is_local_process_zero():
+                self._seal(partial / f"checkpoint-{step}", step, took())
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not is_disk_full(error):
+                raise
+            raise DiskFull(
+                f"checkpoint of step {step} could not be written: {error}",
+                f"Free some space, then: finetune resume {self.run.path}",
+            ) from error
+
+    def _seal(self, folder: Path, step: int, save_s: float) -> None:
+        began = time.perf_counter()
+        target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
+        seal_s = time.perf_counter() - began
+        size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        self.events.emit(
+            "checkpoint", step=step, path=str(target.relative_to(self.run.path)), bytes=size, save_s=save_s, seal_s=seal_s
+        )
+        rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[Any]:
+        """Emit a phase's beginning, and its end with the memory peak it reached; yields a function that gives its seconds."""
+        ended: list[float] = []
+        began = time.perf_counter()
+        self.memory.reset_peak()
+        self.phase = name  # an error leaves it, so that what failed can be named
+        yield lambda: (ended or [time.perf_counter()])[0] - began
+        ended.append(time.perf_counter())
+        self.phase = "train"
+        self.events.emit("phase", phase=name, step=self.state.global_step, phase_s=ended[0] - began, **self.memory.sample())
+        self.memory.reset_peak()

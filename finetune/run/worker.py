@@ -1,0 +1,263 @@
+"""The training process, the only one that opens the GPU: `python -m finetune.run.worker RUN`, started by the supervisor.
+
+Exit status: 0 finished, 5 out of memory, 6 diverged, 7 disk, 130/143 stopped with a checkpoint, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
+from finetune.plan.plan import Plan
+from finetune.run import ranks
+from finetune.run.directory import RunDirectory
+from finetune.run.disk import is_disk_full
+from finetune.run.measured import remember
+from finetune.run.memory import MemorySampler
+from finetune.run.out_of_memory import describe, is_out_of_memory
+from finetune.run.retry import adjusted_plan
+from finetune.run.seal import Checkpoint, facts_differ, newest_verified
+from finetune.run.snapshot import free_blocks, start_recording, write_snapshot
+
+if TYPE_CHECKING:
+    from finetune.run.training import RunTrainer
+
+
+class Worker:
+    """One attempt at a run: load, train from the newest seal, save the adapter."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        from finetune.run.callbacks import StopRequest
+
+        self.run, self.plan = run, adjusted_plan(run)
+        self.rank = ranks.this_rank()
+        self.device: str | int = "cpu" if self.plan.card.is_cpu else self.rank.local
+        ranks.join(self.rank, self.plan.card.is_cpu)
+        self.stop = StopRequest()
+        self.events = ranks.event_writer(run, self.rank)
+        self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
+        self.phase = "load"
+        self.trainer: RunTrainer | None = None
+
+    def main(self) -> int:
+        """Do it; returns the exit status. Ends that the user should read about are in the events."""
+        try:
+            return self._train()
+        except LossSpike as error:
+            self.events.emit("loss_spike", message=error.problems[0], learning_rate=self.plan.settings.learning_rate)
+            return error.exit_code
+        except FinetuneError as error:
+            return self._failed(error.exit_code, _STATE_OF.get(error.exit_code, "failed"), error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run's events say so
+            traceback.print_exc()
+            if is_out_of_memory(error):
+                phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
+                on_cuda = not self.plan.card.is_cpu
+                facts = {**describe(error, phase, self.plan, self.memory), **free_blocks(on_cuda)}
+                if self.plan.settings.record_memory_history:
+                    write_snapshot(self.run.snapshot, on_cuda)
+                self.events.emit("out_of_memory", phase=phase, **facts)
+                return 5
+            if is_disk_full(error):
+                full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
+                return self._failed(7, "paused", full)
+            return self._failed(1, "failed", FinetuneError(f"{type(error).__name__}: {error}"))
+
+    def _failed(self, code: int, state: str, error: FinetuneError) -> int:
+        message = " ".join([*error.problems, error.fix]).strip()
+        print(f"{error.title}: {message}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
+        with contextlib.suppress(OSError):  # a full disk: the supervisor says it when there is room again
+            self.events.emit("state", state=state, message=message, exit_code=code)
+        return code
+
+    def _train(self) -> int:
+        trainer, callback = self._build()
+        self.trainer = trainer
+        checkpoint, skipped = self._checkpoint()
+        self._announce(trainer, checkpoint, skipped)
+        self.phase = "train"
+        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        if callback.spike:
+            raise LossSpike(callback.spike, "")
+        if callback.diverged:
+            raise Diverged(callback.diverged, self._after_divergence())
+        step = trainer.state.global_step
+        if self.stop.signal is not None and step < trainer.state.max_steps:
+            message = f"stopped at step {step} with a checkpoint; go on with: finetune resume {self.run.path}"
+            code = 128 + self.stop.signal
+            self.events.emit("state", state="stopped", message=message, exit_code=code)
+            return code
+        self.phase = "save"
+        self._save_adapter(trainer)
+        if self.rank.leads:
+            with contextlib.suppress(OSError):  # a cache that can't be written spoils no finished run
+                remember(self.plan, self.run)
+        self.events.emit("state", state="finished", message=f"adapter in {self.run.adapter}", exit_code=0)
+        return 0
+
+    def _build(self) -> tuple[Any, Any]:
+        from datasets import load_from_disk
+        from transformers import AutoTokenizer, set_seed
+
+        from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
+        from finetune.model.quiet import quiet_libraries
+        from finetune.model.techniques import apply_techniques, optimizer_class
+        from finetune.run.callbacks import RunCallback
+        from finetune.run.training import RunTrainer, sft_config
+
+        settings = self.plan.settings
+        quiet_libraries()
+        set_seed(settings.seed)
+        self._limit_card()
+        if settings.record_memory_history:
+            start_recording(not self.plan.card.is_cpu)
+        self._emit_phase("load")
+        base = build_base(settings, load_config(settings), device=self.device, weights=True)
+        model = attach_adapters(base, settings)
+        apply_techniques(model, settings)
+        self._release_load_peak()
+        callback = RunCallback(self.events, self.memory, self.stop)
+        rows = {
+            name: load_from_disk(str(self.run.data / name)) for name in ("train", "eval") if (self.run.data / name).is_dir()
+        }
+        trainer = RunTrainer(
+            plan=self.plan, run=self.run, events=self.events, memory=self.memory,
+            seal_facts={**seal_facts(self.plan, self.run), "num_processes": self.rank.world},
+            model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
+            processing_class=AutoTokenizer.from_pretrained(str(self.run.data / "tokenizer")), callbacks=[callback],
+            optimizer_cls_and_kwargs=optimizer_class(settings),
+        )  # fmt: skip
+        callback.trainer = trainer
+        # after SFTTrainer, which casts the adapters of a 4-bit model to bf16
+        prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
+        return trainer, callback
+
+    def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+        checkpoint, skipped = newest_verified(self.run.checkpoints)
+        step = ranks.lowest(checkpoint.step if checkpoint else 0)  # of all machines: each has its own checkpoints
+        if checkpoint is not None and checkpoint.step != step:
+            checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
+            skipped += older
+        if checkpoint is not None:
+            differences = facts_differ(checkpoint.facts, seal_facts(self.plan, self.run))
+            if differences:
+                raise FinetuneError(
+                    [f"{checkpoint.path.name} can't be continued: {line}" for line in differences],
+                    "Put the setting back, or start a new run.",
+                )
+        return checkpoint, skipped
+
+    def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
+        for line in skipped:
+            self.events.emit("warning", message=line)
+        approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
+        sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+        self.events.emit(
+            "start", resumed_from=checkpoint.path.name if checkpoint else None, step=checkpoint.step if checkpoint else 0,
+            total_steps=self.plan.total_steps, exact=not approximate, approximate_because=approximate, versions=versions(),
+            trainable_parameters=sum(size for size, trains in sizes if trains),
+            memory_is="process" if self.plan.card.is_cpu else "card",
+        )  # fmt: skip
+        self.events.emit("state", state="running")
+
+    def _emit_phase(self, phase: str) -> None:
+        self.phase = phase
+        self.events.emit("phase", phase=phase, step=None, phase_s=None, **self.memory.sample())
+
+    def _limit_card(self) -> None:
+        """Cap the process at its budget, so that what is over the forecast is an error at once and not a slow spill."""
+        if self.plan.card.is_cpu:
+            return
+        import torch
+
+        card = self.plan.card
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        share = min(1.0, max(0.0, (card.free_bytes - (card.context_bytes or 0)) / total))
+        torch.cuda.set_per_process_memory_fraction(share)
+
+    def _release_load_peak(self) -> None:
+        import gc
+
+        gc.collect()
+        if not self.plan.card.is_cpu:
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _save_adapter(self, trainer: Any) -> None:
+        """The result appears whole: written beside, then renamed."""
+        building = self.run.path / ".adapter"
+        if self.rank.leads:
+            shutil.rmtree(building, ignore_errors=True)
+        ranks.wait_for_all()
+        if self.plan.settings.launch.strategy != "ddp":  # all have a part of it
+            trainer.save_model(str(building))
+        if not self.rank.leads:
+            return
+        if self.plan.settings.launch.strategy == "ddp":
+            trainer.model.save_pretrained(str(building), safe_serialization=True)
+        (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should load
+        trainer.processing_class.save_pretrained(str(building))
+        shutil.copy(self.run.plan, building / "plan.json")
+        shutil.rmtree(self.run.adapter, ignore_errors=True)
+        building.rename(self.run.adapter)
+
+    def _after_divergence(self) -> str:
+        good, _ = newest_verified(self.run.checkpoints)
+        last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
+        rate = self.plan.settings.learning_rate
+        return f"{last} Usual causes: the learning rate (here {rate}; try learning_rate={rate / 4:.2g}), fp16, or broken rows."
+
+
+_STATE_OF = {6: "diverged", 7: "paused"}
+
+
+def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be continued; micro-batch and accumulation may change, their product may not."""
+    settings = plan.settings
+    names = (
+        "model_name_or_path", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout",
+        "target_modules", "use_dora", "use_rslora", "effective_batch_size", "optim", "packing", "max_length", "seed",
+        "lr_scheduler_type", "num_train_epochs", "max_steps",
+    )  # fmt: skip
+    facts = {name: getattr(settings, name) for name in names}
+    return {**facts, "data": (run.data / "fingerprint").read_text()}
+
+
+def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
+    """Why a run that goes on from a checkpoint with the facts `sealed` could differ; empty when it is exact to the bit."""
+    reasons, world = [], plan.settings.launch.num_processes
+    before = sealed.get("num_processes", world)
+    if before != world:
+        reasons.append(f"it goes on with {world} process(es), not {before}: rows are the same, random numbers are not")
+    if world > 2:
+        reasons.append("gradients of more than two processes may be added in another order")
+    if not plan.card.is_cpu:
+        reasons.append("bit-exact resume on a GPU is not measured yet (kernels may add in another order)")
+    if plan.settings.torch_compile:
+        reasons.append("compiled kernels may differ after a restart")
+    return reasons
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, for the events and the checkpoint's reader."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")}
+
+
+def main() -> int:
+    """Entry point of the process."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the run stays
+    worker = Worker(RunDirectory(Path(sys.argv[1])))
+    return ranks.leave(worker.rank, worker.main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The hub, its login, and a recipe's readiness to work offline: break each, and the check says so. No token leaks."""
+
+import json
+import shutil
+
+import pytest
+
+from finetune.doctor.hub import check_hub, check_login
+from finetune.doctor.readiness import check_data, check_model
+from finetune.recipe import recipe_from
+
+TOKEN = "hf_" + "s3cret" * 6
+
+
+def recipe(**changes):
+    return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "support"}, **changes})
+
+
+def test_a_hub_that_answers_is_fine(hub):
+    assert check_hub().state == "ok"
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_in_trouble_is_a_warning(hub, status):
+    hub.answers["/api/models"] = status
+    found = check_hub()
+    assert found.state == "warn" and str(status) in found.what
+
+
+def test_a_hub_that_is_not_there_is_a_warning_that_says_what_still_works(hub):
+    hub.shutdown()
+    hub.server_close()
+    found = check_hub()
+    assert found.state == "warn" and "refused" in found.what and "cache" in found.fix
+
+
+def test_a_hub_that_is_switched_off_is_not_asked(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (check_hub().state, check_login().state) == ("skip", "skip")
+    assert hub.asked == []
+
+
+def test_without_a_login_the_hub_is_not_asked(hub, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
+    found = check_login()
+    assert found.state == "skip" and "hf auth login" in found.fix and hub.asked == []
+
+
+@pytest.mark.parametrize(("status", "state"), [(200, "ok"), (401, "fail"), (403, "fail"), (500, "warn")])
+def test_a_token_is_tried_and_never_shown(hub, monkeypatch, status, state):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.answers["/api/whoami-v2"] = status
+    found = check_login()
+    assert found.state == state
+    assert hub.asked == [("/api/whoami-v2", f"Bearer {TOKEN}")]
+    assert TOKEN not in json.dumps(found.as_json())
+
+
+def test_a_broken_token_is_not_shown_either(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: f"{TOKEN}\n{TOKEN}")
+    found = check_login()
+    assert found.state == "warn" and TOKEN not in json.dumps(found.as_json())
+
+
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    """The bundled model in a hub cache, under the name owner/name; returns its snapshot's folder."""
+    from finetune.bundled import model_path
+
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    snapshot = cache / "models--owner--name" / "snapshots" / ("a" * 40)
+    shutil.copytree(model_path("tiny"), snapshot)
+    (cache / "models--owner--name" / "refs").mkdir()
+    (cache / "models--owner--name" / "refs" / "main").write_text("a" * 40)
+    return snapshot
+
+
+def test_the_bundled_model_and_data_are_ready():
+    assert check_model(recipe()).state == "ok"
+    assert [found.state for found in check_data(recipe())] == ["ok", "ok"]
+
+
+def test_a_model_in_the_cache_is_ready(cached):
+    assert check_model(recipe(model_name_or_path="owner/name")).state == "ok"
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_of_a_cached_model_is_named(cached, file):
+    (cached / file).unlink()
+    found = check_model(recipe(model_name_or_path="owner/name"))
+    assert found.state == "warn" and (file.split(".")[0] in found.what) and "hf download owner/name" in found.fix
+
+
+def test_weights_that_were_cut_off_are_found(cached):
+    weights = cached / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "bytes of" in check_model(recipe(model_name_or_path="owner/name")).what
+    weights.write_bytes(b"")
+    assert "cut off" in check_model(recipe(model_name_or_path="owner/name")).what
+
+
+def test_a_missing_part_of_sharded_weights_is_found(cached):
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (cached / "model.safetensors.index.json").write_text(json.dumps(index))
+    (cached / "model.safetensors").rename(cached / "model-1-of-2.safetensors")
+    assert "model-2-of-2.safetensors is missing" in check_model(recipe(model_name_or_path="owner/name")).what
+
+
+def test_another_revision_is_not_the_cached_one(cached):
+    found = check_model(recipe(model_name_or_path="owner/name", model_revision="b" * 40))
+    assert found.state == "warn" and f"--revision {'b' * 40}" in found.fix
+
+
+def test_a_local_model_that_is_not_whole_is_a_failure(cached):
+    (cached / "model.safetensors").unlink()
+    assert check_model(recipe(model_name_or_path=str(cached))).state == "fail"
+
+
+def test_a_missing_file_of_rows_is_a_failure():
+    (found,) = check_data(recipe(dataset={"path": "nowhere.jsonl"}))
+    assert found.state == "fail" and "nowhere.jsonl" in found.what
+
+
+def test_a_hub_dataset_is_looked_for_where_datasets_keeps_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    wanted = recipe(dataset={"path": "owner/MyRows"})
+    assert [found.state for found in check_data(wanted)] == ["warn"]
+    place = tmp_path / "owner___my_rows" / "default" / "0.0.0" / "c0ffee"
+    place.mkdir(parents=True)
+    (place / "dataset_info.json").write_text("{}")
+    assert [found.state for found in check_data(wanted)] == ["ok"]

@@ -1,0 +1,149 @@
+"""Driver, cards, compiler, memory, disk, port, spill and versions: break what a check looks at, and it says so."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.doctor.compiler import check_compiler
+from finetune.doctor.driver import check_driver
+from finetune.doctor.machine import check_disk, check_memory, check_port, check_spill
+from finetune.doctor.packages import check_packages
+from finetune.units import GIB
+
+
+def pci_device(folder, vendor, kind):
+    (folder / "0000:01:00.0").mkdir(parents=True)
+    (folder / "0000:01:00.0" / "vendor").write_text(vendor + "\n")
+    (folder / "0000:01:00.0" / "class").write_text(kind + "\n")
+    return folder
+
+
+def test_a_driver_is_named_with_the_cuda_it_runs(with_driver):
+    (found,) = with_driver("check_driver")
+    assert found["state"] == "ok" and found["facts"] == {"driver": "570.86.16", "cuda": "12.8"}
+
+
+def test_no_card_says_what_can_be_done_without_one(with_driver, tmp_path):
+    found = check_driver(tmp_path)
+    assert found.state == "warn" and "--gpu rtx-4090" in found.fix and "tiny-cpu" in found.fix
+
+
+def test_a_card_without_a_driver_is_a_failure(tmp_path):
+    found = check_driver(pci_device(tmp_path, "0x10de", "0x030000"))
+    assert found.state == "fail" and "Install NVIDIA's driver" in found.fix
+
+
+def test_a_card_of_another_maker_is_not_taken_for_one(tmp_path):
+    assert check_driver(pci_device(tmp_path, "0x1002", "0x030000")).state == "warn"
+
+
+def test_a_driver_that_does_not_answer_is_told_with_its_words(with_driver):
+    (found,) = with_driver("check_driver", DRIVER_STATUS="9")
+    assert found["state"] in ("warn", "fail") and "Driver Not Loaded" in found["what"]
+
+
+def test_a_free_card_is_fine(with_driver):
+    (found,) = with_driver("check_cards")
+    assert found["state"] == "ok" and found["facts"]["free_bytes"] == 24 * GIB
+
+
+def test_a_held_card_names_who_holds_it(with_driver):
+    holder = subprocess.Popen(["sleep", "60"])
+    try:
+        (found,) = with_driver("check_cards", CARD_FREE_GIB="2", CARD_HOLDER=str(holder.pid))
+    finally:
+        holder.kill()
+        holder.wait()
+    assert found["state"] == "warn" and f"sleep (pid {holder.pid}) 22.0 GiB" in found["what"]
+    assert found["facts"]["free_bytes"] == 2 * GIB
+
+
+def test_the_compiler_here_compiles():
+    assert check_compiler().state == "ok"
+
+
+def test_no_compiler_is_found(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = check_compiler()
+    assert found.state == "warn" and "no C compiler" in found.what and "apt install gcc" in found.fix
+
+
+def test_missing_python_headers_are_found(tmp_path):
+    found = check_compiler(include=str(tmp_path))
+    assert found.state == "warn" and "Python.h" in found.what
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'cc1: error: no room in /tmp' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(broken))
+    assert "no room in /tmp" in check_compiler().what
+    monkeypatch.setenv("CC", str(tmp_path / "nothing"))
+    assert check_compiler().state == "warn"
+
+
+@pytest.mark.parametrize(("usual", "least", "state"), [(0, 0, "ok"), (2**60, 0, "warn"), (2**60, 2**60, "fail")])
+def test_host_memory_against_what_is_needed(usual, least, state):
+    found = check_memory(usual, least)
+    assert found.state == state and bool(found.fix) == (state != "ok")
+    assert 0 < found.facts["free_bytes"] <= found.facts["total_bytes"]
+
+
+@pytest.mark.parametrize(("usual", "least", "state"), [(0, 0, "ok"), (2**60, 0, "warn"), (2**60, 2**60, "fail")])
+def test_disk_against_what_is_needed(tmp_path, usual, least, state):
+    (found,) = check_disk({"runs": tmp_path / "not" / "yet"}, usual, least)
+    assert found.state == state and found.facts["path"] == str(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_a_failure():
+    (found,) = check_disk({"runs": Path("/proc")}, 0, 0)
+    assert found.state == "fail" and "can't be written" in found.what
+
+
+def test_a_taken_port_is_found_and_another_one_proposed():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = check_port(port)
+        assert found.state == "warn" and f"--port {port + 1}" in found.fix
+    assert check_port(port).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "state"),
+    [
+        ("Linux", "6.8.0-generic", "ok"),
+        ("Linux", "5.15.167.4-microsoft-standard-WSL2", "warn"),
+        ("Windows", "11", "warn"),
+    ],
+)
+def test_systems_that_spill_are_told_the_setting(system, release, state):
+    found = check_spill(system, release)
+    assert found.state == state and ("Sysmem Fallback" in found.fix) == (state == "warn")
+
+
+def test_the_installed_versions_are_inside_the_bounds():
+    found = check_packages()
+    assert found.state == "ok", found
+    assert found.facts["python"] == sys.version.split()[0] and found.facts["torch"]
+
+
+def test_a_version_out_of_bounds_and_a_missing_package_are_both_named():
+    found = check_packages(["torch<2", "psutil>=6", "no-such-package>=1", "pytest>=99; extra == 'test'"])
+    assert found.state == "fail" and "torch " in found.what and "no-such-package is missing" in found.what
+    assert found.fix == "pip install 'torch<2' 'no-such-package>=1'"
+
+
+def test_the_home_directory_is_not_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (found,) = check_disk({"runs": tmp_path}, 0, 0)
+    assert str(tmp_path) not in str(found.as_json()) and "~" in found.as_json()["what"]
+    assert os.environ["HOME"] == str(tmp_path)

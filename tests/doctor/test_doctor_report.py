@@ -1,0 +1,69 @@
+"""The report as a whole: every line is there in time, whatever one check does, and nothing secret is in it."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from finetune.doctor import Finding, worst
+from finetune.doctor.examine import run_checks
+
+
+def test_a_check_that_hangs_costs_its_own_line_only():
+    began = time.monotonic()
+    found = run_checks({"slow": lambda: time.sleep(30), "quick": lambda: Finding("quick", "ok", "here")}, 0.3)
+    assert time.monotonic() - began < 3
+    assert [(finding.check, finding.state) for finding in found] == [("slow", "warn"), ("quick", "ok")]
+    assert "no answer within 0.3 s" in found[0].what
+
+
+def test_a_check_that_breaks_is_a_line_too():
+    (found,) = run_checks({"bad": lambda: 1 / 0}, 5)
+    assert found.state == "warn" and "ZeroDivisionError" in found.what
+
+
+def test_the_worst_state_counts():
+    assert worst([]) == "ok"
+    assert worst([Finding("a", "skip", ""), Finding("b", "warn", ""), Finding("c", "ok", "")]) == "warn"
+    assert worst([Finding("a", "fail", ""), Finding("b", "warn", "")]) == "fail"
+
+
+@pytest.fixture(scope="module")
+def report():
+    import os
+
+    secret = "hf_" + "t0psecret" * 4
+    environment = {**os.environ, "HF_TOKEN": secret, "HF_ENDPOINT": "http://user:passw0rd@127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    began = time.monotonic()
+    command = [sys.executable, "-m", "finetune", "doctor", "tiny-cpu", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return done, time.monotonic() - began, secret
+
+
+@pytest.mark.slow
+def test_the_report_is_one_json_document_with_every_line_in_order(report):
+    done, _, _ = report
+    values = json.loads(done.stdout)
+    checks = [finding["check"] for finding in values["findings"]]
+    assert checks[:2] == ["packages", "driver"] and checks[-1] == "data" and "model" in checks
+    assert {"cuda", "compiler", "host memory", "disk", "hub", "hub login", "spill", "port"} <= set(checks)
+    assert done.returncode == (1 if values["state"] == "fail" else 0)
+    assert all(finding["fix"] for finding in values["findings"] if finding["state"] in ("warn", "fail"))
+
+
+@pytest.mark.slow
+def test_the_report_takes_ten_seconds_at_most(report):
+    assert json.loads(report[0].stdout)["took_s"] <= 10
+
+
+@pytest.mark.slow
+def test_nothing_secret_is_in_the_report(report):
+    done, _, secret = report
+    assert secret not in done.stdout + done.stderr and "passw0rd" not in done.stdout + done.stderr
+
+
+def test_a_bad_recipe_is_a_recipe_error(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "finetune", "doctor", "no-such"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "there is no recipe" in done.stderr

@@ -1,0 +1,128 @@
+"""torch, its fit to the card, bitsandbytes and Triton: break each in the probe's process, and the report says so."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from finetune.doctor.stack import architecture_finding, check_stack, cuda_finding, runs_on
+
+TORCH = {
+    "version": "2.13.0",
+    "cuda": "12.8",
+    "hip": None,
+    "architectures": ["sm_80", "sm_86"],
+    "devices": [],
+    "cuda_error": None,
+}
+CARD = {"name": "RTX 3090", "capability": [8, 6], "total_bytes": 24}
+
+
+@pytest.fixture
+def broken(monkeypatch, tmp_path):
+    """broken("bitsandbytes", code): the probe's process imports `code` in the package's place."""
+
+    def put(package, code):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    return put
+
+
+def states(deadline_s=120.0):
+    return {found.check: found for found in check_stack(deadline_s)}
+
+
+@pytest.mark.slow
+def test_bitsandbytes_really_quantises_here():
+    found = states()
+    assert found["bitsandbytes"].state == "ok", found
+    assert 0.05 < found["bitsandbytes"].facts["relative_error"] < 0.15
+    assert found["bitsandbytes"].facts["stored_bytes"] * 2 == found["bitsandbytes"].facts["weights"]
+    assert found["cuda"].state in ("ok", "skip") and found["triton"].state in ("ok", "skip")
+
+
+def test_torch_that_can_not_be_imported_is_told_and_nothing_after_it_is_guessed(broken):
+    broken("torch", "raise ImportError('libcudart.so.12: cannot open shared object file')")
+    found = states()
+    assert found["cuda"].state == "fail" and "libcudart.so.12" in found["cuda"].what
+    assert list(found) == ["cuda"]
+
+
+@pytest.mark.slow
+def test_bitsandbytes_that_can_not_be_imported_is_told(broken):
+    broken("bitsandbytes", "raise RuntimeError('CUDA binary not found')")
+    found = states()["bitsandbytes"]
+    assert found.state == "fail" and "CUDA binary not found" in found.what and "load_in_4bit=false" in found.fix
+
+
+@pytest.mark.slow
+def test_a_library_that_crashes_is_told_and_what_came_before_counts(broken):
+    broken("bitsandbytes", "import os; os.abort()")
+    found = states()
+    assert found["cuda"].state in ("ok", "skip")
+    assert found["bitsandbytes"].state == "fail" and "SIGABRT" in found["bitsandbytes"].what
+
+
+def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
+    broken("torch", "import time; time.sleep(60)")
+    found = states(deadline_s=1.0)
+    assert found["cuda"].state == "warn" and "no answer within 1 s" in found["cuda"].what
+
+
+@pytest.mark.slow
+def test_a_quantisation_that_gives_other_numbers_is_told(broken):
+    broken("bitsandbytes", "import bnb_nn as nn, sys; sys.modules['bitsandbytes.nn'] = nn")
+    code = (
+        "import torch\nclass Linear4bit(torch.nn.Linear):\n"
+        "    def __init__(self, a, b, **_): super().__init__(a, b, bias=False)\n"
+        "    def forward(self, x): return super().forward(x) * 1.5\n"
+    )
+    Path(os.environ["PYTHONPATH"].split(os.pathsep)[0], "bnb_nn.py").write_text(code)
+    found = states()["bitsandbytes"]
+    assert found.state == "fail" and "off by 50%" in found.what and "not half as many" in found.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "driver", "state", "words"),
+    [
+        ({"devices": [CARD]}, ("570", (12, 8)), "ok", "RTX 3090"),
+        ({}, None, "skip", "no driver"),
+        ({"cuda": None}, None, "skip", "a build for processors"),
+        ({"cuda": None}, ("570", (12, 8)), "fail", "the card is not used"),
+        ({"cuda": "13.0"}, ("570", (12, 8)), "fail", "runs CUDA 12.8 at most"),
+        ({"cuda": "12.9"}, ("570", (12, 8)), "fail", "sees no card"),  # a newer minor version would have run
+        ({"cuda_error": "CUDA unknown error"}, ("570", (12, 8)), "fail", "CUDA unknown error"),
+        ({"cuda": None, "hip": "6.4"}, None, "warn", "ROCm"),
+    ],
+)
+def test_torch_and_driver(changes, driver, state, words):
+    found = cuda_finding({**TORCH, **changes}, driver)
+    assert found.state == state and words in found.what
+    assert bool(found.fix) == (state == "fail")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80", "sm_86"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 0), ["sm_90a", "compute_90a"], False),
+        ((12, 0), ["sm_75", "sm_120"], True),
+        ((12, 1), ["sm_120f"], True),
+        ((6, 1), ["sm_75", "sm_120", "compute_120"], False),
+        ((8, 6), [], False),
+    ],
+)
+def test_a_wheel_runs_on_the_cards_it_has_code_for(capability, architectures, runs):
+    assert runs_on(capability, architectures) is runs
+
+
+def test_a_card_that_the_wheel_has_no_code_for_is_a_failure():
+    found = architecture_finding(TORCH, {**CARD, "name": "RTX 5090", "capability": [12, 0]})
+    assert found.state == "fail" and "sm_80 sm_86" in found.what and "torch-backend" in found.fix
+    assert architecture_finding(TORCH, CARD).state == "ok"

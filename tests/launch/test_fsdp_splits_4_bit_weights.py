@@ -1,0 +1,40 @@
+"""FSDP2 really splits a 4-bit model over two processes, and computes what the whole model computes."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def two_processes(strategy, out):
+    script = str(Path(__file__).with_name("fsdp_process.py"))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run([*command, script, strategy, str(out)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_stored_for_fsdp_every_parameter_is_split_and_the_loss_is_the_same(tmp_path):
+    for seen in two_processes("fsdp", tmp_path):
+        assert seen["split_parameters"] == seen["parameters"]
+        assert seen["split_loss"] == pytest.approx(seen["whole_loss"], rel=1e-6)
+        assert math.isfinite(seen["gradient_norm"]) and seen["gradient_norm"] > 0
+
+
+def test_stored_as_usual_the_4_bit_weights_would_stay_whole(tmp_path):
+    for seen in two_processes("ddp", tmp_path):
+        assert seen["split_parameters"] == seen["parameters"] - 35  # 5 layers of 7 quantised matrices

@@ -1,0 +1,170 @@
+"""What accelerate is told is read by accelerate's own parsers; launches that can't work are refused with every reason."""
+
+import os
+from pathlib import Path
+
+import pytest
+from launch_settings import DEEPSPEED, settings
+
+from finetune.errors import RecipeError
+from finetune.recipe import resolved
+from finetune.run.launch_config import (
+    accelerate_configuration,
+    deepspeed_configuration,
+    fsdp_configuration,
+    is_distributed,
+    launch_problems,
+    machine_problems,
+)
+
+LAUNCHES = [
+    {"num_processes": 2},
+    {"num_processes": 8, "num_machines": 2, "main_process_ip": "10.0.0.1", "machine_rank": 1},
+    {"num_processes": 2, "strategy": "fsdp"},
+    {"num_processes": 4, "strategy": "fsdp", "offload": "cpu"},
+]
+
+
+def parsed(tmp_path, wanted):
+    """What accelerate's launcher makes of the configuration: its arguments, as it validates them."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    from finetune.recipe.yaml import dump
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(dump(accelerate_configuration(wanted, tmp_path / "deepspeed.json")))
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "-m", "finetune.run.worker", "RUN"])
+    return _validate_launch_command(arguments)[0]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_accelerate_reads_processes_machines_and_strategy(tmp_path, launch):
+    arguments = parsed(tmp_path, settings(**launch))
+    assert arguments.module and arguments.training_script == "finetune.run.worker"
+    assert arguments.num_processes == launch["num_processes"]
+    assert arguments.num_machines == launch.get("num_machines", 1)
+    assert arguments.machine_rank == launch.get("machine_rank", 0)
+    assert arguments.use_fsdp == (launch.get("strategy") == "fsdp")
+    assert arguments.multi_gpu == (launch.get("strategy") is None)
+    assert arguments.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_accelerate_makes_torchruns_arguments_of_it(tmp_path, launch):
+    import torch.distributed.run as torchrun
+    from accelerate.utils import prepare_multi_gpu_env
+    from accelerate.utils.launch import _filter_args
+
+    arguments = parsed(tmp_path, settings(**launch))
+    prepare_multi_gpu_env(arguments)
+    torchruns = _filter_args(arguments, torchrun.get_args_parser(), ["--training_script", "x", "--training_script_args"])
+    machines = launch.get("num_machines", 1)
+    assert int(torchruns.nproc_per_node) == launch["num_processes"] // machines
+    if machines > 1:
+        assert (torchruns.node_rank, torchrun.get_rdzv_endpoint(torchruns)) == (1, "10.0.0.1:29500")
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_accelerate_makes_an_fsdp2_plugin_of_it(tmp_path, monkeypatch, offload):
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import prepare_multi_gpu_env
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    arguments = parsed(tmp_path, settings(num_processes=2, strategy="fsdp", offload=offload))
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        if name.startswith("FSDP_"):
+            monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == (offload == "cpu")
+    assert plugin.activation_checkpointing is False and plugin.cpu_ram_efficient_loading is False
+    assert "FULL" in str(plugin.state_dict_type)
+
+
+@pytest.mark.parametrize("launch", DEEPSPEED)
+def test_accelerate_reads_the_deepspeed_configuration(tmp_path, launch):
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    from finetune.run.directory import write_json
+
+    wanted = settings(num_processes=2, strategy="deepspeed", **launch)
+    arguments = parsed(tmp_path, wanted)
+    assert arguments.use_deepspeed and arguments.deepspeed_multinode_launcher == "standard"
+    write_json(Path(arguments.deepspeed_config_file), deepspeed_configuration(wanted))
+    read = HfDeepSpeedConfig(arguments.deepspeed_config_file)
+    assert read.get_value("zero_optimization.stage") == launch["zero_stage"]
+    assert read.get_value("train_batch_size") == 2 * 4 * 2
+
+
+def test_several_machines_talk_over_the_address_of_machine_0_and_one_machine_takes_a_free_port():
+    far = accelerate_configuration(settings(num_processes=2, num_machines=2, main_process_ip="10.0.0.1"), Path("x"))
+    near = accelerate_configuration(settings(num_processes=2), Path("x"))
+    assert (far["main_process_ip"], far["main_process_port"], near["main_process_port"]) == ("10.0.0.1", 29500, 0)
+
+
+def test_a_plain_worker_is_enough_for_one_process():
+    assert not is_distributed(settings())
+    assert is_distributed(settings(num_processes=2)) and is_distributed(settings(strategy="deepspeed"))
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"num_processes": 3, "num_machines": 2, "main_process_ip": "10.0.0.1"}, "spread evenly"),
+        ({"num_processes": 2, "num_machines": 2}, "can't reach"),
+        ({"num_processes": 2, "machine_rank": 1}, "machine_rank is 1"),
+        ({"num_processes": 2, "offload": "cpu"}, "strategy is ddp"),
+        ({"num_processes": 2, "strategy": "fsdp", "offload": "nvme", "nvme_path": "/x"}, "ZeRO-3 only"),
+        ({"strategy": "deepspeed", "zero_stage": 2, "offload": "nvme", "nvme_path": "/x"}, "ZeRO-3 only"),
+        ({"strategy": "deepspeed", "zero_stage": 3, "offload": "nvme"}, "needs launch.nvme_path"),
+        ({"strategy": "deepspeed", "nvme_path": "/x"}, "nvme_path is set"),
+        ({"strategy": "fsdp"}, "num_processes is 1"),
+    ],
+)
+def test_a_launch_that_can_not_work_is_refused(launch, words):
+    (problem,) = launch_problems(settings(**launch), on_cpu=False)
+    assert words in problem
+
+
+def test_all_reasons_are_given_at_once():
+    wanted = resolved(
+        settings(num_processes=3, num_machines=2, strategy="fsdp"),
+        optim="paged_adamw_8bit",
+        load_in_4bit=False,
+        load_in_8bit=True,
+    )
+    assert len(launch_problems(wanted, on_cpu=True)) == 5
+
+
+def test_a_strategy_that_needs_cards_is_refused_on_a_processor_before_anything_is_loaded(tmp_path):
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import prepare
+
+    recipe = load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
+    with pytest.raises(RecipeError, match="needs NVIDIA cards"):
+        prepare(recipe)
+
+
+def test_cards_that_are_not_there_are_missed(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert machine_problems(settings(num_processes=2), on_cpu=False) == []
+    (problem,) = machine_problems(settings(num_processes=4), on_cpu=False)
+    assert "asks for 4 cards on this machine; 2 can be used" in problem
+    assert machine_problems(settings(num_processes=4), on_cpu=True) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage", "dtype"),
+    [("ddp", 2, "uint8"), ("fsdp", 2, "bfloat16"), ("deepspeed", 2, "uint8"), ("deepspeed", 3, "bfloat16")],
+)
+def test_4_bit_weights_are_stored_in_a_form_that_the_strategy_can_split(strategy, stage, dtype):
+    from finetune.model.build import load_config, quantization_config
+
+    wanted = settings(num_processes=2, strategy=strategy, zero_stage=stage)
+    storage = quantization_config(wanted, load_config(wanted)).bnb_4bit_quant_storage
+    assert str(storage) == f"torch.{dtype}"
+
+
+def test_checkpointing_is_left_to_the_model():
+    assert fsdp_configuration(settings(num_processes=2, strategy="fsdp"))["fsdp_activation_checkpointing"] is False
+    assert os.environ.get("ACCELERATE_USE_FSDP") is None

@@ -1,0 +1,82 @@
+"""Real runs of the bundled model. A forked child trains (imports are paid once); faults are put in by patching the child."""
+
+import os
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory):
+    """make_run(*overrides) -> a run directory that has not been started, of a few quick steps."""
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+
+    short = [
+        "max_steps=8", "save_steps=2", "effective_batch_size=8", "per_device_train_batch_size=4", "dataset.max_rows=64",
+        "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0",
+    ]  # fmt: skip
+
+    def make(*overrides):
+        place = tmp_path_factory.mktemp("runs") / "run"
+        recipe = load_recipe("tiny-cpu", [*short, *overrides, f"output_dir={place}"])
+        return create_run(prepare(recipe))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def train():
+    """train(run, fault=None) -> exit status of a forked worker; `fault()` patches the child before it starts."""
+    import finetune.model.techniques
+    import finetune.run.callbacks
+    import finetune.run.training  # noqa: F401 - so that a child does not have to
+
+    def start(run, fault=None):
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 99
+        try:
+            log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if fault:
+                fault()
+            from finetune.run.worker import Worker
+
+            code = Worker(run).main()
+        except BaseException:  # noqa: BLE001 - a child must never return into pytest
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def wait(pid):
+        status = os.waitpid(pid, 0)[1]
+        return os.waitstatus_to_exitcode(status)
+
+    def run_to_end(run, fault=None):
+        return wait(start(run, fault))
+
+    run_to_end.start, run_to_end.wait = start, wait
+    return run_to_end
+
+
+@pytest.fixture
+def kill():
+    """kill(pid): SIGKILL and reap; returns True when it was still alive."""
+
+    def end(pid):
+        os.kill(pid, signal.SIGKILL)
+        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+    return end
+
+
+def adapter_hash(run) -> str:
+    """Hash of the finished adapter's weights."""
+    import hashlib
+
+    return hashlib.sha256((Path(run.adapter) / "adapter_model.safetensors").read_bytes()).hexdigest()

@@ -1,0 +1,76 @@
+"""The real worker with one fault put into it, once: `python faulty_worker.py FAULT RUN`. Not a test; run by test_faults.py.
+
+FAULT is PLACE:WHAT, PLACE one of load, step1, step5, evaluate, save, and WHAT one of oom, driver_oom, kill, hang, spike.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def strike(what):
+    import torch
+
+    if what == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
+    if what == "driver_oom":
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "hang":
+        time.sleep(600)
+
+
+def once(run, what):
+    mark = Path(run) / "fault-struck"
+    if not mark.exists():
+        mark.touch()
+        strike(what)
+
+
+def put_in(place, what, run):
+    import finetune.model.build as build
+    from finetune.run.training import RunTrainer
+
+    if place == "load":
+        real = build.build_base
+
+        def load(*arguments, **named):
+            once(run, what)
+            return real(*arguments, **named)
+
+        build.build_base = load
+        return
+    if what == "spike":
+        real_step = RunTrainer.training_step
+
+        def step(self, *arguments, **named):
+            loss = real_step(self, *arguments, **named)
+            mark = Path(run) / "fault-struck"
+            if self.state.global_step != int(place[4:]) - 1 or mark.exists():
+                return loss
+            mark.touch()
+            return loss * 100
+
+        RunTrainer.training_step = step
+        return
+    name = {"evaluate": "prediction_step", "save": "save_model"}.get(place, "training_step")
+    real_method = getattr(RunTrainer, name)
+
+    def method(self, *arguments, **named):
+        if not place.startswith("step") or self.state.global_step == int(place[4:]) - 1:
+            once(run, what)
+        return real_method(self, *arguments, **named)
+
+    setattr(RunTrainer, name, method)
+
+
+if __name__ == "__main__":
+    fault, run = sys.argv[1:3]
+    put_in(*fault.split(":"), run)
+    sys.argv = ["worker", run]
+    from finetune.run.worker import main
+
+    sys.exit(main())

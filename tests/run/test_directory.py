@@ -1,0 +1,126 @@
+"""A run directory is made whole or not at all, and its state is derived from files and processes."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from finetune.errors import DiskFull, RecipeError
+from finetune.events import EventWriter
+from finetune.run.directory import RunDirectory, create, list_runs, open_run, write_json
+from finetune.run.state import is_alive, process_is, process_record, read_state, take_lock
+
+
+def fill(run):
+    write_json(run.plan, {})
+
+
+def test_a_taken_name_gets_a_number(tmp_path):
+    assert [create(tmp_path / "run", fill).path.name for _ in range(3)] == ["run", "run-2", "run-3"]
+
+
+def test_a_failure_while_filling_leaves_nothing(tmp_path):
+    def fails(run):
+        fill(run)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DiskFull, match="the disk is full"):
+        create(tmp_path / "runs" / "run", fails)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFull, match="file/run"):
+        create(tmp_path / "file" / "run", fill)
+
+
+def test_two_starters_at_once_get_two_directories(tmp_path):
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(create(tmp_path / "run", fill).path.name)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 8
+
+
+def test_latest_is_the_newest_run(tmp_path):
+    for age, name in enumerate(("new", "old")):
+        run = create(tmp_path / "runs" / name, fill)
+        os.utime(run.plan, (1e9 - age, 1e9 - age))
+    assert open_run("latest", tmp_path / "runs").path.name == "new"
+    assert [run.path.name for run in list_runs(tmp_path / "runs")] == ["new", "old"]
+
+
+@pytest.mark.parametrize("name", ["nothing", "", ".", "/", "../x"])
+def test_what_is_no_run_is_refused(tmp_path, name):
+    with pytest.raises(RecipeError, match="not a run directory"):
+        open_run(name, tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return create(tmp_path / "run", fill)
+
+
+def test_a_run_without_events_or_process_is_queued(run):
+    assert read_state(run).state == "queued"
+
+
+def test_a_run_whose_process_is_gone_is_lost_and_says_how_to_resume(run):
+    EventWriter(run.events).emit("state", state="running")
+    write_json(run.process, {"worker": {"pid": 2**22 - 3, "started_s": 1.0}})
+    state = read_state(run)
+    assert state.state == "lost" and "finetune resume" in state.message
+
+
+def test_a_reused_process_id_does_not_count_as_alive(run):
+    EventWriter(run.events).emit("state", state="running")
+    write_json(run.process, {"worker": {**process_record(os.getpid()), "started_s": 12345.0}})
+    assert not is_alive(run) and read_state(run).state == "lost"
+
+
+def test_a_living_process_is_running(run):
+    EventWriter(run.events).emit("state", state="running")
+    write_json(run.process, {"worker": process_record(os.getpid())})
+    assert read_state(run).state == "running"
+
+
+def test_the_lock_is_held_by_one_and_dies_with_its_process(run):
+    code = (
+        "import sys, time; from pathlib import Path; from finetune.run.directory import RunDirectory; "
+        "from finetune.run.state import take_lock; print(take_lock(RunDirectory(Path(sys.argv[1]))), flush=True); "
+        "time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE)
+    assert holder.stdout.readline().strip() != b"None"
+    assert take_lock(run) is None and is_alive(run)
+    holder.kill()
+    holder.wait()
+    assert not is_alive(run) and take_lock(run) is not None
+
+
+def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
+    process = subprocess.Popen(["sleep", "60"])
+    record = process_record(process.pid)
+    assert process_is(record)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not process_is(record)
+    process.wait()
+    assert not process_is(record)
+
+
+def test_a_finished_run_stays_finished_whatever_lives(run):
+    EventWriter(run.events).emit("state", state="finished", exit_code=0)
+    write_json(run.process, {"worker": process_record(os.getpid())})
+    assert read_state(run).state == "finished"
+
+
+def test_a_damaged_process_file_is_not_fatal(run):
+    run.process.write_text('{"worker": {"pi')
+    EventWriter(run.events).emit("state", state="running")
+    assert read_state(RunDirectory(run.path)).state == "lost"

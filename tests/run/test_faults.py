@@ -1,0 +1,160 @@
+"""Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters, a full disk."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import adapter_hash
+
+from finetune.events import read_events
+from finetune.run import launch
+from finetune.run.directory import RunDirectory
+from finetune.run.seal import newest_verified
+from finetune.run.state import is_alive, read_processes, read_state
+
+pytestmark = pytest.mark.slow
+SUPERVISOR = str(Path(__file__).with_name("faulty_supervisor.py"))
+
+
+def supervise(run, fault, **environment):
+    return subprocess.Popen(
+        [sys.executable, SUPERVISOR, fault, str(run.path)], env={**os.environ, **environment}, start_new_session=True,
+        stdout=run.log.open("ab"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def steps(run):
+    return {event["step"]: event for event in read_events(run.events) if event["kind"] == "step"}
+
+
+def wait_for_step(run, step, deadline_s=90):
+    deadline = time.monotonic() + deadline_s
+    while step not in steps(run):
+        assert time.monotonic() < deadline, run.log.read_text()[-2000:]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def unbroken(make_run, train):
+    run = make_run("eval_steps=4")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+@pytest.mark.parametrize("fault", ["load:oom", "step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
+def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
+    run = make_run("eval_steps=4")
+    assert supervise(run, fault).wait(timeout=240) == 0, run.log.read_text()[-2000:]
+    retries = [event for event in read_events(run.events) if event["kind"] == "retry"]
+    assert len(retries) == 1 and retries[0]["changes"]
+    memory = next(event for event in read_events(run.events) if event["kind"] == "out_of_memory")
+    assert memory["phase"] and memory["micro_batch"] == 4
+    for step, event in steps(unbroken).items():
+        again = steps(run)[step]
+        assert again["loss"] == pytest.approx(event["loss"], abs=1e-5)
+        assert (again["supervised_tokens"], again["real_tokens"]) == (event["supervised_tokens"], event["real_tokens"])
+
+
+def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
+    run = make_run("eval_steps=4")
+    assert supervise(run, "step5:kill").wait(timeout=120) == 1
+    state = read_state(run)
+    assert state.state == "failed" and "finetune resume" in state.message
+    launch.resume(run)
+    assert launch.wait(run, 120)
+    assert adapter_hash(run) == adapter_hash(unbroken)
+
+
+def test_a_hanging_worker_is_ended_after_the_deadline(make_run):
+    run = make_run()
+    assert supervise(run, "step5:hang", FINETUNE_HANG_DEADLINE_S="5").wait(timeout=120) == 1
+    assert any("no sign of life" in event.get("message", "") for event in read_events(run.events))
+    assert not is_alive(run)
+
+
+def test_a_second_signal_ends_a_run_that_does_not_stop(make_run):
+    run = make_run()
+    process = supervise(run, "step5:hang")
+    wait_for_step(run, 4)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 143 and time.monotonic() - began < 5
+    assert read_state(run).state == "stopped" and not is_alive(run)
+
+
+def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
+    run = make_run("max_steps=300")
+    process = supervise(run, "load:none")
+    wait_for_step(run, 2)
+    process.kill()
+    process.wait()
+    assert read_state(run).state == "running"  # the worker goes on, and every command sees it
+    assert launch.stop(run) and launch.wait(run, 60)
+    assert read_state(run).state == "stopped"
+
+
+def test_two_starters_do_not_run_it_twice(make_run):
+    run = make_run()
+    first, second = supervise(run, "load:none"), supervise(run, "load:none")
+    codes = sorted([first.wait(timeout=120), second.wait(timeout=120)])
+    assert codes == [0, 2]
+    assert [event["step"] for event in read_events(run.events) if event["kind"] == "step"] == list(range(1, 9))
+
+
+def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
+    run = make_run("loss_spike_factor=10")
+    assert supervise(run, "step7:spike").wait(timeout=240) == 0, run.log.read_text()[-2000:]
+    retry = next(event for event in read_events(run.events) if event["kind"] == "retry")
+    assert retry["changes"] == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry["reason"]
+    rates = {}
+    for event in read_events(run.events):
+        if event["kind"] == "step":
+            rates.setdefault(event["step"], []).append(event["learning_rate"])
+    assert rates[7][1] == pytest.approx(rates[7][0] / 2) and len(rates[6]) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A tmpfs of 24 MB: room for a run and some of its checkpoints. Needs the right to mount."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs can't be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_pauses_the_run_and_it_goes_on_after_space_is_freed(unbroken, make_run, small_disk):
+    made = make_run("eval_steps=4")
+    run = RunDirectory(small_disk / "run")
+    subprocess.run(["cp", "-r", str(made.path), str(run.path)], check=True)
+    process = supervise(run, "load:none")
+    wait_for_step(run, 2)
+    ballast = small_disk / "ballast"
+    with ballast.open("wb") as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(65536))
+    assert process.wait(timeout=120) == 7, run.log.read_text()[-2000:]
+    ballast.unlink()
+    state = read_state(run)
+    assert state.state in ("paused", "lost") and "finetune resume" in state.message  # lost: not even the state could be written
+    assert not list((run.checkpoints / ".partial").glob("*"))
+    good = newest_verified(run.checkpoints)[0]
+    launch.resume(run)
+    assert launch.wait(run, 120)
+    assert adapter_hash(run) == adapter_hash(unbroken)
+    assert good is None or good.step < 8
+
+
+def test_no_process_of_a_finished_run_is_left(make_run):
+    run = make_run()
+    assert supervise(run, "load:none").wait(timeout=120) == 0
+    assert not is_alive(run)
+    assert not any(Path(f"/proc/{int(record['pid'])}/fd").exists() for record in read_processes(run).values())

@@ -1,0 +1,51 @@
+"""What the memory curve means is said in words, once, and only when it is so."""
+
+from finetune.run.memory import FIELDS
+from finetune.run.memory_watch import MemoryWatch, leaks
+
+GIB = 2**30
+
+
+def sample(**bytes_):
+    return {**dict.fromkeys(FIELDS), **{f"{name}_bytes": value for name, value in bytes_.items()}}
+
+
+def test_without_a_card_there_is_nothing_to_say():
+    watch = MemoryWatch()
+    assert watch.step(sample(process_rss=GIB), 1.0) == [] and watch.epoch(sample()) == []
+
+
+def test_more_in_use_than_the_card_has_is_a_spill_and_said_once():
+    watch = MemoryWatch()
+    full = sample(reserved=9 * GIB, peak_allocated=9 * GIB, card_total=8 * GIB, other_processes=0)
+    for _ in range(6):
+        assert watch.step(sample(reserved=7 * GIB, peak_allocated=7 * GIB, card_total=8 * GIB, other_processes=0), 1.0) == []
+    (said,) = watch.step(full, 60.0)
+    assert "spills" in said and "60.0 s" in said and "1.0 s is usual" in said
+    assert watch.step(full, 60.0) == []
+
+
+def test_another_program_that_takes_the_card_is_named_as_such():
+    watch = MemoryWatch()
+    watch.step(sample(other_processes=GIB), 1.0)
+    assert watch.step(sample(other_processes=GIB + 2**20), 1.0) == []
+    (said,) = watch.step(sample(other_processes=3 * GIB), 1.0)
+    assert "other programs have taken 2.00 GiB" in said
+
+
+def test_memory_in_pieces_is_said_with_advice():
+    (said,) = MemoryWatch().step(sample(reserved=12 * GIB, peak_reserved=12 * GIB, peak_allocated=8 * GIB), 1.0)
+    assert "4.00 GiB" in said and "packing=true" in said
+
+
+def test_growth_over_three_epochs_is_a_leak_and_noise_is_not():
+    assert leaks([GIB, GIB + 40 * 2**20, GIB + 80 * 2**20])
+    assert not leaks([GIB, GIB + 1024, GIB + 2048])
+    assert not leaks([GIB, 2 * GIB])
+    assert not leaks([2 * GIB, GIB, 3 * GIB])
+
+
+def test_a_leak_is_reported_at_the_epochs_end():
+    watch = MemoryWatch()
+    assert watch.epoch(sample(allocated=GIB)) == watch.epoch(sample(allocated=2 * GIB)) == []
+    assert "keeps tensors" in watch.epoch(sample(allocated=3 * GIB))[0]

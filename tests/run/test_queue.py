@@ -1,0 +1,41 @@
+"""One job at a time on a card, the others in the order of their coming."""
+
+import subprocess
+import sys
+
+from finetune.run.queue import Queue
+
+JOIN = "import sys, time; from pathlib import Path; from finetune.run.queue import Queue; q = Queue(Path(sys.argv[1]));"
+JOIN += "q.join(Path(sys.argv[2])); print('joined', flush=True); time.sleep(60)"
+
+
+def other(folder, name):
+    process = subprocess.Popen([sys.executable, "-c", JOIN, str(folder), name], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def test_runs_wait_in_order_and_the_next_goes_on_when_one_leaves(tmp_path):
+    first, second, mine = other(tmp_path, "/first"), other(tmp_path, "/second"), Queue(tmp_path)
+    mine.join(tmp_path / "mine")
+    assert mine.ahead() == ["/first", "/second"]
+    first.kill(), first.wait()
+    assert mine.ahead() == ["/second"]
+    second.kill(), second.wait()
+    assert mine.ahead() == []
+
+
+def test_a_ticket_of_a_dead_process_is_removed(tmp_path):
+    (tmp_path / "0-1.json").write_text('{"pid": 4194301, "started_s": 1.0, "run": "/dead"}')
+    (tmp_path / "1-1.json").write_text("{half")
+    queue = Queue(tmp_path)
+    queue.join(tmp_path)
+    assert queue.ahead() == [] and not (tmp_path / "0-1.json").exists()
+
+
+def test_leaving_frees_the_place(tmp_path):
+    queue = Queue(tmp_path)
+    queue.join(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    queue.leave()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,97 @@
+"""A checkpoint counts only when it is whole: every fault in any of its files is found, and the older one is used."""
+
+import json
+import shutil
+
+import pytest
+
+from finetune.run.seal import MANIFEST, facts_differ, newest_verified, rotate, seal, verify
+
+FACTS = {"lora_r": 16, "data": "abc"}
+
+
+def sealed(checkpoints, step):
+    folder = checkpoints / ".partial" / f"checkpoint-{step}"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 40)
+    (folder / "optimizer.pt").write_bytes(b"o" * 5000)
+    (folder / "sub" / "rng_state.pth").write_bytes(b"r" * 100)
+    return seal(folder, checkpoints / f"checkpoint-{step}", step, FACTS)
+
+
+def remove(path):
+    path.unlink()
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def flip_one_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("fault", [remove, truncate, zero, flip_one_bit, empty])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "sub/rng_state.pth", MANIFEST])
+def test_a_fault_in_any_file_is_found_and_the_older_seal_is_used(tmp_path, fault, name):
+    sealed(tmp_path, 10)
+    fault(sealed(tmp_path, 20) / name)
+    checkpoint, skipped = newest_verified(tmp_path)
+    assert checkpoint.step == 10
+    assert checkpoint.facts == FACTS
+    assert len(skipped) == 1 and "checkpoint-20" in skipped[0]
+
+
+def test_every_single_bit_of_the_manifest_counts(tmp_path):
+    folder = sealed(tmp_path, 10)
+    manifest = folder / MANIFEST
+    good = manifest.read_bytes()
+    for place in range(0, len(good), 7):
+        broken = bytearray(good)
+        broken[place] ^= 1
+        manifest.write_bytes(broken)
+        try:
+            same = json.loads(broken) == json.loads(good)  # a changed blank changes nothing
+        except ValueError:
+            same = False
+        assert same or verify(folder), f"byte {place}"
+
+
+def test_an_unsealed_checkpoint_does_not_count(tmp_path):
+    (tmp_path / "checkpoint-30").mkdir()
+    sealed(tmp_path, 10)
+    checkpoint, skipped = newest_verified(tmp_path)
+    assert checkpoint.step == 10 and "never sealed" in skipped[0]
+
+
+def test_a_checkpoint_under_another_name_does_not_count(tmp_path):
+    shutil.copytree(sealed(tmp_path, 10), tmp_path / "checkpoint-99")
+    assert newest_verified(tmp_path)[0].step == 10
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    for step in (10, 20, 30):
+        sealed(tmp_path, step)
+    rotate(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-30"]
+
+
+def test_rotation_never_removes_the_only_good_one(tmp_path):
+    sealed(tmp_path, 10)
+    flip_one_bit(sealed(tmp_path, 20) / "optimizer.pt")
+    assert rotate(tmp_path, keep=1) == []
+    assert newest_verified(tmp_path)[0].step == 10
+
+
+def test_a_changed_setting_is_named():
+    assert facts_differ(FACTS, {**FACTS, "lora_r": 8}) == ["lora_r was 16 and is now 8"]

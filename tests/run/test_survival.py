@@ -1,0 +1,181 @@
+"""What was trained is not lost: killed, stopped, out of disk or broken, a resumed run equals the one that never failed."""
+
+import json
+import os
+import random
+import shutil
+import time
+
+import pytest
+from conftest import adapter_hash
+
+from finetune.events import read_events
+from finetune.run.seal import newest_verified
+from finetune.run.state import read_state
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def unbroken(make_run, train):
+    """A run of dropout, shuffling and accumulation that nothing happened to."""
+    run = make_run("lora_dropout=0.1")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+@pytest.fixture
+def twin(unbroken, tmp_path):
+    """A copy of the unbroken run as it was before its start."""
+    return fresh_copy(unbroken, tmp_path / "twin")
+
+
+def fresh_copy(run, path):
+    shutil.copytree(run.path, path, ignore=shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "lock"))
+    return type(run)(path)
+
+
+def losses(run):
+    """Loss by step; a step that was repeated after a crash must show the same loss again."""
+    by_step = {}
+    for event in read_events(run.events):
+        if event["kind"] == "step":
+            assert by_step.setdefault(event["step"], event["loss"]) == event["loss"]
+    return by_step
+
+
+def wait_for(run, kind, **values):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for event in read_events(run.events):
+            if event["kind"] == kind and all(event.get(key) == value for key, value in values.items()):
+                return
+        time.sleep(0.005)
+    raise AssertionError(f"no {kind} {values}: {run.log.read_text()[-2000:]}")
+
+
+def test_same_seed_same_adapter(unbroken, twin, train):
+    assert train(twin) == 0
+    assert adapter_hash(twin) == adapter_hash(unbroken)
+
+
+def test_killed_at_twenty_random_moments_the_adapter_is_the_same(unbroken, tmp_path, train, kill):
+    times = [event["time_s"] for event in read_events(unbroken.events)]
+    lasts_s, moments, same = times[-1] - times[0] + 0.5, random.Random(0), 0
+    for number in range(20):
+        run = fresh_copy(unbroken, tmp_path / str(number))
+        pid = train.start(run)
+        time.sleep(moments.uniform(0.2, lasts_s))
+        kill(pid)
+        assert train(run) in (0,), run.log.read_text()[-2000:]
+        same += adapter_hash(run) == adapter_hash(unbroken)
+    assert same == 20
+
+
+def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train):
+    def fault():
+        import finetune.run.training as training
+
+        real = training.seal
+
+        def die_at_six(folder, target, step, facts):
+            if step == 6:
+                os._exit(137)
+            return real(folder, target, step, facts)
+
+        training.seal = die_at_six
+
+    assert train(twin, fault) == 137
+    assert newest_verified(twin.checkpoints)[0].step == 4
+    assert train(twin) == 0
+    assert adapter_hash(twin) == adapter_hash(unbroken)
+    assert losses(twin) == losses(unbroken)
+
+
+@pytest.mark.parametrize("number", [15, 2])
+def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, number):
+    pid = train.start(twin)
+    wait_for(twin, "step", step=3)
+    os.kill(pid, number)
+    assert train.wait(pid) == 128 + number
+    assert read_state(twin).state == "stopped"
+    assert train(twin) == 0
+    assert adapter_hash(twin) == adapter_hash(unbroken)
+    assert losses(twin) == losses(unbroken)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_not_finite_ends_as_diverged_and_is_never_sealed(twin, train, where, value):
+    def fault():
+        from finetune.run.training import RunTrainer
+
+        real = RunTrainer.training_step
+
+        def step(self, model, inputs, count=None):
+            loss = real(self, model, inputs, count)
+            if self.state.global_step == 5:
+                if where == "loss":
+                    return loss * float(value)
+                next(p for p in model.parameters() if p.grad is not None).grad.fill_(float(value))
+            return loss
+
+        RunTrainer.training_step = step
+
+    assert train(twin, fault) == 6
+    state = read_state(twin)
+    assert state.state == "diverged" and "checkpoint-4" in state.message and "learning_rate=" in state.message
+    assert newest_verified(twin.checkpoints)[0].step == 4
+    assert not twin.adapter.exists()
+
+
+@pytest.mark.parametrize(
+    "fault_in", ["adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroken, tmp_path, train, fault_in):
+    run = type(unbroken)(tmp_path / "run")
+    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "lock"))
+    path = run.checkpoints / "checkpoint-8" / fault_in
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    offset = run.events.stat().st_size
+    assert train(run) == 0
+    from finetune.events import EventReader
+
+    events = EventReader(run.events, offset).new()
+    assert any(
+        "checkpoint-8 skipped" in event["message"] and fault_in in event["message"]
+        for event in events
+        if event["kind"] == "warning"
+    )
+    assert next(event for event in events if event["kind"] == "start")["resumed_from"] == "checkpoint-6"
+    assert adapter_hash(run) == adapter_hash(unbroken)
+
+
+@pytest.mark.parametrize("name, value", [("lora_r", 8), ("learning_rate", 0.5), ("model_name_or_path", "other")])
+def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train, name, value):
+    run = type(unbroken)(tmp_path / "run")
+    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "lock"))
+    (run.path / "adjustments.json").write_text(json.dumps({name: value}))
+    if name == "model_name_or_path":  # found before anything is loaded under another name
+        (run.path / "adjustments.json").unlink()
+        (run.data / "fingerprint").write_text("other rows")
+        name = "data"
+    assert train(run) == 1
+    assert f"{name} was" in read_state(run).message
+
+
+@pytest.mark.parametrize(
+    "overrides", [["packing=true", "max_length=256"], ["dataloader_num_workers=2"], ["max_steps=null", "num_train_epochs=2"]]
+)
+def test_resume_is_exact_with_packing_workers_and_epochs(make_run, train, tmp_path, overrides):
+    whole = make_run("lora_dropout=0.1", *overrides)
+    broken = fresh_copy(whole, tmp_path / "broken")
+    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    pid = train.start(broken)
+    wait_for(broken, "step", step=5)
+    os.kill(pid, 9)
+    train.wait(pid)
+    assert train(broken) == 0
+    assert adapter_hash(broken) == adapter_hash(whole)
