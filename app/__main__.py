@@ -1,0 +1,29 @@
+"""The page: `python -m app [--host 127.0.0.1] [--port 7860] [--runs runs]`, which is what `finetune ui` starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from app.server import serve
+from finetune.errors import FinetuneError
+
+
+def main() -> int:
+    """Parse the command line and serve. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="finetune ui", description="The web page, on this machine, behind a token.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the token is asked for in any case")
+    parser.add_argument("--port", type=int, default=7860, help="port, or the next free one; 0 takes any")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
+    parser.add_argument("--allow-host", action="append", default=[], help="another name under which browsers reach this server")
+    chosen = parser.parse_args()
+    try:
+        return serve(chosen.host, chosen.port, chosen.runs, tuple(chosen.allow_host))
+    except FinetuneError as error:
+        print("\n".join([error.title, *error.problems, error.fix]).strip(), file=sys.stderr)  # noqa: T201
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

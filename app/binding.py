@@ -1,0 +1,17 @@
+"""How handlers are bound: quiet, not offered as an API, the newest input wins; and how our HTML is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+#: For ticks and re-plans: no spinner over what is shown, and no queue of stale requests.
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
+#: For buttons: one at a time.
+BUTTON: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once"}
+
+
+def show(value: str = "", elem_id: str | None = None) -> gr.HTML:
+    """HTML of ours, in our own looks, without Gradio's script for clicks."""
+    return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=None)

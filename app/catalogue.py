@@ -1,0 +1,99 @@
+"""Models and datasets to choose from: what is here, and what the hub finds when it can be reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.workspace import Workspace
+from finetune.errors import FinetuneError, RecipeError
+from finetune.recipe import load_recipe, shipped_recipes
+
+_MOST = 12
+DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A base model: where it is from, and what the hub says of its size and licence (None: not known)."""
+
+    name: str
+    source: str
+    parameters: int | None = None
+    licence: str | None = None
+
+
+def local_models(workspace: Workspace) -> list[Model]:
+    """The bundled model, model folders below the workspace, the hub cache, and the shipped recipes' models."""
+    found = [Model("tiny", "bundled")]
+    found += [Model(str(path), "folder") for path in _folders(workspace)]
+    found += [Model(name, "downloaded") for name in _cached()]
+    for recipe in shipped_recipes():
+        try:
+            found.append(Model(load_recipe(recipe).model_name_or_path, f"recipe {recipe}"))
+        except FinetuneError:
+            continue
+    return list({model.name: model for model in reversed(found)}.values())[::-1]
+
+
+def local_datasets(workspace: Workspace) -> list[str]:
+    """The bundled dataset, data files below the workspace, and what was uploaded."""
+    found = ["support"]
+    for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
+        if folder.is_dir():
+            files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]
+            found += [
+                str(path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path) for path in files[:50]
+            ]
+    return found
+
+
+def search_models(words: str) -> list[Model]:
+    """Text-generation models of the hub, most downloaded first. Raises RecipeError when the hub can't be reached."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        found = list(
+            HfApi().list_models(
+                search=words[:100],
+                pipeline_tag="text-generation",
+                sort="downloads",
+                limit=_MOST,
+                expand=["safetensors", "cardData", "downloads"],
+            )
+        )
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+        raise RecipeError(
+            f"the hub can't be reached: {type(error).__name__}",
+            "Choose a model that is here, or give the path of a model folder.",
+        ) from None
+    models = []
+    for info in found:
+        card = info.card_data.to_dict() if info.card_data else {}
+        licence = card.get("license")
+        models.append(
+            Model(info.id, "hub", info.safetensors.total if info.safetensors else None, str(licence) if licence else None)
+        )
+    return models
+
+
+def _folders(workspace: Workspace) -> list[object]:
+    """Folders with a config.json, directly below the workspace or its `models`."""
+    found: list[object] = []
+    for parent in (workspace.root, workspace.root / "models"):
+        if parent.is_dir():
+            for path in sorted(parent.iterdir()):
+                if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+                    found.append(path.relative_to(workspace.root))
+    return found
+
+
+def _cached() -> list[str]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return sorted(repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model")
+    except CacheNotFound:
+        return []

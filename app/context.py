@@ -1,0 +1,33 @@
+"""What all pages share: where things are, the followed runs, and the helper processes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from app.chat import Chats
+from app.draft import Draft
+from app.live import LiveRuns
+from app.planner import Planner
+from app.queue import Queue
+from app.tasks import Tasks
+from app.workspace import Workspace
+
+
+class Context:
+    """One app. `close` ends its helpers; runs and queued starts are no helpers and go on."""
+
+    def __init__(self, workspace: Workspace, temporary: Path) -> None:
+        self.workspace, self._temporary = workspace, temporary
+        self.lives = LiveRuns(workspace.folder("series"))
+        self.draft = Draft(workspace)
+        self.planner = Planner(workspace)
+        self.queue = Queue(workspace)
+        self.chats = Chats(workspace)
+        self.tasks = Tasks(workspace)
+
+    def close(self) -> None:
+        """End the planner and the chats; remove what was uploaded and not used."""
+        self.planner.close()
+        self.chats.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)

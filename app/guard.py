@@ -1,0 +1,222 @@
+"""What stands between a browser and the app: pure ASGI, so that server-sent events are not buffered. Everything fails closed.
+
+A request passes when its Host is one of ours, its Origin (if any) is that same host, no other site sent it, its route is on the
+list below, it has the token (link once, then cookie; or bearer), and its body is of a kind and size that the route takes.
+Gradio itself checks none of these: `private` handlers run for anybody, and any site may upload.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+OPEN_PATH = "/healthz"
+UPLOAD_PATH = "/gradio_api/upload"
+#: Routes that the page needs; all others, also those that a new Gradio may bring, are not there.
+READ = re.compile(
+    r"/(?:|model|fit|run|runs|try|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
+    r"|/(?:assets|static|ft)/[\w./@%+-]+"
+    r"|/gradio_api/(?:startup-events|queue/data|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
+)
+WRITE = re.compile(r"/gradio_api/(?:queue/join|upload|cancel|reset)/?")
+BODY_BYTES = 2 * 2**20
+
+HEADERS = [
+    (b"x-frame-options", b"DENY"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
+]
+_OURS = {name for name, _ in HEADERS} | {b"content-security-policy", b"server"}
+
+
+@dataclass(frozen=True)
+class Door:
+    """Who may come in: the token, the port, and the host names under which this server is known."""
+
+    token: str
+    port: int
+    hosts: tuple[str, ...] = LOOPBACK
+    any_port: bool = False  # behind a port mapping, as in a container, the browser's port is another one
+    upload_bytes: int = 64 * 2**20
+
+    @property
+    def cookie(self) -> str:
+        """Cookies don't know ports: two apps on one machine must not take each other's."""
+        return f"ft_token_{self.port}"
+
+    def knows(self, host: str) -> bool:
+        """True for a Host header that names this server."""
+        name, colon, port = host.rpartition(":")
+        if not colon or not port.isdigit():
+            name, port = host, "80"
+        return name.lower() in self.hosts and (self.any_port or int(port) == self.port)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Status and words of a request that doesn't pass."""
+
+    status: int
+    words: str
+
+
+class Guard:
+    """The ASGI application around the app."""
+
+    def __init__(self, app: Asgi, door: Door) -> None:
+        self.app, self.door = app, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer with a refusal."""
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = _headers(scope)
+        query = parse_qsl(scope.get("query_string", b"").decode("latin1"), keep_blank_values=True)
+        linked = dict(query).get("token", "")
+        refusal = self._refusal(scope, headers, linked)
+        if refusal:
+            await answer(send, refusal)
+        elif linked and scope["method"] == "GET":
+            await self._settle(scope, send, query)
+        else:
+            limit = self.door.upload_bytes if scope["path"].rstrip("/") == UPLOAD_PATH else BODY_BYTES
+            await self.app(scope, _limited(receive, limit), _hardened(send))
+
+    def _refusal(self, scope: Scope, headers: dict[str, str], linked: str) -> Refusal | None:
+        method, path, host = scope["method"], scope["path"], headers.get("host", "")
+        if not self.door.knows(host):
+            return Refusal(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
+        origin = headers.get("origin")
+        if origin is not None and (
+            urlsplit(origin).netloc.lower() != host.lower() or urlsplit(origin).scheme not in ("http", "https")
+        ):
+            return Refusal(403, "Requests from other sites are refused.")
+        if method not in ("GET", "HEAD") and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+            return Refusal(403, "Requests from other sites are refused.")
+        if path != OPEN_PATH and not self._has_token(headers, linked):
+            return Refusal(401, "Open the link that `finetune ui` printed; it has the token that is needed here.")
+        if not _route_is_known(method, path):
+            return Refusal(404, "There is nothing here.")
+        return _body_refusal(method, path, headers, self.door.upload_bytes)
+
+    def _has_token(self, headers: dict[str, str], linked: str) -> bool:
+        bearer = headers.get("authorization", "")
+        sent = [
+            linked,
+            _cookie(headers.get("cookie", ""), self.door.cookie),
+            bearer[7:] if bearer.startswith("Bearer ") else "",
+        ]
+        wanted = self.door.token.encode()
+        return any(hmac.compare_digest(token.encode("latin1", "replace"), wanted) for token in sent)
+
+    async def _settle(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
+        """Put the token into the cookie and out of the address, which is kept in histories."""
+        rest = urlencode([(name, value) for name, value in query if name != "token"])
+        target = f"/{scope['path'].lstrip('/')}{'?' + rest if rest else ''}"
+        cookie = f"{self.door.cookie}={self.door.token}; HttpOnly; SameSite=Strict; Path=/"
+        headers = [
+            (b"location", target.encode("latin1")),
+            (b"set-cookie", cookie.encode()),
+            (b"cache-control", b"no-store"),
+            *HEADERS,
+        ]
+        await send({"type": "http.response.start", "status": 303, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _route_is_known(method: str, path: str) -> bool:
+    if ".." in path or "//" in path:
+        return False
+    known = READ if method in ("GET", "HEAD") else WRITE if method == "POST" else None
+    return known is not None and known.fullmatch(path) is not None
+
+
+def _body_refusal(method: str, path: str, headers: dict[str, str], upload_bytes: int) -> Refusal | None:
+    if method != "POST":
+        return None
+    upload = path.rstrip("/") == UPLOAD_PATH
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != ("multipart/form-data" if upload else "application/json"):
+        return Refusal(415, "This kind of content is not taken here.")
+    length = headers.get("content-length", "")
+    if length and (not length.isdigit() or int(length) > (upload_bytes if upload else BODY_BYTES)):
+        return Refusal(413, "That is too large.")
+    return None
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """Count what comes in: a length that is not declared, or is a lie, doesn't help."""
+    got = 0
+
+    async def counted() -> Message:
+        nonlocal got
+        message = await receive()
+        got += len(message.get("body", b""))
+        if got > limit:
+            return {"type": "http.disconnect"}
+        return message
+
+    return counted
+
+
+def _hardened(send: Send) -> Send:
+    """Our headers, and none that would let another site read the answer."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [
+                (key, value)
+                for key, value in message["headers"]
+                if not key.lower().startswith(b"access-control-")
+                and (key.lower() not in _OURS or key.lower() == b"content-security-policy")
+            ]
+            if not any(key.lower() == b"content-security-policy" for key, _ in kept):
+                kept.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"))
+            message = {**message, "headers": [*kept, *HEADERS]}
+        await send(message)
+
+    return sent
+
+
+async def answer(send: Send, refusal: Refusal) -> None:
+    """Send a refusal, as plain text."""
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store"), *HEADERS]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": f"{refusal.words}\n".encode()})
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """By lower-case name; a header sent twice counts as all of its values, which then match nothing."""
+    found: dict[str, str] = {}
+    for key, value in scope["headers"]:
+        name = key.decode("latin1").lower()
+        found[name] = f"{found[name]}, {value.decode('latin1')}" if name in found else value.decode("latin1")
+    return found
+
+
+def _cookie(header: str, name: str) -> str:
+    for part in re.split(r"[;,]", header):
+        key, _, value = part.strip().partition("=")
+        if key == name:
+            return value
+    return ""

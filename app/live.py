@@ -1,0 +1,238 @@
+"""What a run's events say so far, kept up to date by reading only what is new. Shared by every tab that shows the run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.series import Series
+from finetune.events import EventReader
+from finetune.plan.plan import Plan, read_plan
+from finetune.run.directory import RunDirectory, write_json
+from finetune.run.state import RunState, read_state
+
+#: Read in one tick; what is more waits for the background reader, so that a tick stays short.
+TICK_BYTES = 256 * 2**10
+#: New bytes after which the digest is written to disk, so that the next start of the app need not read them again.
+DIGEST_BYTES = 4 * 2**20
+METRICS = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "token_accuracy", "allocated_bytes", "peak_allocated_bytes",
+    "peak_reserved_bytes", "card_used_bytes", "other_processes_bytes", "process_rss_bytes", "process_peak_rss_bytes",
+    "temperature_c", "power_w",
+)  # fmt: skip
+_MARKS, _SAMPLES, _MESSAGES = 400, 8, 50
+
+
+@dataclass
+class Digest:
+    """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
+    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    messages: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
+    peaks: dict[str, int] = field(default_factory=dict)
+    newest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+
+    @property
+    def step(self) -> int:
+        """The newest step, 0 before the first."""
+        return int(self.newest.get("step", {}).get("step") or 0)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left, by the median of the last steps; None when unknown."""
+        total = self.newest.get("step", {}).get("total_steps")
+        return statistics.median(self.recent_s) * max(0, total - self.step) if self.recent_s and total else None
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Add one event; kinds that are not known are only kept as the newest of their kind."""
+        kind = event["kind"]
+        self.newest[kind] = event
+        if kind == "step" and isinstance(event.get("step"), int):
+            self._take_step(event)
+        elif kind == "eval" and isinstance(event.get("step"), int):
+            self._add("eval_loss", event["step"], event.get("eval_loss"))
+            self._mark("evaluation", event["step"])
+        elif kind == "checkpoint":
+            self._mark("save", event.get("step"))
+        elif kind in ("retry", "start"):
+            self._mark(
+                "retry" if kind == "retry" else "resume" if event.get("resumed_from") else "start",
+                event.get("step") or self.step,
+            )
+        elif kind == "sample":
+            self.samples.append(event)
+        if kind in ("warning", "retry", "out_of_memory", "state", "start"):
+            self.messages.append(event)
+
+    def _take_step(self, event: dict[str, Any]) -> None:
+        step = event["step"]
+        if "loss" not in self.series:
+            self._mark("first step", step)
+        for name in METRICS:
+            if event.get(name) is not None:
+                self._add(name, step, event[name])
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes"):
+            if isinstance(event.get(name), int):
+                self.peaks[name] = max(self.peaks.get(name, 0), event[name])
+        if isinstance(event.get("step_s"), (int, float)):
+            self.recent_s.append(event["step_s"])
+
+    def _add(self, name: str, step: int, value: Any) -> None:
+        self.series.setdefault(name, Series()).add(step, value)
+
+    def _mark(self, name: str, step: Any) -> None:
+        if isinstance(step, int):
+            self.marks.append({"name": name, "step": step})
+
+    def as_json(self) -> dict[str, Any]:
+        """The digest as a file holds it."""
+        return {
+            "series": {name: series.as_json() for name, series in self.series.items()}, "marks": list(self.marks),
+            "samples": list(self.samples), "messages": list(self.messages), "peaks": self.peaks, "newest": self.newest,
+            "recent_s": list(self.recent_s),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Digest:
+        """Read back what `as_json` gave."""
+        digest = cls({name: Series.from_json(series) for name, series in values["series"].items()})
+        digest.marks.extend(values["marks"])
+        digest.samples.extend(values["samples"])
+        digest.messages.extend(values["messages"])
+        digest.peaks, digest.newest = values["peaks"], values["newest"]
+        digest.recent_s.extend(values["recent_s"])
+        return digest
+
+
+class LiveRun:
+    """One run, followed. `refresh` is what a tick calls; it costs what is new, and never more than TICK_BYTES."""
+
+    def __init__(self, run: RunDirectory, keep: Path) -> None:
+        self.run, self._keep = run, keep
+        self.digest, self.version = Digest(), 0
+        self._reader = EventReader(run.events)
+        self._lock, self._catching_up = threading.Lock(), False
+        self._file: tuple[int, int] | None = None
+        self._kept = 0
+        self._plan: tuple[int, Plan] | None = None
+
+    def refresh(self) -> bool:
+        """Read what is new. True when everything is read; False while a long history is still being read in the background."""
+        with self._lock:
+            self._begin_again_if_replaced()
+            behind = self._size() - self._reader.offset
+            if self._catching_up:
+                return False
+            if behind > TICK_BYTES:
+                self._catching_up = True
+                threading.Thread(target=self._catch_up, daemon=True).start()
+                return False
+            self._read(TICK_BYTES)
+            return True
+
+    @property
+    def progress(self) -> float:
+        """Share of the events that has been read."""
+        return self._reader.offset / max(1, self._size())
+
+    def plan(self) -> Plan:
+        """The run's plan, read again when the file changed."""
+        stamp = self.run.plan.stat().st_mtime_ns
+        if self._plan is None or self._plan[0] != stamp:
+            self._plan = (stamp, read_plan(self.run.plan))
+        return self._plan[1]
+
+    def state(self) -> RunState:
+        """The state as its events and processes say now."""
+        return read_state(self.run, None if self._catching_up else list(self.digest.newest.values()))
+
+    def wait(self) -> None:
+        """Read everything there is now, however much: for pages that compare runs, and tests."""
+        while True:
+            with self._lock:
+                self._begin_again_if_replaced()
+                if not self._read(2**20):
+                    return
+
+    def _catch_up(self) -> None:
+        """Read a long history in pieces, letting ticks in between."""
+        while True:
+            with self._lock:
+                if not self._read(2**20) or self._size() - self._reader.offset <= TICK_BYTES:
+                    self._catching_up = False
+                    self._keep_digest()
+                    return
+
+    def _read(self, most_bytes: int) -> bool:
+        before = self._reader.offset
+        for event in self._reader.new(most_bytes):
+            self.digest.take(event)
+        if self._reader.offset != before:
+            self.version += 1
+            if self._reader.offset - self._kept > DIGEST_BYTES:
+                self._keep_digest()
+        return self._reader.offset != before
+
+    def _size(self) -> int:
+        try:
+            return self.run.events.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _begin_again_if_replaced(self) -> None:
+        """A file that is another one, or shorter than what was read, is read from its beginning."""
+        try:
+            stat = self.run.events.stat()
+        except FileNotFoundError:
+            return
+        identity = (stat.st_dev, stat.st_ino)
+        if self._file is None:
+            self._file = identity
+            self._restore_digest()
+        if identity != self._file or stat.st_size < self._reader.offset:
+            self._file, self._reader.offset, self._kept = identity, 0, 0
+            self.digest, self.version = Digest(), self.version + 1
+
+    def _keep_digest(self) -> None:
+        if self._reader.offset - self._kept < DIGEST_BYTES:
+            return
+        self._kept = self._reader.offset
+        write_json(self._keep, {"file": self._file, "offset": self._kept, "digest": self.digest.as_json()})
+
+    def _restore_digest(self) -> None:
+        try:
+            values = json.loads(self._keep.read_text(encoding="utf-8"))
+            if values["file"] != list(self._file or ()) or values["offset"] > self._size():
+                return
+            self.digest = Digest.from_json(values["digest"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or of another version: the events are there
+            return
+        self._reader.offset = self._kept = values["offset"]
+
+
+class LiveRuns:
+    """The followed runs by path: one reader for each, however many tabs look."""
+
+    def __init__(self, keep: Path) -> None:
+        self._keep, self._lock = keep, threading.Lock()
+        self._runs: dict[Path, LiveRun] = {}
+
+    def of(self, run: RunDirectory) -> LiveRun:
+        """The one follower of this run."""
+        with self._lock:
+            if run.path not in self._runs:
+                self._runs[run.path] = LiveRun(run, self._keep / f"{run.path.name}.json")
+            return self._runs[run.path]
+
+    def forget(self, run: RunDirectory) -> None:
+        """The run was moved or renamed."""
+        with self._lock:
+            self._runs.pop(run.path, None)

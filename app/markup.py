@@ -1,0 +1,66 @@
+"""Text from outside as inert HTML: names, rows, chat and log lines can't format, script, colour or reorder the page."""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
+
+
+def inert(value: Any, limit: int = 2000) -> str:
+    """`value` as text that a browser shows and never interprets; longer than `limit` characters is cut, with an ellipsis."""
+    text = plain(str(value))
+    return html.escape(text if len(text) <= limit else f"{text[: limit - 1]}…", quote=True)
+
+
+def plain(text: str) -> str:
+    """Without ANSI sequences, control characters and marks that reverse the direction of writing."""
+    lines = _ANSI.sub("", text).split("\n")
+    return "\n".join(line if line.isprintable() else "".join(filter(_is_shown, line)) for line in lines)
+
+
+def _is_shown(letter: str) -> bool:
+    return letter == "\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> str:
+    """A table of texts; a cell that is a `Safe` is HTML already. Columns that start with `>` are right-aligned."""
+    side = ["right" if column.startswith(">") else "left" for column in columns]
+    head = "".join(
+        f'<th scope="col" class="{where}">{inert(column.removeprefix(">"))}</th>'
+        for column, where in zip(columns, side, strict=True)
+    )
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{where}">{_cell(cell)}</td>' for cell, where in zip(row, side, strict=True)) + "</tr>"
+        for row in rows
+    )
+    shown = f'<caption class="{"sr-only" if hidden_caption else ""}">{inert(caption)}</caption>'
+    label = inert(caption)
+    return (
+        f'<div class="ft-scroll" role="region" aria-label="{label}" tabindex="0"><table>{shown}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+class Safe(str):
+    """HTML that this app made itself."""
+
+
+def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
+    """What is wrong and what to do, as a box that screen readers announce."""
+    lines = "".join(f"<li>{inert(line)}</li>" for line in problems[:20])
+    remedy = f'<p class="ft-fix">{inert(fix)}</p>' if fix else ""
+    return f'<div class="ft-problem" role="alert"><strong>{inert(title)}</strong><ul>{lines}</ul>{remedy}</div>'
+
+
+def note(text: str, kind: str = "") -> str:
+    """One line of information."""
+    return f'<p class="ft-note {kind}">{inert(text)}</p>'
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, Safe) else inert("–" if value is None else value)

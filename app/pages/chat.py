@@ -1,0 +1,131 @@
+"""Try it: the same question to base and tuned model, side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from app.binding import BUTTON, QUIET, show
+from app.context import Context
+from app.markup import inert, note, problem
+from finetune.run.directory import RunDirectory
+from finetune.run.state import is_alive
+from finetune.units import format_bytes
+
+_TICK_S = 1.0
+_QUESTION_CHARACTERS = 8000
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """Components, and how they are kept up to date."""
+    view = _View(context)
+    show('<h1 class="ft-title" data-title="Try it">Try it</h1>')
+    with gr.Row(elem_classes="ft-controls"):
+        name = gr.Dropdown([], label="Run", elem_id="chat-run", scale=3)
+        most = gr.Slider(16, 1024, value=128, step=16, label="Longest answer, tokens", elem_id="chat-most", scale=2)
+        clear = gr.Button("New conversation", elem_id="chat-clear", size="sm")
+    warning = show(elem_id="chat-warning")
+    turns = show(elem_id="chat-turns")
+    with gr.Row(elem_classes="ft-controls"):
+        question = gr.Textbox(label="Your message", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-question", scale=5)
+        send = gr.Button("Send to both", variant="primary", elem_id="chat-send")
+    said = show(elem_id="chat-said")
+    seen = gr.State("")
+    page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], [seen, turns, warning], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [name, seen], [seen, turns, warning], **QUIET)
+    name.input(view.tick, [name, seen], [seen, turns, warning], **QUIET)
+    send.click(view.ask, [name, question, most], [question, said], **BUTTON)
+    question.submit(view.ask, [name, question, most], [question, said], **BUTTON)
+    clear.click(view.clear, name, said, **BUTTON)
+
+
+class _View:
+    """Handlers; the conversation is a file."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def choose(self, request: gr.Request) -> Any:
+        """Runs that have something to talk to; the address may name one."""
+        runs = [run for run in self.context.workspace.list_runs() if _has_adapter(run)]
+        asked = self.context.workspace.run(request.query_params.get("run"))
+        chosen = asked or (runs[0] if runs else None)
+        return gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None)
+
+    def tick(self, name: str | None, seen: str) -> list[Any]:
+        """The conversation when it grew, and the warning that belongs to this moment."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start one.</a></p></div>'
+            return gr.skip() if seen == "none" else ["none", empty, ""]
+        shown = _conversation(self.context.chats.turns(run))
+        warning = self._warning(run)
+        now = f"{name}\n{warning}\n{shown}"
+        return gr.skip() if now == seen else [now, shown, warning]
+
+    def ask(self, name: str | None, question: str, most: float) -> list[Any]:
+        """Send the message to the chat's process; the answers come with the ticks."""
+        run = self.context.workspace.run(name)
+        if run is None or not question.strip():
+            return [gr.skip(), note("Choose a run and write a message.")]
+        if not _has_adapter(run):
+            return [
+                gr.skip(),
+                problem("Nothing to talk to yet", [f"{name} has no adapter and no sealed checkpoint"], "Let it train further."),
+            ]
+        self.context.chats.ask(run, question[:_QUESTION_CHARACTERS], int(most))
+        return ["", ""]
+
+    def clear(self, name: str | None) -> str:
+        """Begin again; the model is unloaded, too."""
+        run = self.context.workspace.run(name)
+        if run is not None:
+            self.context.chats.clear(run)
+        return ""
+
+    def _warning(self, run: RunDirectory) -> str:
+        """By forecast: what a running training needs, and what loading this model would add."""
+        busy = next((one for one in self.context.workspace.list_runs() if is_alive(one)), None)
+        if busy is None or self.context.chats.at_work(run):
+            return ""
+        training, ours = self.context.lives.of(busy).plan(), self.context.lives.of(run).plan()
+        who = f"{busy.path.name} is training"
+        if training.forecast is None or ours.forecast is None:
+            return note(
+                f"{who}; there is no forecast of whether this model fits beside it. Loading it may end the training.", "warn"
+            )
+        load = ours.forecast.peaks.get("load", ours.forecast.parts.get("weights", 0))
+        both, budget = training.forecast.peak_high_bytes + load, training.budget_bytes or training.card.free_bytes
+        if both <= budget:
+            return note(f"{who}; by forecast both fit: {format_bytes(both)} of {format_bytes(budget)}.")
+        return note(
+            f"{who}; loading this model beside it would need {format_bytes(both)} of {format_bytes(budget)}: it would not fit.",
+            "bad",
+        )
+
+
+def _has_adapter(run: RunDirectory) -> bool:
+    return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
+
+
+def _conversation(turns: list[dict[str, Any]]) -> str:
+    if not turns:
+        return note("Send a message: both models answer it.")
+    shown = []
+    for turn in turns:
+        sides = "".join(
+            f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p></div>' for model in ("base", "tuned")
+        )
+        error = f'<p class="ft-note bad" role="alert">{inert(turn["error"])}</p>' if turn["error"] else ""
+        shown.append(
+            f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn["question"], 10_000)}</p></div>'
+            f'<div class="ft-sides">{sides}</div>{error}</li>'
+        )
+    return f'<ol class="ft-chat" aria-live="polite">{"".join(shown)}</ol>'
+
+
+def _answer(turn: dict[str, Any], model: str) -> str:
+    if turn[model] is None:
+        return "no answer" if turn["done"] else '<span class="ft-busy"></span> waiting'
+    return inert(turn[model], 20_000) or "<em>an empty answer</em>"

@@ -1,0 +1,183 @@
+"""Model and data: choose both, see at once what will be trained on."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from app import data_view
+from app.binding import BUTTON, QUIET, show
+from app.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
+from app.context import Context
+from app.markup import Safe, inert, note, problem, table
+from finetune.errors import FinetuneError
+from finetune.units import format_bytes, format_count
+
+_BADGE_CSS = {"fits": "ok", "tight": "warn", "does not fit": "bad"}
+_CHECKED = 12
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """Components, and what they do to the draft."""
+    view = _View(context)
+    show('<h1 class="ft-title" data-title="Model and data">Model and data</h1>')
+    with gr.Row():
+        with gr.Column(min_width=320):
+            show("<h2>Base model</h2>")
+            model = gr.Dropdown(
+                [],
+                label="Model",
+                info="bundled, downloaded, a folder, or an id of the hub",
+                allow_custom_value=True,
+                elem_id="model-name",
+            )
+            with gr.Row(elem_classes="ft-controls"):
+                words = gr.Textbox(label="Search the hub", max_length=100, elem_id="model-search", scale=3)
+                search = gr.Button("Search", elem_id="model-search-go", size="sm", scale=1)
+                check = gr.Button("Which of these fit?", elem_id="model-check", size="sm", scale=1)
+            found = show(elem_id="model-found")
+        with gr.Column(min_width=320):
+            show("<h2>Data</h2>")
+            data = gr.Dropdown(
+                [],
+                label="Dataset",
+                info="bundled, a local file, or an id of the hub",
+                allow_custom_value=True,
+                elem_id="data-name",
+            )
+            upload = gr.UploadButton(
+                f"Upload a file ({', '.join(DATA_ENDINGS)})", file_types=list(DATA_ENDINGS), elem_id="data-upload", size="sm"
+            )
+            trouble = show(elem_id="data-trouble")
+            report = show('<p class="ft-note"><span class="ft-busy"></span> reading the data</p>', elem_id="data-report")
+    show('<p><a class="ft-button primary" href="/fit">Next: does it fit?</a></p>')
+    with gr.Row():
+        with gr.Column(min_width=320):
+            show("<h2>Length of the rows</h2>")
+            lengths = show(elem_id="data-lengths")
+            show("<h2>First row as the model sees it; trained tokens are marked</h2>")
+            marked = show(elem_id="data-marked")
+        with gr.Column(min_width=320):
+            show("<h2>First rows as conversations</h2>")
+            conversations = show(elem_id="data-conversations")
+    shown = [trouble, report, lengths, marked, conversations]
+    page.load(view.choose, None, [model, data, found], **QUIET).then(view.look, None, shown, **QUIET)
+    model.input(view.set_model, model, trouble, **QUIET).then(view.look, None, shown, **QUIET)
+    data.input(view.set_data, data, trouble, **QUIET).then(view.look, None, shown, **QUIET)
+    upload.upload(view.upload, upload, [data, trouble], **BUTTON).then(view.look, None, shown, **QUIET)
+    search.click(view.search, words, [found, model], **BUTTON)
+    words.submit(view.search, words, [found, model], **BUTTON)
+    check.click(view.check, words, found, **BUTTON)
+
+
+class _View:
+    """Handlers: each writes the draft or shows what is in it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def choose(self) -> list[Any]:
+        """What there is to choose from, and what is chosen."""
+        self.context.planner.warm()
+        edited = self.context.draft.read()
+        models, datasets = local_models(self.context.workspace), local_datasets(self.context.workspace)
+        model = edited.recipe.model_name_or_path if edited.recipe else None
+        path = edited.recipe.dataset.path if edited.recipe else None
+        data = path if isinstance(path, str) else None
+        return [
+            gr.Dropdown([entry.name for entry in models], value=model),
+            gr.Dropdown(datasets, value=data),
+            _models(models, {}),
+        ]
+
+    def set_model(self, name: str | None) -> str:
+        """The model goes into the draft; a revision belongs to the model before."""
+        edited = self.context.draft.change(model_name_or_path=(name or "").strip(), model_revision=None)
+        return problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
+
+    def set_data(self, path: str | None) -> str:
+        """The dataset goes into the draft; what belonged to the one before goes out."""
+        dataset: dict[str, Any] = {"path": (path or "").strip()}
+        edited = self.context.draft.change(dataset=dataset)
+        return problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
+
+    def upload(self, path: str | None) -> list[Any]:
+        """Keep an uploaded file among the app's own; the recipe names it there."""
+        if not path or Path(path).suffix.lower() not in DATA_ENDINGS:
+            return [
+                gr.skip(),
+                problem("The data needs a change", ["this kind of file isn't read"], f"Use {', '.join(DATA_ENDINGS)}."),
+            ]
+        source = Path(path)
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", source.stem)[:60].strip("-") or "data"
+        target = self.context.workspace.folder("uploads") / f"{stem}-{secrets.token_hex(3)}{source.suffix.lower()}"
+        shutil.move(source, target)
+        root = self.context.workspace.root
+        name = str(target.relative_to(root) if target.is_relative_to(root) else target)
+        return [gr.Dropdown(local_datasets(self.context.workspace), value=name), self.set_data(name)]
+
+    def look(self) -> list[Any]:
+        """Read the data as a run would, and show it."""
+        edited = self.context.draft.read()
+        if edited.recipe is None:
+            return [problem("The recipe needs a change", edited.problems, edited.fix), *[""] * 4]
+        try:
+            answer = self.context.planner.ask("look", recipe=edited.text)
+        except FinetuneError as error:
+            return [problem(error.title, error.problems, error.fix), *[""] * 4]
+        return [
+            "", data_view.report(answer, edited.recipe), data_view.lengths(answer, edited.recipe), data_view.marked(answer),
+            data_view.conversations(answer),
+        ]  # fmt: skip
+
+    def search(self, words: str) -> list[Any]:
+        """Models of the hub; without one, those that are here."""
+        here = local_models(self.context.workspace)
+        if not words.strip():
+            return [_models(here, {}), gr.Dropdown([model.name for model in here])]
+        try:
+            models = search_models(words)
+        except FinetuneError as error:
+            return [problem("Offline", error.problems, error.fix) + _models(here, {}), gr.skip()]
+        if not models:
+            return [note("The hub found no model of this name."), gr.skip()]
+        return [_models(models, self._badges(models)), gr.Dropdown([model.name for model in [*models, *here]])]
+
+    def check(self, words: str) -> str:
+        """Badges for the models that are here."""
+        models = local_models(self.context.workspace)
+        return _models(models, self._badges(models))
+
+    def _badges(self, models: list[Model]) -> dict[str, Any]:
+        edited = self.context.draft.read()
+        if edited.recipe is None:
+            return {}
+        try:
+            return self.context.planner.ask("badges", recipe=edited.text, models=[model.name for model in models[:_CHECKED]])[
+                "badges"
+            ]
+        except FinetuneError as error:
+            return {model.name: {"verdict": "unknown", "because": error.problems[0]} for model in models}
+
+
+def _models(models: list[Model], badges: dict[str, Any]) -> str:
+    rows = []
+    for model in models:
+        size = f"{format_count(model.parameters)} parameters" if model.parameters else None
+        rows.append([model.name, model.source, size, model.licence, Safe(_badge(badges.get(model.name)))])
+    return table(["model", "from", ">size", "licence", "on this card"], rows, "Models", hidden_caption=True)
+
+
+def _badge(badge: dict[str, Any] | None) -> str:
+    if badge is None:
+        return '<span class="ft-badge">not checked</span>'
+    peak = f" {format_bytes(badge['peak_bytes'])}" if badge.get("peak_bytes") else ""
+    bits = " in 4-bit" if badge.get("load_in_4bit") else ""
+    css = _BADGE_CSS.get(badge["verdict"], "")
+    why = f" <small>{inert(badge['because'], 160)}</small>" if badge.get("because") else ""
+    return f'<span class="ft-badge {css}">{inert(badge["verdict"])}{inert(peak)}{bits}</span>{why}'

@@ -1,0 +1,127 @@
+"""Run: live loss over live memory, stop, resume. Works on any run of the folder, whoever started it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from app import run_view
+from app.binding import BUTTON, QUIET, show
+from app.context import Context
+from app.markup import note, problem
+from finetune.errors import FinetuneError
+from finetune.recipe import load_recipe
+from finetune.run import launch
+from finetune.run.state import RunState
+
+_TICK_S = 1.0
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """Components, and how they are kept up to date."""
+    show('<h1 class="ft-title">Run</h1>')
+    with gr.Row(elem_classes="ft-controls"):
+        name = gr.Dropdown([], label="Run", elem_id="run-name", scale=3, allow_custom_value=True)
+        smoothing = gr.Slider(0, 0.99, value=0.8, step=0.01, label="Smoothing", elem_id="run-smoothing", scale=2)
+        stop = gr.Button("Stop with a checkpoint", variant="stop", elem_id="run-stop", interactive=False)
+        resume = gr.Button("Resume", elem_id="run-resume", interactive=False)
+    said = show(elem_id="run-said")
+    head = show(elem_id="run-head")
+    curves = show(elem_id="run-curves")
+    with gr.Accordion("The same numbers as a table", open=False):
+        numbers = show(elem_id="run-numbers")
+    with gr.Row():
+        with gr.Column(min_width=320):
+            show("<h2>Memory</h2>")
+            memory = show(elem_id="run-memory")
+        with gr.Column(min_width=320):
+            show("<h2>More curves</h2>")
+            more = show(elem_id="run-more")
+    show("<h2>Sample answers</h2>")
+    samples = show(elem_id="run-samples")
+    with gr.Accordion("Messages and log", open=False):
+        messages = show(elem_id="run-messages")
+        log = show(elem_id="run-log")
+    seen = gr.State(())
+    shown = [seen, head, curves, more, memory, samples, messages, log, numbers, stop, resume]
+    view = _View(context)
+    inputs = [name, smoothing, seen]
+    page.load(view.choose, None, name, **QUIET).then(view.tick, inputs, shown, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, inputs, shown, **QUIET)
+    name.input(view.tick, inputs, shown, **QUIET)
+    smoothing.input(view.tick, inputs, shown, **QUIET)
+    stop.click(view.stop, name, said, **BUTTON)
+    resume.click(view.resume, name, said, **BUTTON)
+
+
+class _View:
+    """What the handlers do. Nothing is kept here: every answer is made from files."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def choose(self, request: gr.Request) -> Any:
+        """The run that the address names, else one at work, else the newest."""
+        names = [run.path.name for run in self.context.workspace.list_runs()]
+        asked = self.context.workspace.run(request.query_params.get("run"))
+        chosen = asked or self.context.workspace.newest()
+        return gr.Dropdown(choices=names, value=chosen.path.name if chosen else None)
+
+    def tick(self, name: str | None, factor: float, seen: tuple[Any, ...]) -> list[Any]:
+        """What changed since `seen`; nothing when nothing did."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return self._without_run(seen)
+        live = self.context.lives.of(run)
+        whole = live.refresh()
+        state = live.state()
+        now = (name, live.version, whole, round(factor, 3), state)
+        if now == tuple(seen):
+            return gr.skip()
+        head = run_view.headline(live, state)
+        if not whole:
+            head += note(f"Reading this run's history: {live.progress:.0%}")
+        digest, plan = live.digest, live.plan()
+        return [
+            now, head, run_view.curves(live, factor), run_view.more_curves(digest), run_view.memory(digest, plan),
+            run_view.samples(digest), run_view.messages(digest), run_view.log_tail(live), run_view.numbers(digest),
+            gr.Button(interactive=state.state in ("running", "starting")), gr.Button(**_resume_button(state)),
+        ]  # fmt: skip
+
+    def stop(self, name: str | None) -> str:
+        """Ask the run to stop; what comes of it is in its state."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return ""
+        asked = launch.stop(run)
+        return note("Stopping after this step, with a checkpoint." if asked else "Nothing of this run is at work.")
+
+    def resume(self, name: str | None) -> str:
+        """Queue the run to go on from its newest checkpoint."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return ""
+        try:
+            self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
+        except FinetuneError as error:
+            return problem(error.title, error.problems, error.fix)
+        return note("Going on from the newest checkpoint.")
+
+    def _without_run(self, seen: tuple[Any, ...]) -> list[Any]:
+        self.context.queue.ensure()
+        now = ("none", len(self.context.workspace.list_runs()))
+        if now == tuple(seen):
+            return gr.skip()
+        link = '<a href="/fit">See what fits, start one.</a>'
+        words = f'<div class="ft-empty" data-title="Run"><p>There is no run yet.</p><p>{link}</p></div>'
+        return [now, words, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
+
+
+def _resume_button(state: RunState) -> dict[str, Any]:
+    """Whether the run can go on, and if it can't, why."""
+    if not state.ended:
+        return {"interactive": False, "value": "Resume (it is at work)"}
+    if state.state == "finished":
+        return {"interactive": False, "value": "Resume (it has finished)"}
+    return {"interactive": True, "value": "Resume"}

@@ -1,0 +1,207 @@
+"""Runs: all of them with state and forecast against measured; compare, rename, move away; what waits in the queue."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import quote
+
+import gradio as gr
+
+from app.binding import BUTTON, QUIET, show
+from app.charts import Line, Panel, chart, sparkline
+from app.context import Context
+from app.live import LiveRun
+from app.markup import Safe, inert, note, problem, table
+from app.series import smoothed
+from finetune.errors import FinetuneError
+from finetune.run.directory import RunDirectory
+from finetune.units import GIB, format_bytes
+
+_TICK_S = 2.0
+_MOST_COMPARED = 5
+_LISTED = 200
+_SMOOTHING = 0.8
+_MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """Components, and how they are kept up to date."""
+    view = _View(context)
+    show('<h1 class="ft-title" data-title="Runs">Runs</h1>')
+    listed = show(elem_id="runs-list")
+    show("<h2>Compare</h2>")
+    chosen = gr.Dropdown(
+        [], label=f"Up to {_MOST_COMPARED} runs", multiselect=True, max_choices=_MOST_COMPARED, elem_id="runs-compare"
+    )
+    compared = show(elem_id="runs-compared")
+    show("<h2>Rename or move away</h2>")
+    with gr.Row(elem_classes="ft-controls"):
+        name = gr.Dropdown([], label="Run", elem_id="runs-name", scale=2)
+        new = gr.Textbox(label="New name", max_length=100, elem_id="runs-new-name", scale=2)
+        rename = gr.Button("Rename", elem_id="runs-rename", size="sm")
+        discard = gr.Button("Move away", variant="stop", elem_id="runs-discard", size="sm")
+    with gr.Row(visible=False) as sure:
+        show(note("The run goes to the folder .trash beside the other runs; nothing is destroyed."))
+        yes = gr.Button("Yes, move it away", variant="stop", elem_id="runs-discard-yes", size="sm")
+        no = gr.Button("Keep it", elem_id="runs-discard-no", size="sm")
+    said = show(elem_id="runs-said")
+    show("<h2>Queue</h2>")
+    queue = show(elem_id="runs-queue")
+    with gr.Row(elem_classes="ft-controls"):
+        entry = gr.Dropdown([], label="Waiting start", elem_id="runs-queue-entry")
+        cancel = gr.Button("Take it out of the queue", elem_id="runs-queue-cancel", size="sm")
+    seen = gr.State(None)
+    shown = [seen, listed, queue, chosen, name, entry]
+    page.load(view.tick, [seen, chosen, name, entry], shown, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [seen, chosen, name, entry], shown, **QUIET)
+    chosen.change(view.compare, chosen, compared, **QUIET)
+    rename.click(view.rename, [name, new], [said, name], **BUTTON)
+    discard.click(lambda chosen: gr.Row(visible=bool(chosen)), name, sure, **BUTTON)
+    no.click(lambda: gr.Row(visible=False), None, sure, **BUTTON)
+    yes.click(view.discard, name, [said, sure, name], **BUTTON)
+    cancel.click(view.cancel, entry, said, **BUTTON)
+
+
+class _View:
+    """Handlers; all of it from the run directories and the queue's files."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def tick(self, seen: Any, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
+        """The list and the queue when they changed."""
+        self.context.queue.ensure()
+        runs = self.context.workspace.list_runs()[:_LISTED]
+        listed = _list([self._row(run) for run in runs])
+        entries = [(waiting.path.name, waiting.status()) for waiting in self.context.queue.entries()]
+        waiting = [(_asked(name), name) for name, status in entries if status["state"] == "waiting"]
+        queue = _queue(entries)
+        now = hash((listed, queue))
+        if now == seen:
+            return gr.skip()
+        names = [run.path.name for run in runs]
+        return [
+            now, listed, queue, gr.Dropdown(choices=names, value=[one for one in chosen or [] if one in names]),
+            gr.Dropdown(choices=names, value=name if name in names else None),
+            gr.Dropdown(choices=waiting, value=entry if entry in [name for _, name in waiting] else None),
+        ]  # fmt: skip
+
+    def compare(self, names: list[str] | None) -> str:
+        """Curves over each other, and what differs in the recipes."""
+        runs = [run for name in (names or [])[:_MOST_COMPARED] if (run := self.context.workspace.run(name))]
+        if not runs:
+            return note("Choose runs to see their curves over each other and how their settings differ.")
+        lives = [self.context.lives.of(run) for run in runs]
+        for live in lives:
+            live.refresh()
+        panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
+        words = "; ".join(f"{live.run.path.name}: last loss {_loss(live.digest)}" for live in lives)
+        picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {words}")
+        return f'{picture}<p class="ft-summary">{inert(words)}</p>{self._differences(lives)}'
+
+    def rename(self, name: str | None, new: str) -> list[Any]:
+        """Give the run another name."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return [note("Choose a run."), gr.skip()]
+        try:
+            renamed = self.context.workspace.rename(run, new)
+        except FinetuneError as error:
+            return [problem("Not renamed", error.problems, error.fix), gr.skip()]
+        self.context.lives.forget(run)
+        names = [entry.path.name for entry in self.context.workspace.list_runs()]
+        return [note(f"{name} is now called {renamed.path.name}."), gr.Dropdown(choices=names, value=renamed.path.name)]
+
+    def discard(self, name: str | None) -> list[Any]:
+        """Move the run away, after asking."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return [note("Choose a run."), gr.Row(visible=False), gr.skip()]
+        try:
+            target = self.context.workspace.discard(run)
+        except FinetuneError as error:
+            return [problem("Not moved", error.problems, error.fix), gr.Row(visible=False), gr.skip()]
+        self.context.lives.forget(run)
+        names = [entry.path.name for entry in self.context.workspace.list_runs()]
+        return [
+            note(f"{name} is now in {target.parent.name}/{target.name}."),
+            gr.Row(visible=False),
+            gr.Dropdown(choices=names, value=None),
+        ]
+
+    def cancel(self, entry: str | None) -> str:
+        """Take a waiting start out of the queue."""
+        return note("It is out of the queue." if entry and self.context.queue.cancel(entry) else "It is not waiting any more.")
+
+    def _row(self, run: RunDirectory) -> list[Any]:
+        live = self.context.lives.of(run)
+        live.refresh()
+        digest, plan, state = live.digest, live.plan(), live.state()
+        loss = digest.series.get("loss")
+        line = sparkline(loss.means(), f"Loss of {run.path.name}: {_loss(digest)}") if loss else sparkline([], "no step yet")
+        name = run.path.name
+        link = Safe(f'<a href="/run?run={quote(name)}">{inert(name)}</a>')
+        badge = Safe(f'<span class="ft-state {inert(state.state)}"><strong>{inert(state.state)}</strong></span>')
+        total = plan.total_steps
+        forecast = plan.forecast.peak_bytes if plan.forecast else None
+        measured = digest.peaks.get("card_used_bytes") or digest.peaks.get("process_peak_rss_bytes")
+        off = f"{measured / forecast - 1:+.1%}" if forecast and measured else None
+        return [
+            link, badge, Safe(line), f"{digest.step:,}{f' of {total:,}' if total else ''}", _loss(digest),
+            format_bytes(forecast) if forecast else "no forecast", format_bytes(measured), off,
+        ]  # fmt: skip
+
+    def _differences(self, lives: list[Any]) -> str:
+        settings = [live.plan().settings.model_dump(mode="json") for live in lives]
+        names = [
+            name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"
+        ]
+        if not names:
+            return note("The settings of these runs are the same.")
+        rows = [[name, *(str(values.get(name)) for values in settings)] for name in names]
+        return table(["setting", *(live.run.path.name for live in lives)], rows, "Settings that differ")
+
+
+def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
+    """One line for each run, of the first of the metrics that it has."""
+    lines = []
+    for number, live in enumerate(lives):
+        series = next((live.digest.series[name] for name in names if name in live.digest.series), None)
+        if series is not None:
+            points = smoothed(series.means(), _SMOOTHING) if unit == 1.0 else series.means()
+            lines.append(Line(live.run.path.name, points, f"run run{number}"))
+    return Panel(title, lines, lambda value: f"{value / unit:.3g}", unit=unit)
+
+
+def _list(rows: list[list[Any]]) -> str:
+    if not rows:
+        return '<div class="ft-empty"><p>There is no run yet.</p><p><a href="/fit">See what fits, and start one.</a></p></div>'
+    columns = ["run", "state", "loss", ">step", ">last loss", ">peak, forecast", ">peak, measured", ">off by"]
+    return table(columns, rows, "Runs, newest first", hidden_caption=True)
+
+
+def _queue(entries: list[tuple[str, dict[str, Any]]]) -> str:
+    rows = [
+        [
+            _asked(name),
+            status["state"],
+            " ".join([status.get("run") or "", status["message"], *(status.get("problems") or [])[:2]]),
+        ]
+        for name, status in reversed(entries)
+    ]
+    return (
+        table(["asked for at", "state", "message"], rows, "Queue", hidden_caption=True)
+        if rows
+        else note("Nothing was asked for yet.")
+    )
+
+
+def _asked(name: str) -> str:
+    """When an entry was asked for: its name begins with the time in nanoseconds."""
+    return time.strftime("%d %b %H:%M:%S", time.localtime(int(name.partition("-")[0]) / 1e9))
+
+
+def _loss(digest: Any) -> str:
+    loss = digest.series.get("loss")
+    return "not measured" if loss is None or loss.last is None else f"{loss.last:.4f}"

@@ -1,0 +1,149 @@
+"""The planner, a process of its own: reads questions as lines of JSON, answers with lines of JSON.
+
+look    {"recipe": yaml}                                  what is in the data: report, lengths, examples, one example marked
+plan    {"recipe": yaml, "free_bytes": n or null}         the plan with its forecast, for the data as it was read
+badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict
+from typing import Any
+
+from app.process import claim_stdout
+from finetune.errors import FinetuneError
+from finetune.recipe import AUTO, Recipe, parse_recipe, resolved
+
+_DATASETS, _LENGTHS_SENT, _EXAMPLES = 3, 20_000, 5
+
+
+class Questions:
+    """Answers, with the data of the last few recipes in memory."""
+
+    def __init__(self) -> None:
+        self._looked: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """One answer. FinetuneErrors are answers, too."""
+        try:
+            recipe = parse_recipe(question["recipe"], "recipe")
+            kind = question["kind"]
+            if kind == "look":
+                return {key: value for key, value in self._look(recipe).items() if key != "statistics"}
+            if kind == "plan":
+                return self._plan(recipe, question.get("free_bytes"))
+            return {"badges": {name: self._badge(recipe, name) for name in question["models"]}}
+        except FinetuneError as error:
+            return {**error.as_json(), "title": error.title}
+        except Exception as error:  # noqa: BLE001 - the page says what it was, and the next question gets its answer
+            import traceback
+
+            traceback.print_exc()
+            return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": ""}
+
+    def _look(self, recipe: Recipe) -> dict[str, Any]:
+        key = _data_key(recipe)
+        if key not in self._looked:
+            self._looked[key] = _read(recipe)
+            while len(self._looked) > _DATASETS:
+                self._looked.popitem(last=False)
+        self._looked.move_to_end(key)
+        return self._looked[key]
+
+    def _plan(self, recipe: Recipe, free_bytes: int | None) -> dict[str, Any]:
+        from finetune.card import find_card
+        from finetune.plan import make_plan
+
+        card = find_card(recipe.gpu, free_bytes=free_bytes)
+        data, why = None, None
+        try:
+            data = _limited(self._look(recipe)["statistics"], recipe)
+        except FinetuneError as error:
+            why = " ".join(error.problems[:3])
+        return {"plan": make_plan(recipe, card, data).as_json(), "without_data_because": why}
+
+    def _badge(self, recipe: Recipe, name: str) -> dict[str, Any]:
+        """Verdict for this model in place of the recipe's, with its own settings left to the planner."""
+        from finetune.card import find_card
+        from finetune.plan import make_plan
+
+        kept: dict[str, Any] = {
+            "dataset": recipe.dataset,
+            "gpu": recipe.gpu,
+            "max_length": recipe.max_length,
+            "model_name_or_path": name,
+        }
+        try:
+            plan = make_plan(Recipe(**kept), find_card(recipe.gpu), None)
+        except FinetuneError as error:
+            return {"verdict": "unknown", "because": error.problems[0]}
+        peak = plan.forecast.peak_bytes if plan.forecast else None
+        return {"verdict": plan.verdict, "peak_bytes": peak, "load_in_4bit": plan.settings.load_in_4bit}
+
+
+def _data_key(recipe: Recipe) -> str:
+    """What the rows' tokens depend on; the limit of length is applied afterwards."""
+    names = ("model_name_or_path", "model_revision", "train_on_inputs", "chat_template", "seed")
+    return json.dumps([recipe.dataset.model_dump(mode="json"), *(getattr(recipe, name) for name in names)])
+
+
+def _read(recipe: Recipe) -> dict[str, Any]:
+    """Read and tokenise. Rows that can't be trained on are shown, not raised; the start still refuses them."""
+    from finetune import data
+    from finetune.run.prepare import statistics_of
+
+    lenient = resolved(recipe, max_length=AUTO, dataset=recipe.dataset.model_copy(update={"on_bad_rows": "skip"}))
+    tokenizer = data.load_tokenizer(lenient)
+    prepared = data.prepare(lenient, tokenizer, max_length=None)
+    lengths = sorted(prepared.lengths)
+    sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
+    return {
+        "report": prepared.report.as_json(),
+        "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
+        "lengths": sent,
+        "marked": [[text, bool(trained)] for text, trained in data.mark_example(prepared, tokenizer)],
+        "conversations": _conversations(recipe),
+        "statistics": statistics_of(prepared),
+    }
+
+
+def _conversations(recipe: Recipe) -> list[list[dict[str, str]]]:
+    """The first rows as messages: role and text."""
+    from finetune.data.examples import read_examples
+
+    found = []
+    for example in read_examples(recipe.dataset, recipe.seed).train.examples[:_EXAMPLES]:
+        messages = getattr(example, "messages", None) or [{"role": "text", "content": getattr(example, "text", None) or ""}]
+        found.append([{"role": str(message["role"]), "text": str(message.get("content") or "")[:4000]} for message in messages])
+    return found
+
+
+def _limited(statistics: Any, recipe: Recipe) -> Any:
+    """The statistics with the recipe's limit of length: what is over it is cut or left out, as `excess_length` says."""
+    import dataclasses
+
+    limit = recipe.max_length
+    if limit == AUTO or not statistics.lengths or statistics.lengths[-1] <= limit:
+        return statistics
+    if recipe.excess_length == "truncate":
+        lengths = tuple(min(length, limit) for length in statistics.lengths)
+    else:
+        lengths = tuple(length for length in statistics.lengths if length <= limit)
+    tokens = sum(lengths)
+    trained = round(statistics.trained_tokens * tokens / max(1, statistics.total_tokens))
+    return dataclasses.replace(statistics, rows=len(lengths), lengths=lengths, total_tokens=tokens, trained_tokens=trained)
+
+
+def main() -> int:
+    """Answer until standard input closes, which is when the app ends."""
+    out, questions = claim_stdout(), Questions()
+    for line in sys.stdin:
+        out.write(json.dumps(questions.answer(json.loads(line)), default=str) + "\n")
+        out.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Helper processes: the app's own modules run by this Python, in the folder where the user started the app."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from app.workspace import Workspace
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of a module of ours. `-P`: a folder called app or finetune in the user's folder is not ours."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Without the app's token, and with nothing phoning home."""
+    values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
+    return {**values, "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def detach(workspace: Workspace, module: str, *arguments: str, log: Path) -> int:
+    """Start a process that outlives the app, output to `log`. Returns its id."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command(module, *arguments), stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=workspace.root,
+            start_new_session=True, env=environment(),
+        ).pid  # fmt: skip
+
+
+def converse(workspace: Workspace, module: str, *arguments: str, log: Path) -> subprocess.Popen[str]:
+    """Start a process that is spoken with in lines of JSON and ends with the app (its standard input closes)."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, cwd=workspace.root,
+            text=True, encoding="utf-8", env=environment(),
+        )  # fmt: skip
+
+
+def claim_stdout() -> IO[str]:
+    """Keep standard output for our lines alone: what libraries print goes to standard error."""
+    ours: Any = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    return ours

@@ -1,0 +1,90 @@
+"""Pictures of every page in both themes, wide and as a phone: `python -m app.screenshots OUT [--runs runs] [--url LINK]`.
+
+Without --url it serves the runs folder itself for as long as it takes. Needs Chromium and playwright.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from app.server import serving
+from app.workspace import Workspace
+
+ADDRESSES = {"model": "", "fit": "fit", "run": "run", "runs": "runs", "try": "try", "result": "result"}
+SIZES = {"wide": (1360, 900), "phone": (390, 844)}
+ARGUMENTS = [
+    "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--disable-background-timer-throttling", "--disable-renderer-backgrounding",
+]  # fmt: skip
+_SETTLE_MS, _BUSY_MS = 4000, 180_000
+
+
+def main() -> int:
+    """Write the pictures; returns 0, or 1 when a page said something in the console."""
+    parser = argparse.ArgumentParser(description="Pictures of every page in both themes.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--url", help="link of a page that is served already, with its token")
+    parser.add_argument("--only", nargs="*", choices=list(ADDRESSES), default=list(ADDRESSES))
+    chosen = parser.parse_args()
+    out = chosen.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        link = chosen.url
+        if not link:
+            token = secrets.token_urlsafe(32)
+            link = f"{stack.enter_context(serving(Workspace(Path.cwd(), chosen.runs.absolute()), token))}/?token={token}"
+        said = take(link, out, chosen.only)
+    print("\n".join(said) or f"{out}: no page said anything in the console")  # noqa: T201
+    return 1 if said else 0
+
+
+def take(link: str, out: Path, pages: list[str]) -> list[str]:
+    """Visit each page in both themes and sizes; returns what the consoles said."""
+    from playwright.sync_api import sync_playwright
+
+    said: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium") or None, args=ARGUMENTS)
+        for size, (width, height) in SIZES.items():
+            for theme in ("light", "dark"):
+                context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=_scheme(theme))
+                first = context.new_page()
+                first.goto(link)  # the cookie; each page then has a tab of its own
+                first.close()
+                for page in pages:
+                    address = f"{link.partition('?')[0].rstrip('/')}/{ADDRESSES[page]}"
+                    said += _picture(context, address, out / f"{page}-{theme}-{size}.png")
+                context.close()
+        browser.close()
+    return list(dict.fromkeys(said))
+
+
+def _picture(context: Any, address: str, path: Path) -> list[str]:
+    """One page; what it says while it is looked at, not what its breaking connections say when the tab is closed."""
+    said: list[str] = []
+    tab = context.new_page()
+    tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.goto(address)
+    tab.wait_for_selector("h1.ft-title")
+    tab.wait_for_timeout(_SETTLE_MS)
+    tab.wait_for_function("!document.querySelector('.ft-busy')", timeout=_BUSY_MS)
+    tab.screenshot(path=str(path), full_page=True)
+    found = list(said)
+    tab.close()
+    return found
+
+
+def _scheme(theme: str) -> Any:
+    return theme
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""`finetune doctor`: what of this machine works, and the fix for what doesn't."""
+
+from __future__ import annotations
+
+import time
+
+from rich.markup import escape
+
+from finetune import __version__
+from finetune.cli.app import print_json
+from finetune.cli.render import err, out
+from finetune.recipe import load_recipe
+
+_COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
+
+
+def show_doctor(source: str | None, overrides: list[str], *, as_json: bool) -> int:
+    """Check the machine, and a recipe's needs if one is given. Returns 0, or 1 when something fails."""
+    recipe = load_recipe(source, overrides) if source else None
+    from finetune.doctor import examine, worst
+
+    if not as_json:
+        err.print("[dim]looking ...[/]")
+    began = time.monotonic()
+    findings = examine(recipe)
+    state, took_s = worst(findings), round(time.monotonic() - began, 1)
+    if as_json:
+        values = {"finetune": __version__, "state": state, "took_s": took_s}
+        print_json({**values, "findings": [finding.as_json() for finding in findings]})
+    else:
+        for finding in findings:
+            shown = finding.as_json()
+            colour = _COLOURS[finding.state]
+            out.print(f"[{colour}]{finding.state:4}[/]  [bold]{finding.check}[/]: {escape(shown['what'])}", soft_wrap=True)
+            if finding.fix:
+                out.print(f"      [dim]fix:[/] {escape(shown['fix'])}", soft_wrap=True)
+    return 1 if state == "fail" else 0

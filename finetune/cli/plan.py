@@ -1,0 +1,104 @@
+"""`finetune plan`: the ledger with bars, the plan with its reasons, the alternatives, the verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.padding import Padding
+
+from finetune.cli.app import print_json
+from finetune.cli.render import err, out, table
+from finetune.forecast.forecast import PARTS, Forecast
+from finetune.plan.plan import Plan
+from finetune.recipe import load_recipe
+from finetune.units import format_bytes, format_count, format_seconds, parse_bytes
+
+_BAR = 28
+_COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+
+
+def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str | None, as_json: bool) -> int:
+    """Plan without starting. Returns 0 when it fits (tightly, too), 3 when it doesn't."""
+    recipe = load_recipe(source, [*overrides, *([f"gpu={gpu}"] if gpu else [])])
+    from finetune.errors import RecipeError
+
+    try:
+        free_bytes = parse_bytes(free) if free else None
+    except ValueError as error:
+        raise RecipeError(f"--free: {error}") from None
+    from finetune.run.prepare import plan_only
+
+    plan = plan_only(recipe, free_bytes=free_bytes, progress=lambda text: None if as_json else err.print(f"[dim]{text} ...[/]"))
+    if as_json:
+        print_json(plan.as_json())
+    else:
+        _print_plan(plan)
+    return 3 if plan.verdict == "does not fit" else 0
+
+
+def _print_plan(plan: Plan) -> None:
+    settings, card = plan.settings, plan.card
+    out.print(
+        f"[bold]{escape(str(settings.model_name_or_path))}[/] on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
+    )
+    if plan.forecast:
+        _print_ledger(plan.forecast, card.free_bytes)
+        low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
+        verdict = f"[bold {_COLOURS.get(plan.verdict, '')}]{plan.verdict}[/]"
+        out.print(f"\n{verdict}: between {low} and {high} of {format_bytes(card.free_bytes)}")
+        if plan.forecast.step_s:
+            hours = format_seconds(plan.forecast.step_s * plan.total_steps) if plan.total_steps else "unknown"
+            speed = format_count(plan.forecast.tokens_per_s)
+            out.print(f"about {speed} tokens/s, {plan.total_steps or '?'} steps, {hours} (estimated)")
+        for note in plan.forecast.notes:
+            out.print(f"note: {escape(note)}")
+    else:
+        out.print("no memory forecast for this machine")
+    out.print()
+    for name, reason in plan.reasons.items():
+        out.print(f"[bold]{name}[/] = {escape(str(getattr(settings, name, '')))}")
+        out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
+    _print_rows("Alternatives considered", plan.alternatives)
+    if plan.verdict == "does not fit":
+        _print_rows("What would make it fit", plan.suggestions)
+
+
+def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
+    overhead = forecast.peak_bytes - forecast.allocated_bytes
+    rows = [(part, forecast.parts.get(part, 0)) for part in PARTS] + [("allocator and context", overhead)]
+    shown = table("at the training peak", ">bytes", "")
+    for name, size in rows:
+        if size > 0:
+            shown.add_row(name, format_bytes(size), _bar(size, free_bytes))
+    shown.add_row("[bold]whole card[/]", f"[bold]{format_bytes(forecast.peak_bytes)}[/]", _bar(forecast.peak_bytes, free_bytes))
+    out.print(shown)
+    peaks = "  ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
+    out.print(f"[dim]allocated peaks: {peaks}   ({forecast.method})[/]")
+
+
+def _bar(size: int, whole: int) -> str:
+    filled = min(_BAR, round(_BAR * size / whole)) if whole else 0
+    return "█" * filled if filled else "▏"
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    columns = list(rows[0])
+    shown = table(*(column.removesuffix("_bytes").replace("_", " ") for column in columns), title=f"\n[bold]{title}[/]")
+    for row in rows:
+        shown.add_row(*(_cell(column, row.get(column)) for column in columns))
+    out.print(shown)
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if column.endswith("_bytes"):
+        return format_bytes(value)
+    if column.endswith("tokens_per_s"):
+        return format_count(round(value))
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return escape(str(value))

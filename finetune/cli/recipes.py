@@ -1,0 +1,59 @@
+"""`finetune recipes`: the shipped recipes, and every setting there is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from finetune.cli.app import print_json
+from finetune.cli.render import out, table
+from finetune.errors import RecipeError
+from finetune.recipe import find_recipe, load_recipe, shipped_recipes
+from finetune.recipe.reference import settings_reference
+
+
+def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
+    """List, show or copy recipes, or list the settings."""
+    if verb == "keys":
+        _show_keys(as_json)
+    elif verb == "show" and name:
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+    elif verb == "copy" and name:
+        _copy(find_recipe(name))
+    elif verb == "list":
+        _list(as_json)
+    else:
+        raise RecipeError(f"finetune recipes {verb}: not known or without a name", "Use: list, show NAME, copy NAME, keys.")
+
+
+def _list(as_json: bool) -> None:
+    rows = []
+    for name, path in shipped_recipes().items():
+        recipe = load_recipe(path)
+        rows.append({"name": name, "model": recipe.model_name_or_path, "gpu": recipe.gpu, "max_length": recipe.max_length})
+    if as_json:
+        print_json(rows)
+        return
+    shown = table("recipe", "model", "card", ">max_length")
+    for row in rows:
+        shown.add_row(*(str(value) for value in row.values()))
+    out.print(shown)
+
+
+def _copy(path: Path) -> None:
+    target = Path(path.name)
+    if target.exists():
+        raise RecipeError(f"{target} exists already", "Move it away first, or edit it.")
+    shutil.copy(path, target)
+    out.print(f"{target} written; run it with: finetune run {target}")
+
+
+def _show_keys(as_json: bool) -> None:
+    rows = settings_reference()
+    if as_json:
+        print_json(rows)
+        return
+    shown = table("setting", "default", "what it is")
+    for row in rows:
+        shown.add_row(row["name"], str(row["default"]), row["description"])
+    out.print(shown)

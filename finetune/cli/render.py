@@ -1,0 +1,83 @@
+"""What the terminal shows: errors, tables, the live line. Nothing here computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from finetune.errors import FinetuneError
+from finetune.units import format_bytes, format_count, format_seconds
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+_MOST_PROBLEMS = 15
+
+
+def print_error(error: FinetuneError) -> None:
+    """One screen: what is wrong, and what to type."""
+    err.print(f"[bold red]{escape(error.title)}[/]")
+    for problem in error.problems[:_MOST_PROBLEMS]:
+        err.print(f"  {escape(problem)}", soft_wrap=False)
+    if len(error.problems) > _MOST_PROBLEMS:
+        err.print(f"  ... and {len(error.problems) - _MOST_PROBLEMS} more")
+    if error.fix:
+        err.print(f"[bold]Fix:[/] {escape(error.fix)}")
+
+
+def print_versions() -> None:
+    """finetune and the stack that it was installed with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    names = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "gradio")
+    from finetune import __version__
+
+    out.print(f"finetune {__version__}")
+    for name in names:
+        try:
+            out.print(f"  {name} {version(name)}")
+        except PackageNotFoundError:
+            out.print(f"  {name} is missing")
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table in the project's one style; columns that start with '>' are right-aligned."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for place, column in enumerate(columns):  # names stay whole, long text wraps
+        justify = "right" if column.startswith(">") else "left"
+        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=place == 0 or justify == "right")
+    return made
+
+
+def step_line(event: dict[str, Any]) -> str:
+    """One step as a plain line of at most 80 columns."""
+    rate, memory = event.get("tokens_per_s"), memory_now(event)
+    loss, left_s = event.get("loss"), event.get("left_s")
+    shown = f"{loss:.4f}" if isinstance(loss, float) else str(loss)
+    return (
+        f"step {event['step']}/{event['total_steps']}  loss {shown}  {format_count(round(rate)) if rate else '-'} tok/s  "
+        f"{memory}  left {format_seconds(left_s)}"
+    )
+
+
+def memory_now(event: dict[str, Any]) -> str:
+    """Memory now and at the peak, on the card; or of the process on a CPU, and then it says so."""
+    if event.get("peak_allocated_bytes") is not None:
+        return f"card {format_bytes(event['allocated_bytes'])} / {format_bytes(event['peak_allocated_bytes'])}"
+    return f"process {format_bytes(event.get('process_rss_bytes'))} / {format_bytes(event.get('process_peak_rss_bytes'))}"
+
+
+def state_text(state: str) -> Text:
+    """A state in its colour."""
+    colours = {
+        "finished": "green",
+        "running": "cyan",
+        "starting": "cyan",
+        "stopping": "yellow",
+        "stopped": "yellow",
+        "paused": "yellow",
+    }
+    return Text(state, style=colours.get(state, "red" if state in ("failed", "diverged", "lost") else ""))

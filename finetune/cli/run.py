@@ -1,0 +1,241 @@
+"""`finetune run`, `resume`, `watch` and `stop`: start a run, or follow the events of one."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from finetune.cli.app import print_json
+from finetune.cli.render import err, memory_now, out, step_line
+from finetune.events import EventReader
+from finetune.recipe import load_recipe
+from finetune.run import launch
+from finetune.run.directory import RunDirectory, list_runs, open_run
+from finetune.run.state import RunState, read_state
+from finetune.units import format_bytes, format_count, format_seconds
+
+_EXIT_OF = {"finished": 0, "diverged": 6, "paused": 7, "lost": 1, "failed": 1}
+
+
+def run_recipe(source: str, overrides: list[str], *, as_json: bool, force: bool, detach: bool) -> int:
+    """Prepare, create the run directory, start, follow. Returns the exit code."""
+    recipe = load_recipe(source, overrides)
+    from finetune.run.prepare import create_run, prepare
+
+    say = (lambda _: None) if as_json else (lambda text: err.print(f"[dim]{text} ...[/]"))
+    prepared = prepare(recipe, force=force, progress=say)
+    run = create_run(prepared)
+    if not as_json:
+        _introduce(run, prepared)
+    launch.start(run)
+    if detach:
+        _tell_end(run, read_state(run), as_json)
+        return 0
+    return _follow(run, 0, as_json)
+
+
+def resume_run(source: str, *, as_json: bool) -> int:
+    """Start a run again and follow it."""
+    run = open_run(source)
+    offset = run.events.stat().st_size if run.events.exists() else 0
+    launch.resume(run)
+    return _follow(run, offset, as_json)
+
+
+def watch_run(source: str, *, as_json: bool) -> int:
+    """Follow a run that somebody else started; leaving doesn't stop it."""
+    return _follow(open_run(source), 0, as_json, owner=False)
+
+
+def stop_run(source: str, *, now: bool, as_json: bool) -> int:
+    """Ask a run to stop and wait until it has."""
+    run = open_run(source)
+    if not launch.stop(run):
+        _tell_end(run, read_state(run), as_json)
+        return 0
+    if now:
+        time.sleep(0.3)
+        launch.stop(run)
+    launch.wait(run, deadline_s=300)
+    _tell_end(run, read_state(run), as_json)
+    return 0
+
+
+def stop_all(*, as_json: bool) -> int:
+    """Ask every run below runs/ that is at work to stop, all at once, and wait until all have."""
+    asked = [run for run in list_runs() if launch.stop(run)]
+    for run in asked:
+        launch.wait(run, deadline_s=300)
+        _tell_end(run, read_state(run), as_json)
+    return 0
+
+
+def _introduce(run: RunDirectory, prepared: Any) -> None:
+    plan, settings = prepared.plan, prepared.plan.settings
+    method = "QLoRA (NF4)" if settings.load_in_4bit else "LoRA on int8" if settings.load_in_8bit else "LoRA"
+    out.print(f"[bold]{escape(str(settings.model_name_or_path))}[/]  {method} r={settings.lora_r}  on {escape(plan.card.name)}")
+    data, tokens = plan.data, format_count(plan.data.total_tokens)
+    out.print(
+        f"{data.rows:,} rows, {data.eval_rows:,} held out, {tokens} tokens; {plan.total_steps} steps of "
+        f"{settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} rows, "
+        f"learning rate {settings.learning_rate:g}"
+    )
+    if plan.forecast:
+        peak, free = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.card.free_bytes)
+        out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
+    for warning in prepared.data.report.warnings:
+        out.print(f"[yellow]note:[/] {escape(warning)}")
+    out.print(f"Run directory: {escape(str(run.path))}\n")
+
+
+def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
+    """Show events until the run ends. Ctrl-C and SIGTERM stop the run (an owner's) or only the watching."""
+    interrupts: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in numbers]
+    try:
+        show = _JsonView() if as_json else _BarView() if sys.stdout.isatty() else _LineView()
+        with show:
+            for event in _events(run, offset, interrupts, owner):
+                show.event(event)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    state = read_state(run)
+    _tell_end(run, state, as_json)
+    if not state.ended:  # the watching was interrupted, not the run
+        return 0
+    return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, 1)
+
+
+def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[dict[str, Any]]:
+    reader, told, recent = EventReader(run.events, offset), 0, deque[float](maxlen=50)
+    alive_s = time.monotonic() + 20  # a starting supervisor needs a moment before it shows
+    while True:
+        for event in reader.new():
+            alive_s = time.monotonic()
+            if event["kind"] == "step" and event.get("step_s"):
+                recent.append(event["step_s"])
+                event["left_s"] = statistics.median(recent) * max(0, event["total_steps"] - event["step"])
+            yield event
+        if len(interrupts) > told:
+            told = len(interrupts)
+            if not owner:
+                return
+            err.print("\n[yellow]stopping after this step, with a checkpoint; Ctrl-C again ends it at once[/]")
+            launch.stop(run, interrupts[-1])
+        if time.monotonic() > alive_s and read_state(run).ended:
+            yield from reader.new()
+            return
+        time.sleep(0.1)
+
+
+def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
+    if as_json:
+        values = {
+            "run": str(run.path),
+            "state": state.state,
+            "message": state.message,
+            "step": state.step,
+            "exit_code": state.exit_code,
+        }
+        print_json(values)
+        return
+    colour = {"finished": "green", "stopped": "yellow", "paused": "yellow", "running": "cyan", "starting": "cyan"}.get(
+        state.state, "red"
+    )
+    out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
+    if state.state == "finished":
+        out.print(f"Score it:    finetune eval {run.path}\nTalk to it:  finetune chat {run.path}")
+    elif state.state == "failed":
+        out.print(f"Log: {escape(str(run.log))}")
+
+
+class _JsonView:
+    """The events themselves."""
+
+    def __enter__(self) -> _JsonView:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def event(self, event: dict[str, Any]) -> None:
+        print_json(event)
+        sys.stdout.flush()
+
+
+class _LineView(_JsonView):
+    """Plain lines for a file or a pipe: about forty of them for any number of steps."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "step":
+            every = max(1, event["total_steps"] // 40)
+            if event["step"] % every == 0 or event["step"] in (1, event["total_steps"]):
+                print(step_line(event), flush=True)
+        elif text := _text_of(event):
+            print(text, flush=True)
+
+
+class _BarView(_JsonView):
+    """A live bar with step, loss, speed, memory and time left."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            console=out,
+        )
+        self._task = self._bar.add_task("starting", total=None, shown="")
+
+    def __enter__(self) -> _BarView:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def event(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            rate = event.get("tokens_per_s")
+            loss = event["loss"] if isinstance(event["loss"], str) else f"{event['loss']:.3f}"
+            speed, left = format_count(round(rate)) if rate else "-", format_seconds(event.get("left_s"))
+            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {left}"
+            self._bar.update(
+                self._task, description="training", completed=event["step"], total=event["total_steps"], shown=shown
+            )
+        elif event["kind"] == "state":
+            self._bar.update(self._task, description=event["state"])
+        if text := _text_of(event):
+            self._bar.print(escape(text))
+
+
+def _text_of(event: dict[str, Any]) -> str:
+    """The line for an event that is worth one, or nothing."""
+    kind = event["kind"]
+    if kind == "eval" and isinstance(event.get("eval_loss"), float):
+        return f"step {event['step']}: held-out loss {event['eval_loss']:.4f} ({format_seconds(event['eval_s'])})"
+    if kind == "checkpoint":
+        took_s = event["save_s"] + event["seal_s"]
+        return f"step {event['step']}: checkpoint sealed, {format_bytes(event['bytes'])} in {took_s:.2f} s"
+    if kind == "warning":
+        return f"note: {event['message']}"
+    if kind == "retry":
+        changes = ", ".join(f"{name}={value}" for name, value in event["changes"].items())
+        return f"{event['reason']}; going on by itself with {changes} (attempt {event['attempt']})"
+    if kind == "start":
+        where = f"from {event['resumed_from']}" if event["resumed_from"] else "from the beginning"
+        why = "; ".join(event["approximate_because"])
+        return f"training {where}; resuming is {'exact to the bit' if event['exact'] else f'approximate, because {why}'}"
+    return ""

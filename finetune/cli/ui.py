@@ -1,0 +1,20 @@
+"""`finetune ui`: the web page, as a process in place of this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from finetune.errors import RecipeError
+
+
+def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
+    """Become `python -m app`. `-P` keeps a folder called app in the working directory from being taken for ours."""
+    if find_spec("gradio") is None:
+        raise RecipeError("the page needs gradio, which is not installed", 'Install it: pip install "gradio>=6.20,<7"')
+    command = [sys.executable, "-P", "-m", "app", "--host", host, "--port", str(port), "--runs", runs]
+    for name in allow_host:
+        command += ["--allow-host", name]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)

@@ -1,0 +1,156 @@
+"""The form edits a recipe: every key is there, text and form are in step, the command line agrees, remote code stays off."""
+
+import shlex
+
+import pytest
+
+from app.draft import Draft, command_line
+from app.queue import Queue
+from app.recipe_form import fields, typed
+from app.workspace import Workspace
+from finetune.errors import RecipeError
+from finetune.recipe import load_recipe, parse_recipe, shipped_recipes
+from finetune.recipe.reference import settings_reference
+from finetune.run.directory import RunDirectory
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return Workspace(tmp_path, tmp_path / "runs")
+
+
+@pytest.fixture
+def draft(workspace):
+    return Draft(workspace)
+
+
+def test_the_form_has_every_key_but_remote_code():
+    assert {row["name"] for row in settings_reference()} - {field.name for field in fields()} == {"trust_remote_code"}
+
+
+def test_a_stranger_finds_a_recipe_that_runs_anywhere(draft):
+    assert draft.read().recipe == load_recipe("tiny-cpu")
+
+
+@pytest.mark.parametrize("field", fields(), ids=lambda field: field.name)
+def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
+    before = draft.read()
+    after = draft.change(**typed(field, field.text(before)))
+    assert after.recipe is not None
+    assert after.recipe.model_dump() == before.recipe.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("lora_r", "32", 32),
+        ("learning_rate", "1e-4", 1e-4),
+        ("use_dora", "true", True),
+        ("target_modules", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("seed", "7", 7),
+        ("activation_checkpointing", "selective", "selective"),
+    ],
+)
+def test_what_is_typed_becomes_the_value_that_yaml_would_give(draft, name, text, value):
+    field = next(field for field in fields() if field.name == name)
+    edited = draft.change(**typed(field, text))
+    assert getattr(edited.recipe, name) == value
+    assert field.text(draft.read()) in (text, str(value).lower(), '["q_proj", "v_proj"]', "0.0001")
+
+
+def test_a_value_that_is_none_is_said_and_changes_nothing(draft):
+    before = draft.read().text
+    assert "lora_r" in draft.change(lora_r="many").problems[0]
+    assert draft.read().text == before
+
+
+def test_text_that_is_no_recipe_is_kept_with_its_problems(draft):
+    assert draft.write("lora_rr: 3").recipe is None
+    assert draft.read().text == "lora_rr: 3"
+    assert any("lora_rr" in problem for problem in draft.read().problems)
+    assert draft.change(lora_r=8).recipe is None
+    assert draft.read().text == "lora_rr: 3"
+
+
+def test_remote_code_can_not_be_switched_on_in_any_way(draft):
+    text = draft.read().text
+    pinned = f"trust_remote_code: true\nmodel_revision: {'a' * 40}\n"
+    assert draft.change(trust_remote_code=True).recipe.trust_remote_code is False
+    assert draft.apply("trust_remote_code=true").recipe.trust_remote_code is False
+    assert draft.apply(f"model_revision={'a' * 40} trust_remote_code=true").recipe is None
+    assert draft.write(text + pinned).recipe is None
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_the_command_line_repeats_the_recipe(draft, name):
+    draft.start_from(name)
+    draft.change(lora_r=24, seed=3)
+    recipe = draft.read().recipe
+    words = shlex.split(command_line(recipe))
+    assert words[:2] == ["finetune", "run"]
+    assert load_recipe(words[2], words[3:]).model_dump() == recipe.model_dump()
+
+
+def test_a_recipe_far_from_all_shipped_ones_says_to_save_the_file():
+    lines = """
+model_name_or_path: a/b
+dataset: {path: x.jsonl, split: validation, max_rows: 9}
+lora_r: 3
+lora_alpha: 5
+seed: 1
+max_length: 99
+weight_decay: 0.5
+max_grad_norm: 2
+warmup_ratio: 0.5
+packing: true
+"""
+    assert command_line(parse_recipe(lines)) == "finetune run recipe.yaml"
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", None, "../x", "/etc", "a/b", ".app", ".trash", "link", "\x00"])
+def test_a_run_name_never_leads_out_of_the_folder(workspace, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "plan.json").write_text("{}")
+    workspace.runs.mkdir()
+    (workspace.runs / "link").symlink_to(outside)
+    assert workspace.run(name) is None
+    assert workspace.list_runs() == []
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", ".hidden", "", "x" * 101, "a\nb", "-rf", "<b>"])
+def test_a_run_is_not_renamed_to_what_is_no_plain_name(workspace, name):
+    with pytest.raises(RecipeError):
+        workspace.rename(some_run(workspace), name)
+
+
+def test_a_run_is_not_renamed_onto_another(workspace):
+    some_run(workspace, "two")
+    with pytest.raises(RecipeError):
+        workspace.rename(some_run(workspace), "two")
+
+
+def test_moving_a_run_away_destroys_nothing(workspace):
+    run = some_run(workspace)
+    target = workspace.discard(run)
+    assert not run.path.exists()
+    assert (target / "plan.json").read_text() == "{}"
+    assert workspace.list_runs() == []
+
+
+def test_the_queue_is_files_and_keeps_its_order(workspace, monkeypatch):
+    monkeypatch.setattr(Queue, "ensure", lambda self: None)
+    queue = Queue(workspace)
+    entries = [queue.add(load_recipe("tiny-cpu", [f"seed={seed}"])) for seed in (1, 2, 3)]
+    again = Queue(workspace)
+    assert [load_recipe(entry.recipe).seed for entry in again.waiting()] == [1, 2, 3]
+    assert again.cancel(entries[0].path.name)
+    assert not again.cancel("../../outside")
+    assert [load_recipe(entry.recipe).seed for entry in again.waiting()] == [2, 3]
+
+
+def some_run(workspace, name="one"):
+    path = workspace.runs / name
+    path.mkdir(parents=True)
+    (path / "plan.json").write_text("{}")
+    return RunDirectory(path)

@@ -1,0 +1,431 @@
+"""Attacks on the page, by raw HTTP against the real server: each is refused. Routes are the router's, so a new one counts."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from starlette.routing import Mount, Route
+
+from app.guard import LOOPBACK, READ, UPLOAD_PATH, WRITE, Door
+from app.server import choose_token, listen, make_door
+from app.workspace import Workspace
+from finetune.errors import RecipeError
+
+TOKEN = "t" * 32
+SECRET = "the words of a file that nobody asked to serve"
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory):
+    """The whole application, served in a thread: guard, uploads, filter, FastAPI, Gradio."""
+    import uvicorn
+
+    from app.server import build
+
+    before, root = Path.cwd(), tmp_path_factory.mktemp("workspace")
+    (root / "secret.txt").write_text(SECRET)
+    bound = listen("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    application, context = build(Workspace(root, root / "runs"), make_door("127.0.0.1", port, TOKEN))
+    server = uvicorn.Server(
+        uvicorn.Config(application, log_level="error", access_log=False, ws="none", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield port, application, root
+    server.should_exit = True
+    thread.join(10)
+    context.close()
+    os.chdir(before)
+
+
+def send(app, method, path, headers=None, body=None, *, token=TOKEN, host=None):
+    """(status, headers, body) of one request; a stream's body is not waited for."""
+    connection = http.client.HTTPConnection("127.0.0.1", app[0], timeout=10)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    connection.putheader("Host", host or f"127.0.0.1:{app[0]}")
+    if token:
+        connection.putheader("Cookie", f"ft_token_{app[0]}={token}")
+    for name, value in (headers or {}).items():
+        connection.putheader(name, value)
+    if body is not None and "Transfer-Encoding" not in (headers or {}):
+        connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    data = b"" if "event-stream" in answer.headers.get("content-type", "") else answer.read()
+    connection.close()
+    return answer.status, {key.lower(): value for key, value in answer.getheaders()}, data
+
+
+def multipart(name, content):
+    head = f'--x\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'
+    return head.encode() + content + b"\r\n--x--\r\n", {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+def routes(app):
+    """Every (method, path) of the router below the guard, Gradio's own ones too, with parameters filled in."""
+    found = set()
+
+    def walk(router, prefix=""):
+        for route in router.routes:
+            inner = getattr(route, "original_router", None) or (route.app if isinstance(route, Mount) else None)
+            if inner is not None:
+                walk(inner, prefix + getattr(route, "path", "").rstrip("/"))
+                continue
+            assert isinstance(route, Route), f"{route!r} can't be listed: teach this test about it"
+            found.update((method, re.sub(r"\{[^}]*\}", "1", prefix + route.path)) for method in route.methods or {"GET"})
+
+    walk(app[1].app.app.app)
+    assert len(found) > 90, "Gradio's router was not found"
+    return sorted(found)
+
+
+def configs(app):
+    """What each page tells a browser of its components and handlers."""
+    for address in ("/", "/fit", "/run", "/runs", "/try", "/result"):
+        page = send(app, "GET", address)[2]
+        yield json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
+
+
+def handlers(app):
+    return sorted({item["id"] for config in configs(app) for item in config["dependencies"]})
+
+
+def test_every_route_but_healthz_refuses_without_the_token(app):
+    for method, path in routes(app):
+        status, _, body = send(
+            app, method, path, {"Content-Type": "application/json"}, b"{}" if method == "POST" else None, token=None
+        )
+        assert status in ((200, 404) if path == "/healthz" else (401,)), (method, path)
+        assert SECRET.encode() not in body
+
+
+def test_every_route_that_is_not_on_the_list_is_not_there_even_with_the_token(app):
+    unlisted = [
+        (method, path) for method, path in routes(app) if not (READ if method in ("GET", "HEAD") else WRITE).fullmatch(path)
+    ]
+    assert len(unlisted) > 40
+    for method, path in unlisted:
+        assert send(app, method, path, {"Content-Type": "application/json"}, b"{}" if method == "POST" else None)[0] == 404, (
+            method,
+            path,
+        )
+
+
+def test_the_list_has_no_file_proxy_api_or_admin_route():
+    for path in (
+        "/gradio_api/file=/etc/passwd", "/gradio_api/file/x", "/gradio_api/proxy=http://127.0.0.1/",
+        "/gradio_api/stream/1/1/1/playlist.m3u8",
+        "/monitoring", "/gradio_api/info", "/gradio_api/openapi.json", "/gradio_api/vibe-code", "/gradio_api/deep_link",
+        "/docs",
+        "/openapi.json", "/gradio_api/custom_component/1/client/component/x", "/logout", "/gradio_api/dev/reload",
+        "/gradio_api/runs",
+    ):  # fmt: skip
+        assert not READ.fullmatch(path), path
+    for path in (
+        "/gradio_api/run/predict",
+        "/gradio_api/api/x",
+        "/gradio_api/call/x",
+        "/gradio_api/component_server",
+        "/login",
+    ):
+        assert not WRITE.fullmatch(path), path
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:{port}",
+        "192.168.1.20:{port}",
+        "127.0.0.1:1",
+        "127.0.0.1.evil.example:{port}",
+        "localhost",
+        "",
+        "a, 127.0.0.1:{port}",
+        "127.0.0.1:{port}@evil.example",
+    ],
+)
+def test_a_foreign_host_is_refused_also_with_the_token(app, host):
+    status, _, body = send(app, "GET", "/config", host=host.format(port=app[0]) or " ")
+    assert status in (400, 421)
+    assert b"components" not in body
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://127.0.0.1:1",
+        "http://192.168.1.20:{port}",
+        "file://",
+        "http://127.0.0.1:{port}.evil.example",
+        "chrome-extension://x",
+        "ftp://127.0.0.1:{port}",
+        "",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_a_foreign_origin_is_refused_and_never_echoed(app, origin, method):
+    headers = {"Origin": origin.format(port=app[0]), "Content-Type": "application/json"}
+    status, answered, _ = send(app, method, "/gradio_api/queue/join", headers, b"{}" if method == "POST" else None)
+    assert status == 403
+    assert not [name for name in answered if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
+def test_posts_from_other_sites_are_refused(app, site):
+    body, headers = multipart("a.jsonl", b"{}")
+    assert send(app, "POST", UPLOAD_PATH, {**headers, "Sec-Fetch-Site": site}, body)[0] == 403
+
+
+def test_a_cross_site_upload_without_the_token_writes_nothing(app):
+    body, headers = multipart("a.jsonl", b"planted")
+    assert send(app, "POST", UPLOAD_PATH, headers, body, token=None)[0] == 401
+    folder = Path(os.environ["GRADIO_TEMP_DIR"])
+    assert not [path for path in folder.rglob("*") if path.is_file() and b"planted" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "application/json-patch+json",
+        "text/plain; application/json",
+    ],
+)
+def test_other_kinds_of_content_are_refused(app, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    assert send(app, "POST", "/gradio_api/queue/join", headers, b'{"fn_index":0,"data":[],"session_hash":"x"}')[0] == 415
+
+
+def test_every_handler_by_index_refuses_without_the_token(app):
+    numbers = handlers(app)
+    assert len(numbers) > 50
+    for number in numbers:
+        body = json.dumps({"fn_index": number, "data": [], "session_hash": "x"}).encode()
+        assert send(app, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, body, token=None)[0] == 401
+
+
+@pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "t", TOKEN.upper(), "é" * 32])
+def test_wrong_tokens_are_refused_in_every_place(app, token):
+    from urllib.parse import quote
+
+    assert send(app, "GET", "/", token=None)[0] == 401
+    assert send(app, "GET", "/?token=" + quote(token), token=None)[0] == 401
+    assert send(app, "GET", "/", {"Authorization": "Bearer " + token.encode().decode("latin1")}, token=None)[0] == 401
+    if token:
+        assert send(app, "GET", "/", token=token.encode().decode("latin1"))[0] == 401
+
+
+def test_the_link_gives_a_cookie_that_scripts_and_other_sites_cannot_use(app):
+    status, headers, _ = send(app, "GET", f"/run?run=a%20b&token={TOKEN}", token=None)
+    assert status == 303
+    assert headers["location"] == "/run?run=a+b"
+    cookie = headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert f"ft_token_{app[0]}=" in cookie
+
+
+@pytest.mark.parametrize("path", ["//evil.example/", "/\\evil.example/", "/https://evil.example"])
+def test_the_link_never_leads_to_another_host(app, path):
+    status, headers, _ = send(app, "GET", f"{path}?token={TOKEN}", token=None)
+    assert status == 404
+    assert "location" not in headers
+
+
+def test_the_recipe_can_be_downloaded_and_is_what_the_form_edits(app):
+    status, headers, body = send(app, "GET", "/ft/recipe.yaml")
+    assert status == 200
+    assert headers["content-disposition"].startswith("attachment")
+    assert b"model_name_or_path: tiny" in body
+
+
+def test_bearer_works_for_programs(app):
+    assert send(app, "GET", "/config", {"Authorization": f"Bearer {TOKEN}"}, token=None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/../../../../etc/passwd",
+        "/assets/..%2f..%2f..%2fetc/passwd",
+        "/assets/%2e%2e/%2e%2e/x",
+        "/static/....//x",
+        "/ft/../secret.txt",
+        "/ft/%2e%2e/server.py",
+        "/ft/server.py",
+        "/gradio_api/file=/etc/passwd",
+        "/gradio_api/file=../secret.txt",
+        "/gradio_api/file=C:/x",
+        "/GRADIO_API/FILE=/etc/passwd",
+        "/assets//etc/passwd",
+        "/svelte/../x",
+    ],
+)
+def test_paths_that_climb_out_serve_nothing(app, path):
+    status, _, body = send(app, "GET", path)
+    assert status in (400, 403, 404)
+    assert b"root:" not in body
+    assert SECRET.encode() not in body
+
+
+def test_files_of_the_working_folder_and_links_are_not_served(app):
+    (app[2] / "link.txt").symlink_to("/etc/passwd")
+    for name in ("secret.txt", "link.txt"):
+        for path in (f"/gradio_api/file={app[2] / name}", f"/ft/{name}", f"/{name}", f"/static/{name}"):
+            assert send(app, "GET", path)[0] == 404
+
+
+def test_a_file_given_by_path_or_address_is_not_taken(app):
+    """A handler that takes an upload must not be made to read another file of this machine, or of the network."""
+    chosen = [item for config in configs(app) for item in config["dependencies"] if item["targets"][0][1] == "upload"]
+    assert len(chosen) == 2
+    for source in (
+        {"path": str(app[2] / "secret.txt")},
+        {"path": "/etc/passwd"},
+        {"url": "http://127.0.0.1:1/x", "path": "http://127.0.0.1:1/x"},
+    ):
+        for item in chosen:
+            data = [{**source, "meta": {"_type": "gradio.FileData"}}, 0]
+            body = json.dumps({"fn_index": item["id"], "data": data, "session_hash": "attack"}).encode()
+            send(app, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, body)
+    time.sleep(1.0)
+    draft = app[2] / "runs/.app/draft/recipe.yaml"
+    assert not draft.exists() or SECRET not in draft.read_text()
+    assert (app[2] / "secret.txt").read_text() == SECRET
+
+
+def test_a_body_over_the_limit_is_refused_with_and_without_a_length(app):
+    kind = {"Content-Type": "application/json"}
+    assert send(app, "POST", "/gradio_api/queue/join", {**kind, "Content-Length": str(2**40)}, None)[0] == 413
+    assert send(app, "POST", "/gradio_api/queue/join", {**kind, "Content-Length": "-1"}, None)[0] in (400, 413)
+    chunk = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        status, _, _ = send(
+            app, "POST", "/gradio_api/queue/join", {**kind, "Transfer-Encoding": "chunked"}, chunk * 4 + b"0\r\n\r\n"
+        )
+        assert status >= 400
+
+
+def test_an_upload_flood_is_refused(app, monkeypatch):
+    folder = Path(os.environ["GRADIO_TEMP_DIR"])
+    (folder / "old").mkdir()
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    monkeypatch.setattr("app.uploads.ROOM_BYTES", there + 1000)
+    (folder / "old" / "x").write_bytes(b"x" * 2000)
+    body, headers = multipart("a.jsonl", b"{}")
+    assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 507
+    os.utime(folder / "old", (0, 0))
+    assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 200
+    assert not (folder / "old").exists()
+    monkeypatch.setattr("app.uploads.AT_ONCE", 0)
+    assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 429
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../evil.jsonl", "..%2fevil.jsonl", "a/b.jsonl", "\\..\\evil.jsonl", "a.jsonl:stream", "<img src=x>.jsonl"]
+)
+def test_an_uploaded_name_never_leaves_the_upload_folder(app, name):
+    body, headers = multipart(name, b"{}")
+    status, _, answer = send(app, "POST", UPLOAD_PATH, headers, body)
+    if status == 200:
+        folder = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
+        assert all(Path(path).resolve().is_relative_to(folder) for path in json.loads(answer))
+
+
+def test_every_answer_denies_framing_sniffing_and_referrers(app):
+    for path, token in (
+        ("/", TOKEN),
+        ("/run", TOKEN),
+        ("/config", TOKEN),
+        ("/ft/page.js", TOKEN),
+        ("/healthz", None),
+        ("/", None),
+        ("/nothing", TOKEN),
+    ):
+        headers = send(app, "GET", path, token=token)[1]
+        assert headers["x-frame-options"] == "DENY"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_page_may_load_only_from_here_and_run_only_marked_scripts(app):
+    _, headers, page = send(app, "GET", "/")
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "http" not in policy
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    nonce = re.search(r"'nonce-([\w-]+)'", policy)[1].encode()
+    assert all(b'nonce="' + nonce + b'"' in tag for tag in re.findall(rb"<script\b[^>]*>", page))
+    assert not re.findall(rb"<(?:script|link|img|meta)\b[^>]*?(?:src|href|content)=[\"'](?:https?:)?//", page)
+    assert send(app, "GET", "/")[1]["content-security-policy"] != policy
+
+
+def test_the_theme_loads_no_fonts_from_elsewhere(app):
+    for path in ("/theme.css", "/ft/theme.css"):
+        assert not re.findall(rb"(?:@import|url\()\s*[\"']?(?:https?:)?//", send(app, "GET", path)[2])
+
+
+def test_websockets_are_refused(app):
+    with socket.create_connection(("127.0.0.1", app[0]), timeout=5) as raw:
+        raw.sendall(
+            f"GET /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1:{app[0]}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            "Sec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        )
+        assert b" 101 " not in raw.recv(200)
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "OPTIONS"])
+def test_other_methods_are_not_there(app, method):
+    assert send(app, method, "/")[0] in (400, 404)
+
+
+def test_the_token_is_in_no_file_and_no_page(app):
+    assert TOKEN.encode() not in send(app, "GET", "/")[2]
+    assert TOKEN.encode() not in send(app, "GET", "/config")[2]
+    for path in app[2].rglob("*"):
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
+
+
+def test_loopback_is_the_default_and_other_names_must_be_named():
+    door = make_door("127.0.0.1", 7860, TOKEN)
+    assert door.hosts == LOOPBACK
+    assert not door.any_port
+    wide = make_door("0.0.0.0", 7860, TOKEN, ("gpu.lan",))
+    assert wide.knows("gpu.lan:7860")
+    assert wide.knows("localhost:8080")
+    assert not wide.knows("192.168.1.20:7860")
+    assert not wide.knows("evil.example:7860")
+
+
+@pytest.mark.parametrize("token", ["", "short", "with space and more", "a;b" * 10, "é" * 20])
+def test_a_token_that_keeps_nobody_out_is_refused(monkeypatch, token):
+    monkeypatch.setenv("FINETUNE_UI_TOKEN", token)
+    with pytest.raises(RecipeError):
+        choose_token()
+
+
+def test_a_random_token_is_long_and_new_each_time(monkeypatch):
+    monkeypatch.delenv("FINETUNE_UI_TOKEN", raising=False)
+    assert len({choose_token() for _ in range(10)}) == 10
+    assert len(choose_token()) >= 43
+
+
+def test_two_apps_have_two_cookies():
+    assert Door(TOKEN, 7860).cookie != Door(TOKEN, 7861).cookie

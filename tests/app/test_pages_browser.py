@@ -1,0 +1,303 @@
+"""A stranger's path in Chromium: choose, see the fit, start, watch, leave, come back, stop, resume, chat, compare.
+
+Fails on anything in the console, any request to another host and any HTTP 5xx. The run is real: the bundled model and data, on
+the processor. Needs /usr/bin/chromium; the check of accessibility needs npm for axe-core.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.screenshots import ADDRESSES, ARGUMENTS
+from finetune.events import EventWriter
+from finetune.run.directory import RunDirectory
+
+TOKEN = "b" * 32
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LONG_S = 400  # two cores may be shared with others; nothing here measures time
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(4000)]
+
+
+class Served:
+    """The app as a user starts it, in a folder of its own."""
+
+    def __init__(self, folder):
+        self.folder, self.process, self.link = folder, None, ""
+
+    def start(self):
+        environment = {**os.environ, "FINETUNE_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "finetune", "ui", "--port", "0"], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        said = []
+        while line := self.process.stdout.readline():
+            said.append(line)
+            if found := re.search(r"(http://\S+)\?token=", line):
+                self.link = found[1]
+                return self
+        raise AssertionError("the app did not start: " + "".join(said))
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
+    one = Served(folder).start()
+    yield one
+    one.kill()
+    from finetune.run import launch
+    from finetune.run.directory import list_runs
+
+    for run in list_runs(folder / "runs"):
+        launch.stop(run, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    assert CHROMIUM, "these tests need Chromium: apt install chromium"
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(served, chromium):
+    """Open a page in a fresh context; what went wrong on the way fails the test at its end."""
+    wrong, contexts = [], []
+
+    def opened(address="", **options):
+        context = chromium.new_context(viewport={"width": 1360, "height": 900}, **options)
+        context.set_default_timeout(LONG_S * 1000)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on(
+            "request",
+            lambda request: wrong.append(request.url) if not request.url.startswith((served.link, "data:", "blob:")) else None,
+        )
+        tab.on("response", lambda answer: wrong.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None)
+        separator = "&" if "?" in address else "?"
+        tab.goto(f"{served.link}{address}{separator}token={TOKEN}")
+        tab.wait_for_selector("h1.ft-title")
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def write_recipe(served, **settings):
+    folder = served.folder / "runs/.app/draft"
+    folder.mkdir(parents=True, exist_ok=True)
+    from finetune.recipe import load_recipe, write_recipe
+
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    (folder / "recipe.yaml").write_text(write_recipe(load_recipe("tiny-cpu", overrides)))
+
+
+def fake_run(served, name, steps=50):
+    """A run directory with the plan of a real one and events written by the project's writer."""
+    real = next(path for path in (served.folder / "runs").glob("*/plan.json"))
+    run = RunDirectory(served.folder / "runs" / name)
+    run.path.mkdir()
+    shutil.copy(real, run.plan)
+    shutil.copy(real.with_name("recipe.yaml"), run.recipe)
+    writer = EventWriter(run.events)
+    for step in range(1, steps + 1):
+        writer.emit("step", step=step, total_steps=steps, loss=3.0 / step, process_rss_bytes=2**30, step_s=0.1)
+    writer.emit("sample", step=steps, prompt="<img src=x onerror=alert(1)>", answer="\x1b[31m**bold** ${alert(1)} {{value}}")
+    writer.emit("state", state="finished", message="<b>done</b>", exit_code=0)
+    writer.close()
+    return run
+
+
+def test_a_stranger_gets_from_choosing_to_comparing(served, visit):
+    page = visit()
+    page.wait_for_selector("#data-report >> text=rows read")
+    assert page.input_value("#model-name input") == "tiny"
+    assert page.locator("#data-marked mark").count() > 0
+    assert "limit" in page.inner_text("#data-lengths")
+
+    write_recipe(served, max_steps=12, save_steps=4, eval_steps=6)
+    page.click("text=Next: does it fit?")
+    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 12')")
+    assert "GiB" in page.inner_text("#fit-ledger")
+    assert "max_steps=12" in page.input_value("#fit-command textarea")
+
+    page.click("#fit-start")
+    page.wait_for_url("**/run?run=*")
+    address = page.url.removeprefix(served.link)
+    page.wait_for_selector("#run-curves polyline.memory", state="attached")
+    before = page.get_attribute("#run-curves polyline.loss", "points")
+    page.wait_for_function(
+        "before => document.querySelector('#run-curves polyline.loss').getAttribute('points') != before", arg=before
+    )
+    page.close()
+
+    again = visit(address)
+    again.wait_for_selector("#run-curves polyline.memory", state="attached")
+    again.click("#run-stop")
+    again.wait_for_selector("#run-head .ft-state.stopped")
+    again.wait_for_function("!document.querySelector('#run-resume').disabled")
+    again.click("#run-resume")
+    again.wait_for_selector("#run-head .ft-state.finished")
+    assert "finished" in again.title()
+    assert "resume" in again.inner_text("#run-curves")
+
+    talk = visit(f"try?{address.partition('?')[2]}")
+    talk.wait_for_selector("#chat-turns >> text=both models answer it")
+    talk.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
+    talk.click("#chat-send")
+    talk.wait_for_selector("#chat-turns .ft-turn.tuned")
+    talk.wait_for_function("!document.querySelector('#chat-turns .ft-busy')")
+    assert "<b>my tent</b>" in talk.inner_text("#chat-turns .ft-turn.user p")
+    assert "no answer" not in talk.inner_text("#chat-turns")
+
+    fake_run(served, "other run")
+    compare = visit("runs")
+    compare.wait_for_selector("#runs-list >> text=other run")
+    compare.click("#runs-compare input")
+    compare.locator("[role=option]").first.click()
+    compare.click("#runs-compare input")
+    compare.locator("[role=option]").last.click()
+    compare.wait_for_selector("#runs-compared polyline.run1", state="attached")
+
+
+def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit):
+    address = "run?run=other%20run"
+    seen = visit(address)
+    seen.wait_for_selector("#run-curves polyline.loss", state="attached")
+    before = seen.inner_text("#run-curves .ft-summary")
+    events = (served.folder / "runs/other run/events.jsonl").read_bytes()
+    seen.close()
+    served.kill()
+    served.start()
+    again = visit(address)
+    again.wait_for_selector("#run-curves polyline.loss", state="attached")
+    assert again.inner_text("#run-curves .ft-summary") == before
+    assert (served.folder / "runs/other run/events.jsonl").read_bytes() == events
+
+
+def test_two_apps_on_one_folder_start_one_run_once(served, visit):
+    other = Served(served.folder).start()
+    try:
+        write_recipe(served, max_steps=2, save_steps=0, eval_steps=0, seed=7)
+        before = set((served.folder / "runs").glob("*/plan.json"))
+        page = visit("fit")
+        page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+        page.click("#fit-start")
+        page.wait_for_url("**/run?run=*")
+        page.wait_for_selector("#run-head .ft-state.finished")
+        assert len(set((served.folder / "runs").glob("*/plan.json")) - before) == 1
+    finally:
+        other.kill()
+
+
+def test_hostile_names_and_words_are_shown_as_text(served, visit):
+    page = visit("run?run=other%20run")
+    page.wait_for_selector("#run-samples td")
+    cells = page.locator("#run-samples td").all_inner_texts()
+    assert "<img src=x onerror=alert(1)>" in cells
+    assert "**bold** ${alert(1)} {{value}}" in cells
+    assert "<b>done</b>" in page.inner_text("#run-head .ft-state")
+    assert page.locator("#run-samples img, #run-head b").count() == 0
+
+
+def test_a_slider_changes_recipe_plan_and_command_together(served, visit):
+    page = visit("fit")
+    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.length > 20")
+    page.fill("#fit-rank input[type=number]", "8")
+    page.press("#fit-rank input[type=number]", "Enter")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('lora_r: 8')")
+    page.wait_for_function("document.querySelector('#fit-command textarea').value.includes('lora_r=8')")
+    assert "lora_r: 8" in (served.folder / "runs/.app/draft/recipe.yaml").read_text()
+
+
+def test_remote_code_can_not_be_switched_on_from_the_page(served, visit):
+    page = visit("fit")
+    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.length > 20")
+    text = page.input_value("#fit-yaml textarea")
+    page.fill("#fit-yaml textarea", f"{text}\ntrust_remote_code: true\nmodel_revision: {'a' * 40}\n")
+    page.wait_for_selector("#fit-trouble >> text=trust_remote_code")
+    assert page.locator("#fit-start").is_disabled()
+    assert page.locator("#key-trust_remote_code").count() == 0
+    page.fill("#fit-yaml textarea", text)
+    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+
+
+def test_every_page_can_be_used_at_phone_width(served, chromium):
+    context = chromium.new_context(viewport={"width": 390, "height": 844})
+    context.set_default_timeout(LONG_S * 1000)
+    page = context.new_page()
+    page.goto(f"{served.link}?token={TOKEN}")
+    for address in ADDRESSES.values():
+        page.goto(f"{served.link}{address}")
+        page.wait_for_selector("h1.ft-title")
+        page.wait_for_timeout(3000)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 391, address
+    context.close()
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("axe")
+    assert shutil.which("npm"), "the check of accessibility needs npm, to fetch axe-core"
+    subprocess.run(["npm", "pack", "axe-core@4"], cwd=folder, check=True, capture_output=True, timeout=300)
+    subprocess.run(["tar", "xzf", next(folder.glob("*.tgz")).name], cwd=folder, check=True)
+    return (folder / "package/axe.min.js").read_text()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_serious_violation_on_any_page(served, chromium, axe, theme):
+    context = chromium.new_context(viewport={"width": 1360, "height": 900}, color_scheme=theme)
+    context.set_default_timeout(LONG_S * 1000)
+    page = context.new_page()
+    page.goto(f"{served.link}?token={TOKEN}")
+    for name, address in ADDRESSES.items():
+        page.goto(f"{served.link}{address}")
+        page.wait_for_selector("h1.ft-title")
+        page.wait_for_timeout(5000)
+        page.evaluate(axe)
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        serious = [
+            (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
+            for item in found
+            if item["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], (name, json.dumps(serious, indent=1))
+    context.close()
+
+
+def test_screenshots_of_every_page_are_written_by_a_command(served, tmp_path):
+    command = [sys.executable, "-m", "app.screenshots", str(tmp_path), "--url", f"{served.link}?token={TOKEN}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*.png"))) == 4 * len(ADDRESSES)
+    assert all(path.stat().st_size > 5000 for path in tmp_path.glob("*.png"))
+
+
+def test_the_app_holds_no_cuda_context_and_no_torch(served):
+    """The pages' process reads files; what needs torch is in processes of its own."""
+    maps = Path(f"/proc/{served.process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "libcuda" not in maps

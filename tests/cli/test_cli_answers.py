@@ -1,0 +1,74 @@
+"""The command line answers at once, in one screen, with the fix, and with the documented exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "gradio", "bitsandbytes")
+
+
+def finetune(*arguments, **environment):
+    return subprocess.run([sys.executable, "-m", "finetune", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def imported_by(*arguments):
+    code = (
+        "import sys; sys.argv = ['finetune', *sys.argv[1:]]\nfrom finetune.cli import main\n"
+        f"main()\nprint('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["run", "nothing.yaml"], ["recipes"], ["runs"], ["--version"]]
+)
+def test_help_and_recipe_errors_import_nothing_heavy(arguments):
+    assert imported_by(*arguments) == "HEAVY []"
+
+
+def test_every_command_has_help_with_an_example():
+    shown = finetune("--help").stdout
+    commands = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2:3].isalpha()]
+    assert {"run", "resume", "plan", "data", "eval", "chat", "runs", "stop", "recipes", "merge"} <= set(commands)
+    for command in commands:
+        assert "Example" in finetune(command, "--help").stdout, command
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [("model_name_or_path: x\ndataset: d.jsonl\nlorar: 3\n", 2, "did you mean 'lora_r'"), ("", 2, "empty"),
+     ("model_name_or_path: tiny\ndataset: missing.jsonl\ngpu: cpu\n", 4, "missing.jsonl"),
+     ("model_name_or_path: no/such-folder/x\ndataset: support\ngpu: cpu\n", 2, "no/such-folder/x"),
+     ("model_name_or_path: tiny\ndataset: support\ngpu: rtx-4909\n", 2, "rtx-4090")],
+)  # fmt: skip
+def test_bad_input_is_one_screen_with_its_exit_code(tmp_path, text, code, said):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    done = finetune("run", str(recipe))
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 24
+
+
+def test_errors_are_json_too(tmp_path):
+    done = finetune("run", str(tmp_path / "none.yaml"), "--json")
+    assert done.returncode == 2 and json.loads(done.stdout)["error"] == "RecipeError"
+
+
+def test_a_card_that_is_not_here_is_said_before_anything_is_written(tmp_path):
+    done = finetune("run", "tiny-cpu", "gpu=auto", f"output_dir={tmp_path}/runs/x")
+    assert done.returncode == 2 and "gpu: cpu" in done.stderr.replace("gpu=cpu", "gpu: cpu")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["resume", "watch", "stop", "eval", "chat", "merge"])
+def test_a_run_that_is_not_there_is_said(command):
+    done = finetune(command, "nothing")
+    assert done.returncode == 2 and "not a run directory" in done.stderr
+
+
+def test_a_mistyped_option_is_refused():
+    assert finetune("run", "tiny-cpu", "--forse").returncode == 2

@@ -1,0 +1,88 @@
+"""The main job as a user types it: fine-tune the bundled model, score it, talk to it, list it, merge it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def finetune(*arguments, cwd, code=0):
+    done = subprocess.run([sys.executable, "-m", "finetune", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder where the shipped recipe was run, and the events that --json printed."""
+    folder = tmp_path_factory.mktemp("main-job")
+    events = [json.loads(line) for line in finetune("run", "tiny-cpu", "--json", cwd=folder).splitlines()]
+    return folder, events
+
+
+def test_json_streams_events_and_ends_with_run_and_state(place):
+    folder, events = place
+    assert events[-1]["state"] == "finished" and (folder / events[-1]["run"] / "adapter").is_dir()
+    steps = [event for event in events[:-1] if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, steps[-1]["total_steps"] + 1))
+    for name in ("loss", "learning_rate", "grad_norm", "supervised_tokens", "real_tokens", "padded_tokens", "step_s",
+                 "process_rss_bytes", "process_peak_rss_bytes"):  # fmt: skip
+        assert all(isinstance(event[name], (int, float)) for event in steps), name
+    assert all(event["allocated_bytes"] is None for event in steps)  # no card here: unknown, not 0
+
+
+def test_held_out_exact_match_goes_from_nothing_to_nearly_all(place):
+    scores = json.loads(finetune("eval", "latest", "--json", cwd=place[0]))
+    assert scores["rows"] >= 100
+    assert scores["base"]["exact_match"] <= 0.10
+    assert scores["tuned"]["exact_match"] >= 0.90
+    assert scores["tuned"]["loss"] < scores["base"]["loss"] / 5
+
+
+def test_chat_answers_differently_from_the_base(place):
+    prompt = "Route this message: Hi, Where is my parcel with the desk lamp? Thanks."
+    tuned = json.loads(finetune("chat", "latest", "--prompt", prompt, "--json", cwd=place[0]))["answer"]
+    base = json.loads(finetune("chat", "latest", "--base", "--prompt", prompt, "--json", cwd=place[0]))["answer"]
+    assert set(json.loads(tuned)) == {"queue", "priority", "product"} and tuned != base
+
+
+def test_runs_lists_path_and_state(place):
+    (row,) = json.loads(finetune("runs", "--json", cwd=place[0]))
+    assert row["path"] == place[1][-1]["run"] and row["state"] == "finished"
+
+
+def test_a_finished_run_is_not_resumed(place):
+    finetune("resume", "latest", cwd=place[0], code=2)
+
+
+def test_the_runs_recipe_repeats_it(place):
+    recipe = Path(place[1][-1]["run"]) / "recipe.yaml"
+    finetune("run", str(recipe), "max_steps=2", "--json", cwd=place[0])
+    assert len(json.loads(finetune("runs", "--json", cwd=place[0]))) == 2
+
+
+def test_the_merged_model_answers_as_the_adapter_does(place):
+    run = place[1][-1]["run"]
+    finetune("merge", run, "--output", "merged", cwd=place[0])
+    code = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained("merged"), AutoTokenizer.from_pretrained("merged")
+ids = tokenizer.apply_chat_template([{"role": "user", "content": "Route this message: Hi, My invoice is wrong. Thanks."}],
+    add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**ids, max_new_tokens=60, do_sample=False)[0][ids["input_ids"].shape[1]:]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=place[0], check=True)
+    assert set(json.loads(done.stdout)) == {"queue", "priority", "product"}
+
+
+def test_data_shows_what_is_trained(place):
+    shown = json.loads(finetune("data", "tiny-cpu", "--json", cwd=place[0]))
+    assert (shown["rows_read"], shown["rows_refused"]) == (shown["rows_used"], [])
+    assert 0.2 < shown["trained_token_share"] < 0.6
+    trained = "".join(part["text"] for part in shown["example"] if part["trained"])
+    assert trained.startswith("{") and trained.endswith("<|end|>")
