@@ -1,0 +1,130 @@
+"""What one tick of the run page costs, for runs of 1,000 to 1,000,000 steps: `python benchmarks/app_ticks.py [STEPS ...]`.
+
+Writes events as a run does (11 steps between two ticks), then measures what the page's handler does: read what is new, make the
+HTML of all that is sent. Limits: 50 ms of a processor and 200 kB per tick, whatever the length of the run; time on the wall
+is told beside it and depends on who else uses the machine. Prints one line of JSON for each length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from app import run_view
+from app.live import LiveRun
+from finetune.card.card import Card
+from finetune.events import EventWriter
+from finetune.forecast.forecast import Forecast
+from finetune.plan.plan import Plan
+from finetune.recipe import DatasetRecipe, Recipe
+from finetune.run.directory import RunDirectory, write_json
+
+TICKS, NEW_STEPS = 60, 11
+GIB = 2**30
+
+
+def main() -> int:
+    """Measure each length; returns 1 when a limit is broken."""
+    broken = False
+    for steps in [int(text) for text in sys.argv[1:]] or [1_000, 10_000, 100_000, 1_000_000]:
+        with tempfile.TemporaryDirectory() as folder:
+            result = measure(Path(folder), steps)
+        print(json.dumps(result), flush=True)
+        broken = broken or result["tick_cpu_ms_p95"] > 50 or result["tick_bytes_max"] > 200_000
+    return 1 if broken else 0
+
+
+def measure(folder: Path, steps: int) -> dict[str, Any]:
+    """Cost of ticks at the end of a run of `steps` steps, and of opening it for the first time and again."""
+    run = RunDirectory(folder / "run")
+    run.path.mkdir()
+    write_json(run.plan, plan(steps).as_json())
+    (run.log).write_text("a line of the log\n" * 2000)
+    writer, chance = EventWriter(run.events), random.Random(1)
+    lines = [json.dumps(step_event(step, steps, chance)) + "\n" for step in range(1, steps + 1)]
+    with run.events.open("a") as file:
+        file.writelines(lines)
+    live = LiveRun(run, folder / "kept.json")
+    began = time.perf_counter()
+    while not live.refresh():
+        time.sleep(0.01)
+    first_s = time.perf_counter() - began
+    costs, cpu, sizes = [], [], []
+    for tick in range(TICKS):
+        for number in range(NEW_STEPS):
+            event = step_event(steps + tick * NEW_STEPS + number + 1, steps + TICKS * NEW_STEPS, chance)
+            writer.emit(**event)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        live.refresh()
+        sent = page(live)
+        cpu.append(1000 * (time.process_time() - began_cpu))
+        costs.append(1000 * (time.perf_counter() - began))
+        sizes.append(len(json.dumps(sent).encode()))
+    began = time.perf_counter()
+    again = LiveRun(run, folder / "kept.json")
+    while not again.refresh():
+        time.sleep(0.01)
+    return {
+        "steps": steps, "events_bytes": run.events.stat().st_size, "tick_cpu_ms_p95": round(sorted(cpu)[int(0.95 * TICKS)], 1),
+        "tick_ms_median": round(statistics.median(costs), 1),
+        "tick_ms_p95": round(sorted(costs)[int(0.95 * TICKS)], 1),
+        "tick_bytes_max": max(sizes),
+        "first_open_s": round(first_s, 2),
+        "open_again_s": round(time.perf_counter() - began, 2),
+        "process_peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }  # fmt: skip
+
+
+def page(live: LiveRun) -> list[str]:
+    """Everything that a tick sends when the run has moved on."""
+    digest, plan = live.digest, live.plan()
+    return [
+        run_view.headline(live, live.state()), run_view.curves(live, 0.8), run_view.more_curves(digest),
+        run_view.memory(digest, plan),
+        run_view.samples(digest), run_view.messages(digest), run_view.log_tail(live), run_view.numbers(digest),
+    ]  # fmt: skip
+
+
+def step_event(step: int, total: int, chance: random.Random) -> dict[str, Any]:
+    """An event with every metric of a run on a card."""
+    loss = 3 * math.exp(-3 * step / total) + chance.random() / 5 + (3.0 if step % 9973 == 0 else 0.0)
+    return {
+        "kind": "step", "step": step, "total_steps": total, "epoch": step / total, "loss": loss,
+        "learning_rate": 2e-4 * (1 - step / total), "grad_norm": 1 + chance.random(),
+        "token_accuracy": 0.5 + chance.random() / 3,
+        "tokens_per_s": 3000 + 200 * chance.random(), "step_s": 0.5 + chance.random() / 50, "allocated_bytes": 9 * GIB,
+        "peak_allocated_bytes": 10 * GIB + chance.randrange(GIB), "peak_reserved_bytes": 11 * GIB + chance.randrange(GIB // 4),
+        "card_used_bytes": 12 * GIB + chance.randrange(GIB // 4), "other_processes_bytes": GIB, "process_rss_bytes": 3 * GIB,
+        "temperature_c": 60 + chance.randrange(10), "power_w": 300 + 20 * chance.random(),
+    }  # fmt: skip
+
+
+def plan(steps: int) -> Plan:
+    """A plan for a 24 GiB card, with a forecast to draw."""
+    parts = {"weights": 5 * GIB, "adapters": GIB // 8, "optimizer": GIB // 2, "activations": 4 * GIB, "loss": GIB}
+    forecast = Forecast(
+        10 * GIB,
+        11 * GIB,
+        12 * GIB,
+        11 * GIB,
+        13 * GIB,
+        parts,
+        {"load": 6 * GIB, "train": 10 * GIB},
+        step_s=0.5,
+        tokens_per_s=3100.0,
+    )
+    card = Card("rtx-4090", 24 * GIB, 23 * GIB, (8, 9), context_bytes=GIB // 2)
+    recipe = Recipe(model_name_or_path="owner/model", dataset=DatasetRecipe(path="data.jsonl"))
+    return Plan(recipe, {}, card, "fits", steps, forecast, budget_bytes=22 * GIB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

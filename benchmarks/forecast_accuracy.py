@@ -1,0 +1,193 @@
+"""How close the dry run comes to GPU memory that others measured.
+
+    python benchmarks/forecast_accuracy.py [CSV] [--full-depth] [--json]
+
+Reads rows with the columns of `benchmarks/reference/measured_memory.csv` (the default) and takes those of fitcheck-llm whose
+settings and metric are known (`tier=A`, `allocated`). The program that was measured there is a plain loop, not this
+project's trainer: fp16 without autocast on a Tesla T4, NF4 without double quantisation after
+`prepare_model_for_kbit_training`, the model's own loss with logits. It is repeated here, on the project's own tracker, rules,
+quantised modules and depth. No constant is fitted to these rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+from finetune.forecast.card_semantics import backward, card_semantics, replaced
+from finetune.forecast.depth import simulate_deep
+from finetune.forecast.fake_model import materialise, own_quantisation_maps
+from finetune.forecast.fake_optimizer import first_step
+from finetune.forecast.rules import cublas_workspace_bytes, rules_for
+from finetune.forecast.simulate import Simulation, observe, one_document_a_row
+from finetune.forecast.tracker import StorageTracker
+from finetune.model.build import build_on_meta, config_from
+from finetune.model.configuration import catalogue
+from finetune.recipe import recipe_from
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+T4 = (7, 5)
+UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: the settings, and the most bytes that torch's allocator had handed out."""
+
+    model: str
+    four_bit: bool
+    rank: int
+    targets: tuple[str, ...]
+    tokens: int
+    micro_batch: int
+    checkpointing: bool
+    eager: bool
+    measured_bytes: float
+    source: str
+
+    def __str__(self) -> str:
+        kind = ("nf4" if self.four_bit else "fp16") + (" eager" if self.eager else " sdpa ")
+        recompute = "checkpointed" if self.checkpointing else "kept        "
+        return (
+            f"{self.model.rpartition('/')[2]:<30} {kind} r{self.rank:<3} {self.micro_batch:>2} x {self.tokens:<5} {recompute}"
+        )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of fitcheck-llm with tier A and the metric `allocated`."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [_row(values) for values in csv.DictReader(file) if _is_meant(values)]
+
+
+def _is_meant(values: dict[str, str]) -> bool:
+    usable = values["metric"] == "allocated" and re.search(r"\btier=A\b", values["notes"]) and values["peak_gb"]
+    return bool(usable) and "fitcheck" in values["source"]
+
+
+def _row(values: dict[str, str]) -> Row:
+    return Row(
+        model=values["model"],
+        four_bit=values["quant"].startswith("nf4"),
+        rank=int(values["rank"]),
+        targets=tuple(re.split(r"[+, ]+", values["targets"])),
+        tokens=int(values["seq_len"]),
+        micro_batch=int(values["micro_batch"]),
+        checkpointing=values["grad_ckpt"].startswith("on"),
+        eager=values["attn"].startswith("eager"),
+        measured_bytes=float(values["peak_gb"]) * UNITS[values["gb_or_gib"]],
+        source=values["url_or_path"],
+    )
+
+
+def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
+    """The allocated peak that the dry run gives for this row's settings."""
+    config = config_from(model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"}))
+    if full_depth:
+        simulation = simulate_row(row, config)
+    else:
+        simulation, _ = simulate_deep(config, lambda shallow: simulate_row(row, shallow), unlike_first=not row.checkpointing)
+    return max(
+        peak.total_bytes for (phase, _), peak in simulation.peaks.items() if phase != "first step"
+    ) + 2 * cublas_workspace_bytes(T4)
+
+
+def model_values(name: str) -> dict[str, Any]:
+    """config.json of a model of the rows: the project's catalogue, and those that only the rows have."""
+    known = {**catalogue(), **json.loads((REFERENCE / "model_configs.json").read_text(encoding="utf-8"))}
+    found = next((known[key] for key in (name, f"{name}-Instruct", name.removesuffix("-Instruct")) if key in known), None)
+    if found is None:
+        raise SystemExit(f"no configuration of {name}: add its dimensions to {REFERENCE / 'model_configs.json'}")
+    return dict(found)
+
+
+def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
+    """One step of fitcheck-llm's loop, from the second on: the optimizer's states are there."""
+    from transformers.integrations import sdpa_attention
+
+    tracker = StorageTracker(rules_for(T4))
+    model = _model(row, config)
+    observe(model, tracker)
+    with ExitStack() as stack:
+        stack.enter_context(own_quantisation_maps())
+        stack.enter_context(card_semantics(0))
+        # The measured program repeats keys and values for grouped queries.
+        stack.enter_context(replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *arguments: False))
+        stack.enter_context(one_document_a_row())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(tracker)
+        materialise(model, tracker, dtype=torch.float16)
+        _step(row, model, tracker)
+    return Simulation(tracker.peaks, tracker.host)
+
+
+def _model(row: Row, config: PretrainedConfig) -> Any:
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False, bnb_4bit_compute_dtype=torch.float16
+    )
+    model: Any = build_on_meta(
+        config, quantization if row.four_bit else None, dtype=torch.float16, attention="eager" if row.eager else "sdpa"
+    )
+    if row.four_bit:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = get_peft_model(
+        model, LoraConfig(r=row.rank, lora_alpha=2 * row.rank, target_modules=list(row.targets), task_type="CAUSAL_LM")
+    )
+    if row.checkpointing:
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
+def _step(row: Row, model: Any, tracker: StorageTracker) -> None:
+    model.train()
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], foreach=True)
+    first_step(optimizer, model, tracker)
+    tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+    ids = torch.zeros((row.micro_batch, row.tokens), dtype=torch.long)
+    outputs = model(input_ids=ids, labels=ids)  # kept until the next step: its logits are there in the backward
+    tracker.phase, tracker.part, tracker.layer = "loss backward", "loss", None
+    backward(outputs.loss)
+    tracker.phase, tracker.layer = "optimizer", None
+    optimizer.step()
+
+
+def main() -> int:
+    """Print predicted, measured and error of every row, and last their count, mean and worst."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", nargs="?", type=Path, default=REFERENCE / "measured_memory.csv")
+    parser.add_argument("--full-depth", action="store_true", help="run all layers of every model")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each row, and one with the summary")
+    arguments = parser.parse_args()
+    rows = read_rows(arguments.csv)
+    if not rows:
+        print(f"{arguments.csv} has no tier-A row of fitcheck-llm with the metric `allocated`", file=sys.stderr)
+        return 1
+    errors = []
+    for row in rows:
+        predicted = predicted_bytes(row, full_depth=arguments.full_depth)
+        errors.append(predicted / row.measured_bytes - 1)
+        gib = f"predicted {predicted / 2**30:7.3f} GiB  measured {row.measured_bytes / 2**30:7.3f} GiB  error {errors[-1]:+.2%}"
+        print(json.dumps({"row": row.source, "predicted_bytes": predicted, "measured_bytes": row.measured_bytes,
+                          "error": errors[-1]}) if arguments.json else f"{row}  {gib}", flush=True)  # fmt: skip
+    mean, worst = sum(map(abs, errors)) / len(errors), max(errors, key=abs)
+    if arguments.json:
+        print(json.dumps({"rows": len(errors), "mean_absolute_error": mean, "worst_error": worst}))
+    else:
+        print(f"{len(errors)} rows: mean |error| {mean:.2%}, worst {worst:+.2%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

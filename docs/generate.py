@@ -1,0 +1,341 @@
+"""Write the blocks of the documentation that are made by the program: settings, plans, what fits, and how far to trust it.
+
+    python docs/generate.py                 # make every block and write the pages
+    python docs/generate.py settings cards  # only these blocks
+    python docs/generate.py --check         # write nothing; exit 1 and name the blocks that are not up to date
+
+A block stands between `<!-- made by docs/generate.py: NAME -->` and `<!-- end -->`. Needs no GPU and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
+#: Columns of the terminal that the plans are printed for.
+WIDTH = 118
+GIB = 2**30
+_BLOCK = re.compile(r"<!-- made by docs/generate\.py: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
+
+#: Models of the table of needs, from the smallest: the name in the catalogue.
+MODELS = (
+    "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen3-4B",
+    "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct",
+)  # fmt: skip
+LENGTHS = (1024, 2048, 4096, 8192)
+#: One card for each size of memory.
+CARDS = ("rtx-4060", "rtx-3060", "rtx-4060-ti-16gb", "rtx-4090", "rtx-5090", "rtx-a6000", "a100-80gb")
+#: What takes least of the card: the table of needs is made with these.
+FRUGAL = {
+    "load_in_4bit": True, "activation_checkpointing": "offload", "optim": "adamw_8bit", "per_device_train_batch_size": 1,
+    "packing": False, "lora_r": 16,
+}  # fmt: skip
+
+
+# -- pages and blocks
+
+
+def pages() -> list[Path]:
+    """Every page of the documentation."""
+    return [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """Name -> content of each block on a page."""
+    return dict(_BLOCK.findall(text))
+
+
+def block(page: str, name: str) -> str:
+    """The content of a block as it stands on a page now. Raises KeyError when there is none."""
+    return blocks_of((ROOT / page).read_text(encoding="utf-8"))[name]
+
+
+def replaced(text: str, made: dict[str, str]) -> str:
+    """A page's text with the blocks that are in `made` put in."""
+
+    def one(match: re.Match[str]) -> str:
+        name, old = match[1], match[2]
+        return f"<!-- made by docs/generate.py: {name} -->\n{made.get(name, old)}<!-- end -->"
+
+    return _BLOCK.sub(one, text)
+
+
+def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table. A column whose name begins with `>` is right-aligned."""
+    columns = list(columns)
+    lines = [[column.removeprefix(">") for column in columns], ["--:" if column[:1] == ">" else "---" for column in columns]]
+    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a table made by `markdown`, without its head."""
+    return [re.split(r"(?<!\\) \| ", line[2:-2]) for line in table.splitlines()[2:]]
+
+
+# -- the recipe
+
+
+def settings() -> str:
+    """Every setting of the schema, by section."""
+    from finetune.recipe.reference import settings_reference
+
+    rows = settings_reference()
+    shown = ""
+    for title, section in (("The recipe", ""), ("dataset", "dataset."), ("launch", "launch.")):
+        meant = [row for row in rows if (row["name"].startswith(section) if section else "." not in row["name"])]
+        table = [(f"`{row['name']}`", row["type"], _default(row["default"]), _described(row)) for row in meant]
+        shown += f"\n### {title}\n\n{markdown(('setting', 'value', 'default', 'what it is'), table)}"
+    return f"{shown}\n"
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else "empty" if value in ([], {}, "") else str(value)
+
+
+def _described(row: dict) -> str:
+    also = f" Also: {', '.join(f'`{alias}`' for alias in row['aliases'])}." if row["aliases"] else ""
+    return row["description"] + also
+
+
+def exits() -> str:
+    """Exit codes, from the errors that carry them."""
+    from finetune import errors
+
+    kinds = sorted(
+        (kind.exit_code, (kind.__doc__ or "").strip())
+        for kind in errors.FinetuneError.__subclasses__()
+        if kind.__module__ == errors.__name__  # not what else is imported in this process
+    )
+    rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *kinds]
+    return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
+
+
+# -- plans
+
+
+def plan_of(recipe: str) -> str:
+    """What `finetune plan RECIPE` prints."""
+    from finetune.cli.plan import show_plan
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        show_plan(recipe, [], gpu=None, free=None, as_json=False)
+    lines = [line.rstrip() for line in output.getvalue().splitlines()]
+    return "```console\n$ finetune plan {}\n{}\n```\n".format(recipe, "\n".join(lines).rstrip())
+
+
+def recipe_row(name: str) -> list[str]:
+    """What the planner makes of a shipped recipe."""
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import plan_only
+
+    plan = plan_only(load_recipe(name))
+    forecast, max_length = plan.forecast, plan.settings.max_length
+    assert forecast is not None  # only a processor has none
+    chosen = next(row["plan"] for row in plan.alternatives if row["overrides"] == "chosen")
+    peak = f"{_gib(forecast.peak_bytes)} (at most {_gib(forecast.peak_high_bytes)}) of {_gib(plan.card.free_bytes)}"
+    speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "unknown"
+    model = plan.settings.model_name_or_path.rpartition("/")[2]
+    return [f"`{name}`", model, plan.card.name, f"{max_length:,}", chosen, peak, plan.verdict, speed]
+
+
+def recipes() -> str:
+    """The shipped recipes for cards, planned."""
+    from finetune.recipe import load_recipe, shipped_recipes
+
+    names = [name for name in shipped_recipes() if load_recipe(name).gpu != "cpu"]
+    columns = ("recipe", "model", "card", ">row", "plan", ">peak, GiB", "verdict", ">tokens/s, modelled")
+    return markdown(columns, [recipe_row(name) for name in names])
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+# -- what fits
+
+
+def need_row(model: str) -> list[str]:
+    """GiB that a model takes at most with FRUGAL settings, for each length; rounded up."""
+    from finetune.card.find import find_card
+    from finetune.plan.make import make_plan
+    from finetune.recipe import recipe_from
+
+    card = dataclasses.replace(find_card(REFERENCE_CARD), total_bytes=512 * GIB, free_bytes=512 * GIB)
+    row = []
+    for length in LENGTHS:
+        recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl", "max_length": length, **FRUGAL})
+        forecast = make_plan(recipe, card, None).forecast
+        assert forecast is not None  # only a processor has none
+        row.append(f"{math.ceil(100 * forecast.peak_high_bytes / GIB) / 100:.2f}")
+    return [model, *row]
+
+
+REFERENCE_CARD = "rtx-4090"
+
+
+def needs() -> str:
+    """The table of needs."""
+    return markdown(("model", *(f">{length:,}" for length in LENGTHS)), [need_row(model) for model in MODELS])
+
+
+def fits() -> str:
+    """For each model and card the longest rows that fit, from the table of needs on the page."""
+    table = cells(block("docs/fits.md", "needs"))
+    columns = [f">{card} ({_gib(_room(card))})" for card in CARDS]
+    return markdown(("model", *columns), [[name, *(_longest(row, card) for card in CARDS)] for name, *row in table])
+
+
+def _longest(row: list[str], card: str) -> str:
+    fitting = [length for length, gib in zip(LENGTHS, row, strict=True) if float(gib) * GIB <= _room(card)]
+    return f"{max(fitting):,}" if fitting else "-"
+
+
+@functools.cache
+def _room(card: str) -> int:
+    """Bytes for a forecast made for REFERENCE_CARD: what is free, less what this card's context and cuBLAS take more."""
+    from finetune.card.find import find_card
+    from finetune.forecast.rules import cublas_workspace_bytes
+
+    this, reference = find_card(card), find_card(REFERENCE_CARD)
+    context = [(each.context_bytes or 0) + each.context_uncertainty_bytes for each in (this, reference)]
+    cublas = [2 * cublas_workspace_bytes(each.capability or (8, 0)) for each in (this, reference)]
+    return this.free_bytes - (context[0] - context[1]) - (cublas[0] - cublas[1])
+
+
+def fits_short(columns: tuple[str, ...] = ("card", ">free", "rows of 1,024 tokens", "2,048", "4,096"), none: str = "-") -> str:
+    """For each card the largest model, from the table of needs on the page."""
+    from finetune.card.find import find_card
+
+    table = cells(block("docs/fits.md", "needs"))
+    rows = []
+    for card in CARDS:
+        fitting = [[row[0] for row in table if float(row[1 + n]) * GIB <= _room(card)] for n in range(3)]
+        largest = [names[-1].rpartition("/")[2] if names else none for names in fitting]
+        rows.append([card, f"{_gib(find_card(card).free_bytes)} GiB", *largest])
+    return markdown(columns, rows)
+
+
+def cards() -> str:
+    """The catalogue of cards."""
+    from finetune.card.find import catalogue
+
+    rows = []
+    for name, card in catalogue().items():
+        capability = ".".join(map(str, card.capability)) if card.capability else "unknown"
+        rows.append([f"`{name}`", f"{card.total_bytes / GIB:.2f}", f"{card.free_bytes / GIB:.2f}", capability])
+    return markdown(("card", ">memory, GiB", ">taken as free, GiB", ">compute capability"), rows)
+
+
+# -- how far to trust it
+
+
+def accuracy(table: Path = MEASURED) -> str:
+    """What benchmarks/forecast_accuracy.py prints for `table`: a row for each measurement and the summary."""
+    command = [sys.executable, "-W", "ignore", str(BENCHMARK), str(table), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    *made, summary = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with table.open(newline="", encoding="utf-8") as file:
+        known = {row["url_or_path"]: row for row in csv.DictReader(file)}
+    columns = ("model", "base", "attention", ">rank", ">rows x tokens", ">measured, GiB", ">forecast, GiB", ">error")
+    rows = markdown(columns, [_accuracy_row(known[row["row"]], row) for row in made])
+    return f"{rows}\n{summary['rows']} rows: mean |error| {_percent(summary['mean_absolute_error'])}, " + (
+        f"worst {_percent(summary['worst_error'], '+')}.\n"
+    )
+
+
+def _accuracy_row(known: dict[str, str], made: dict) -> list[str]:
+    return [
+        known["model"].rpartition("/")[2], known["quant"].split()[0], known["attn"].split()[0], known["rank"],
+        f"{known['micro_batch']} x {known['seq_len']}", f"{made['measured_bytes'] / GIB:.3f}",
+        f"{made['predicted_bytes'] / GIB:.3f}", _percent(made["error"], "+"),
+    ]  # fmt: skip
+
+
+def _percent(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.2%}".replace("%", " %")
+
+
+def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mean error {mean}, worst {worst}.") -> str:
+    """The summary alone, from the page."""
+    last = block("docs/accuracy.md", "accuracy").strip().splitlines()[-1]
+    found = re.fullmatch(r"(?P<rows>\d+) rows: mean \|error\| (?P<mean>\S+ %), worst (?P<worst>\S+ %)\.", last)
+    assert found is not None, last
+    return f"{text.format(**found.groupdict())}\n"
+
+
+#: Blocks that are made in a moment, blocks that take forecasts, and blocks that follow from those on the pages.
+QUICK: dict[str, Callable[[], str]] = {"settings": settings, "exit-codes": exits, "cards": cards}
+SLOW: dict[str, Callable[[], str]] = {
+    "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
+    "recipes": recipes, "needs": needs, "accuracy": accuracy,
+}  # fmt: skip
+DERIVED: dict[str, Callable[[], str]] = {
+    "fits": fits,
+    "fits-short": fits_short,
+    "fits-short-zh": functools.partial(fits_short, ("显卡", ">可用显存", "每行 1,024 个 token", "2,048", "4,096")),
+    "accuracy-short": accuracy_short,
+    "accuracy-short-zh": functools.partial(
+        accuracy_short, "他人在 Tesla T4 上的 {rows} 次实测：平均误差 {mean}，最差 {worst}。"
+    ),
+}
+
+
+@contextlib.contextmanager
+def clean_state() -> Iterator[None]:
+    """No forecast, measurement or hub file of this machine gets into a page."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(FINETUNE_CACHE=f"{folder}/cache", HF_HOME=f"{folder}/hub", HF_HUB_OFFLINE="1", COLUMNS=str(WIDTH))
+        with contextlib.chdir(folder):
+            yield
+
+
+def update(names: list[str], write: bool) -> list[str]:
+    """Make blocks in an order in which derived ones see the new others; returns those that differ from the pages."""
+    every = {**QUICK, **SLOW, **DERIVED}
+    changed = []
+    for name in [name for name in every if not names or name in names]:
+        made = every[name]()
+        for page in pages():
+            text = page.read_text(encoding="utf-8")
+            if blocks_of(text).get(name, made) == made:
+                continue
+            changed.append(f"{name} in {page.relative_to(ROOT)}")
+            if write:
+                page.write_text(replaced(text, {name: made}), encoding="utf-8")
+        print(f"{name}: {'changed' if changed and changed[-1].startswith(f'{name} in') else 'as it was'}", flush=True)  # noqa: T201
+    return changed
+
+
+def main() -> int:
+    """Returns 1 when --check found a block that is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *QUICK, *SLOW, *DERIVED], metavar="BLOCK")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    chosen = parser.parse_args()
+    with clean_state():
+        changed = update(chosen.names, not chosen.check)
+    return 1 if chosen.check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Every command of the pages is run, and a sample of what the program printed into them is printed again."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+from doc_pages import ROOT, every_command, generate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+#: The bundled model's trainings are cut to a few steps here; tests/cli runs the whole one. One that is stopped needs some more.
+FINETUNE = f"""#!/bin/sh
+case "$*" in
+"run "*--detach*) set -- "$@" max_steps=60 ;;
+"run "*) set -- "$@" max_steps=3 ;;
+esac
+exec {sys.executable} -m finetune "$@"
+"""
+#: A page's commands need what the pages before it have made.
+ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-memory.md", "fits.md", "troubleshooting.md",
+         "security.md", "accuracy.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a `finetune` on the path, and the commands that were run in it."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "finetune").write_text(FINETUNE)
+    (folder / "bin" / "finetune").chmod(0o755)
+    (folder / "work").mkdir()
+    return folder, set()
+
+
+def environment(folder):
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "FINETUNE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+
+
+def pages_in_order():
+    names = {page.name: page for page in generate.pages()}
+    assert sorted(names) == sorted(ORDER)
+    return [names[name] for name in ORDER]
+
+
+@pytest.mark.parametrize("page", pages_in_order(), ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(place, page):
+    folder, done = place
+    for _, fence, command in every_command([page]):
+        if not fence.is_run or command in done:
+            continue
+        run = serve if command.startswith("finetune ui") else execute
+        run(folder, command, fence.exits)
+        done.add(command)
+
+
+def execute(folder, command, exits):
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=folder / "work", env=environment(folder), capture_output=True, text=True
+    )
+    assert ended.returncode in exits, f"{command}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    assert "Traceback" not in ended.stderr
+    if "--detach" in command:  # a person reads on when it trains
+        wait_for_a_step(folder / "work" / "runs" / "again" / "events.jsonl")
+
+
+def wait_for_a_step(events, deadline_s=300):
+    end = time.monotonic() + deadline_s
+    while not (events.is_file() and '"kind": "step"' in events.read_text()):
+        assert time.monotonic() < end, "no step was trained"
+        time.sleep(0.1)
+
+
+def serve(folder, command, exits):
+    """The page answers, and Ctrl-C ends it."""
+    page = subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], cwd=folder / "work", env=environment(folder), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        link = page.stdout.readline().split()[-1]
+        with urllib.request.urlopen(f"{link.partition('?')[0]}healthz", timeout=10) as answer:
+            assert answer.status == 200
+        page.send_signal(signal.SIGINT)
+        assert page.wait(timeout=60) in exits
+    finally:
+        page.kill()
+
+
+@contextmanager
+def without_this_machines_state():
+    before = dict(os.environ)
+    try:
+        with generate.clean_state():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_a_plan_is_printed_as_on_the_page():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import generate\n"
+        "with generate.clean_state(): print(generate.plan_of('7b-4090'), end='')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(ROOT / "docs")], capture_output=True, text=True, check=True)
+    assert ended.stdout == generate.block("docs/memory.md", "plan-7b-4090"), "run: python docs/generate.py"
+
+
+def test_tables_of_what_fits_are_up_to_date():
+    """A sample; `python docs/generate.py --check` makes all rows."""
+    planned = generate.cells(generate.block("docs/fits.md", "recipes"))
+    needs = generate.cells(generate.block("docs/fits.md", "needs"))
+    assert [row[0] for row in needs] == list(generate.MODELS)
+    with without_this_machines_state():
+        for row in planned[::5]:
+            assert generate.recipe_row(row[0].strip("`")) == row
+        for row in needs[::5]:
+            assert generate.need_row(row[0]) == row
+
+
+def test_errors_against_measurements_are_up_to_date(tmp_path):
+    """Every eighth row of the table, by the benchmark itself; `python docs/generate.py --check` makes all rows."""
+    on_page = generate.cells(generate.block("docs/accuracy.md", "accuracy").rsplit("\n\n", 1)[0])
+    with generate.MEASURED.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        columns, rows = reader.fieldnames, [row for row in reader]
+    assert len(rows) == len(on_page)
+    sample = tmp_path / "sample.csv"
+    with sample.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows[::8])
+    assert generate.cells(generate.accuracy(sample).rsplit("\n\n", 1)[0]) == on_page[::8]

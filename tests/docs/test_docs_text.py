@@ -1,0 +1,121 @@
+"""The pages name what exists: recipes, settings, commands, options, files and links; quick tables are up to date."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+import typer.main
+from doc_pages import NOT_RUN, ROOT, commands, every_command, fences, generate
+
+from finetune.cli.app import cli
+from finetune.recipe import load_recipe, parse_recipe
+
+PAGES = generate.pages()
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+MINIMAL = "model_name_or_path: tiny\ndataset: {path: support}\n"
+#: Programs of a block that is not run, besides finetune, python and make.
+OTHERS = {"uv", "pipx", "source", "ssh", "docker", ".venv/bin/python", ".venv/bin/ruff", ".venv/bin/mypy"}
+
+
+def inline_code(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.S | re.M)
+    text = re.sub(r"<!-- made by.*?<!-- end -->", "", text, flags=re.S)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@by_name
+def test_fences_are_of_a_known_kind(page):
+    generated = "".join(generate.blocks_of(page.read_text("utf-8")).values())
+    for fence in fences(page):
+        assert fence.language in ("sh", "yaml", "console", "text"), fence
+        if fence.language == "console":  # what a command prints is never typed by hand
+            assert fence.text in generated
+        if fence.language == "sh":
+            assert {word for word in fence.words if not word.startswith("exit=")} <= NOT_RUN, fence
+
+
+@by_name
+def test_recipes_on_a_page_are_recipes(page):
+    for fence in fences(page, "yaml"):
+        parse_recipe(fence.text, page.name)
+
+
+@by_name
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@by_name
+def test_settings_in_the_text_are_taken_as_overrides(page):
+    words = [
+        word for code in inline_code(page) for word in code.split() if re.fullmatch(r"(?!key=)[a-z][a-z_.\d]*=[\w.-]+", word)
+    ]
+    for word in words:
+        parse_recipe(MINIMAL, overrides=[word])
+
+
+@by_name
+def test_files_in_the_text_exist(page):
+    for code in inline_code(page):
+        if re.fullmatch(r"(finetune|app|benchmarks|docs|recipes|tests)/[\w./-]*", code):
+            assert (ROOT / code).exists(), code
+
+
+@pytest.mark.parametrize(
+    ("page", "fence", "command"), every_command(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_command_has_its_program_options_and_recipe(page, fence, command, monkeypatch):
+    for part in re.split(r"&&", command.splitlines()[0]):
+        program, *arguments = shlex.split(part)
+        if program == "finetune":
+            check_finetune(arguments)
+        elif program in ("python", ".venv/bin/python") and arguments[0] != "-m":
+            assert (ROOT / arguments[0]).is_file()
+        elif program == "make":
+            subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+        else:
+            assert fence.is_run or program in OTHERS
+
+
+def check_finetune(arguments):
+    name, *rest = arguments
+    command = typer.main.get_command(cli).commands[name]
+    given = command.make_context(name, rest).params
+    if given.get("recipe"):
+        load_recipe(given["recipe"], given.get("overrides") or [])
+
+
+def test_a_block_is_split_into_its_commands():
+    text = "# alone\na  # why\ncat > x <<'EOF'\n# kept\nEOF\nb --c '#d'\n"
+    assert commands(text) == ["a", "cat > x <<'EOF'\n# kept\nEOF", "b --c '#d'"]
+
+
+def test_both_readmes_have_the_same_commands_and_recipe():
+    english, chinese = ROOT / "README.md", ROOT / "README.zh.md"
+    assert [command for *_, command in every_command([english])] == [command for *_, command in every_command([chinese])]
+    one, other = (parse_recipe(fences(page, "yaml")[0].text) for page in (english, chinese))
+    assert one == other
+
+
+def test_every_block_has_a_maker_and_every_maker_a_block():
+    used = {name for page in PAGES for name in generate.blocks_of(page.read_text("utf-8"))}
+    assert used == {*generate.QUICK, *generate.SLOW, *generate.DERIVED}
+
+
+@pytest.mark.parametrize("name", [*generate.QUICK, *generate.DERIVED])
+def test_a_quick_table_is_up_to_date(name):
+    made = {**generate.QUICK, **generate.DERIVED}[name]()
+    for page in PAGES:
+        assert generate.blocks_of(page.read_text("utf-8")).get(name, made) == made, f"run: python docs/generate.py {name}"
+
+
+def test_the_summary_of_errors_follows_from_the_rows():
+    text = generate.block("docs/accuracy.md", "accuracy")
+    table, summary = text.strip().rsplit("\n\n", 1)
+    errors = [float(row[-1].removesuffix(" %")) for row in generate.cells(table)]
+    count, mean, worst = re.fullmatch(r"(\d+) rows: mean \|error\| (\S+) %, worst (\S+) %\.", summary).groups()
+    assert int(count) == len(errors) >= 20
+    assert float(mean) == pytest.approx(sum(map(abs, errors)) / len(errors), abs=0.01)
+    assert float(worst) == max(errors, key=abs)

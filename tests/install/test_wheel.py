@@ -1,0 +1,111 @@
+"""The wheel, installed into an environment with nothing else of the project: commands, recipes, bundled model and page work.
+
+The environment takes its libraries from the one that runs the tests, by a path that holds no trace of the checkout.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "finetune", "app", "recipes")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy so that nothing of an earlier build gets in."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in PARTS:
+        part = ROOT / name
+        if part.is_dir():
+            shutil.copytree(part, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(part, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The `finetune` command of an environment with the wheel."""
+    place = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, capture_output=True)
+    command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install", "-q", "--no-deps", str(wheel)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (packages,) = place.glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return place / "bin" / "finetune"
+
+
+def run(command, folder, *arguments, **options):
+    return subprocess.run([str(command), *arguments], cwd=folder, capture_output=True, text=True, timeout=600, **options)
+
+
+def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    recipes = {f"finetune/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    assert recipes <= names
+    assert {"app/__main__.py", "app/theme.css", "app/page.js", "finetune/bundled/tiny-base/model.safetensors"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "recipes/")) or ".env" in name]
+    shipped = {name for name in names if name.startswith(("finetune/", "app/")) and name.endswith(".py")}
+    here = {str(path.relative_to(ROOT)) for folder in ("finetune", "app") for path in (ROOT / folder).rglob("*.py")}
+    assert shipped == here
+
+
+def test_everything_is_imported_from_the_environment(installed, tmp_path):
+    code = "import finetune, app; print(finetune.__file__); print(app.__file__)"
+    done = run(installed.with_name("python"), tmp_path, "-c", code)
+    assert all(line.startswith(str(installed.parents[1])) for line in done.stdout.split()), done.stdout + done.stderr
+
+
+def test_help_version_and_recipes(installed, tmp_path):
+    assert "Fine-tune" in run(installed, tmp_path, "--help").stdout
+    version = run(installed, tmp_path, "--version").stdout
+    assert version.startswith("finetune ") and "torch " in version and "bitsandbytes " in version
+    listed = json.loads(run(installed, tmp_path, "recipes", "--json").stdout)
+    assert {row["name"] for row in listed} == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+
+
+def test_plan_and_run_find_the_recipe_in_the_package(installed, tmp_path):
+    plan = run(installed, tmp_path, "plan", "recipes/tiny-cpu.yaml", "--json")
+    assert plan.returncode == 0, plan.stderr
+    assert json.loads(plan.stdout)["verdict"] in ("fits", "tight")
+    short = ["max_steps=2", "dataset.max_rows=32", "eval_steps=0", "output_dir=runs/first"]
+    done = run(installed, tmp_path, "run", "recipes/tiny-cpu.yaml", *short)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "first" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_page_answers_and_ends(installed, tmp_path):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    page = subprocess.Popen(
+        [str(installed), "ui", "--port", "0"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        link = next(word for line in page.stdout for word in line.split() if word.startswith("http://127.0.0.1:"))
+        address = link.split("/?")[0].rstrip("/")
+        with urllib.request.urlopen(f"{address}/healthz", timeout=30) as answer:
+            assert answer.status == 200
+        page.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        page.wait(timeout=60)
+        assert time.monotonic() - began < 30
+    finally:
+        if page.poll() is None:
+            os.killpg(page.pid, signal.SIGKILL)
+            page.wait()
