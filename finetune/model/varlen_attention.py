@@ -62,7 +62,7 @@ def varlen_attention(
         gqa = query.shape[1] != key.shape[1]
         out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sizes, enable_gqa=gqa)
     else:
-        out = _row_by_row(q, k, v, starts.tolist(), scaling, window)
+        out = _row_by_row(q, k, v, _offsets(starts, batch * tokens), scaling, window)
     assert isinstance(out, torch.Tensor)
     return out.view(batch, tokens, *out.shape[1:]), None
 
@@ -111,6 +111,14 @@ def _has_kernel(query: torch.Tensor) -> bool:
         return True
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (0, 0)
     return capability >= (8, 0) and (head_dim <= 192 or capability in ((8, 0), (9, 0), (10, 0)))
+
+
+def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
+    """`starts` as numbers. A forecast's tensors have no values: its rows are taken as equally long."""
+    if not is_forecast(starts):
+        return list(starts.tolist())
+    rows = len(starts) - 1
+    return [row * tokens // rows for row in range(rows + 1)]
 
 
 def _row_by_row(

@@ -104,6 +104,11 @@ def test_a_padded_batch_takes_more_than_its_rows():
     assert two.parts["activations"] > 2 * one.parts["activations"]
 
 
+def test_packed_rows_are_forecast_for_a_processor_too():
+    packed = run(capability=None, tokens=256, packing=True, attn_implementation="torch_varlen")
+    assert packed.parts["activations"] > 0
+
+
 def test_a_run_on_the_processor_has_no_card_workspace():
     made = run(capability=None, dtype="float32", load_in_4bit=False, optim="adamw_torch")
     assert made.parts["weights"] == 4 * made.parameters + 2 * 512  # rotary frequencies

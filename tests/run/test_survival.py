@@ -153,7 +153,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 
-@pytest.mark.parametrize("name, value", [("lora_r", 8), ("learning_rate", 0.5), ("model_name_or_path", "other")])
+@pytest.mark.parametrize("name, value", [("lora_r", 8), ("lora_alpha", 1), ("model_name_or_path", "other")])
 def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train, name, value):
     run = type(unbroken)(tmp_path / "run")
     shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "lock"))
