@@ -19,6 +19,7 @@ know. Numbers carry their unit in the name; unknown is null. Every event has `ki
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -34,24 +35,27 @@ class EventWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._end_torn_line()
+        self._torn = self._ends_torn()  # a writer that died inside a line left no newline; ours must not continue its line
 
-    def _end_torn_line(self) -> None:
-        """A writer that died inside a line left no newline; ours must not continue its line."""
+    def _ends_torn(self) -> bool:
         size = os.fstat(self._file).st_size
-        if size:
-            with self.path.open("rb") as file:
-                file.seek(size - 1)
-                if file.read(1) != b"\n":
-                    os.write(self._file, b"\n")
+        if not size:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(size - 1)
+            return file.read(1) != b"\n"
 
     def emit(self, kind: str, **values: Any) -> None:
         """Write one event. `state` events are synced to disk; raises OSError when the disk is full."""
         line = json.dumps(_finite({"kind": kind, "time_s": round(time.time(), 3), **values}), allow_nan=False) + "\n"
         data = line.encode()
+        if self._torn:
+            data = b"\n" + data
         written = os.write(self._file, data)
         if written != len(data):
-            raise OSError(28, "the disk is full", str(self.path))
+            self._torn = self._torn or written > 0
+            raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
+        self._torn = False
         if kind in ("state", "retry", "checkpoint"):
             os.fsync(self._file)
 

@@ -13,6 +13,7 @@ from finetune.errors import DiskFull, OutOfMemory, RecipeError
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.run.directory import RunDirectory
+from finetune.run.disk import is_disk_full
 from finetune.units import format_bytes
 
 _MARGIN_BYTES = 2**30  # for python, torch and the shard being written
@@ -36,7 +37,9 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
         shutil.rmtree(building, ignore_errors=True)
         _write(settings, run, building, progress)
         building.rename(target)
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_disk_full(error):
+            raise
         raise DiskFull(f"{target} could not be written: {error}", "Free some space and try again; nothing was kept.") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -124,6 +124,15 @@ def _dequantised(module: Any) -> torch.Tensor:
 
 
 @contextmanager
+def same_on_every_processor() -> Iterator[None]:
+    """A processor with AVX512-BF16 would make bitsandbytes repack the 4-bit weights for itself at the first evaluation."""
+    from bitsandbytes.nn import modules
+
+    with replaced(modules, "has_avx512bf16", lambda: False):
+        yield
+
+
+@contextmanager
 def own_quantisation_maps() -> Iterator[None]:
     """bitsandbytes keeps its code books for the process; those made without data must not stay."""
     import bitsandbytes.functional as functional

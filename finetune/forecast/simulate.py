@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 from transformers.integrations import sdpa_attention
 
 from finetune.forecast.card_semantics import backward, card_semantics, replaced
-from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps
+from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import Capability, rules_for
 from finetune.forecast.tracker import Peak, Place, StorageTracker
@@ -61,7 +62,7 @@ class Simulation:
 def simulate(config: PretrainedConfig, settings: Recipe, batch: Batch, capability: Capability | None) -> Simulation:
     """The step on a card of this compute capability; None: the run is on a CPU."""
     tracker = StorageTracker({} if capability is None else rules_for(capability))
-    with _quiet(), dora_without_data():
+    with _quiet(), same_on_every_processor(), dora_without_data(), no_collection_in_between():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         apply_techniques(model, settings)
         restore_master_precision(model)
@@ -113,6 +114,7 @@ def _run(model: Any, tracker: StorageTracker, settings: Recipe, batch: Batch, *,
         optimizer.step()
     optimizer.zero_grad()
     del inputs
+    gc.collect()
     tracker.phase = "save"
     tracker.record("steady state")
     if batch.eval_rows:
@@ -225,6 +227,23 @@ def one_document_a_row() -> Iterator[None]:
 
     with replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
         yield
+
+
+@contextmanager
+def no_collection_in_between() -> Iterator[None]:
+    """What the libraries leave in reference cycles lives until a collection, whose moment would depend on everything before.
+
+    Objects from before are set aside, so that a collection between the phases looks at the step's own only.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

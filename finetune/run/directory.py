@@ -145,8 +145,11 @@ def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:
 def write_json(path: Path, values: Any) -> None:
     """Write a JSON file so that a reader sees the old content or the new, never half, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(values, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

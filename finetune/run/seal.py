@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,23 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
 
     `facts` are what a resumed run must agree with. Raises OSError when the disk is full; then `target` does not exist.
     """
-    files = {str(path.relative_to(folder)): _hash_and_sync(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(1) as disk:  # hashing hides behind the disk's work, which would be waited for anyway
+        synced = [disk.submit(_sync, path) for path in paths]
+        files = {str(path.relative_to(folder)): {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
+        for done in synced:
+            done.result()
     manifest = {"step": step, "files": files, "facts": facts}
     manifest["seal"] = _seal_of(manifest)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    _sync(folder)
     if target.exists():  # written by an attempt that died between sealing and its next step
         shutil.rmtree(target)
     folder.rename(target)
-    _sync_folder(target.parent)
+    _sync(target.parent)
     return target
 
 
@@ -108,23 +114,13 @@ def _by_step(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def _hash_and_sync(path: Path) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-        os.fsync(file.fileno())
-    return {"sha256": digest.hexdigest(), "bytes": size}
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

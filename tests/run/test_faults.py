@@ -1,4 +1,4 @@
-"""Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters, a full disk."""
+"""Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters."""
 
 import os
 import signal
@@ -12,8 +12,6 @@ from conftest import adapter_hash
 
 from finetune.events import read_events
 from finetune.run import launch
-from finetune.run.directory import RunDirectory
-from finetune.run.seal import newest_verified
 from finetune.run.state import is_alive, read_processes, read_state
 
 pytestmark = pytest.mark.slow
@@ -117,40 +115,6 @@ def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
         if event["kind"] == "step":
             rates.setdefault(event["step"], []).append(event["learning_rate"])
     assert rates[7][1] == pytest.approx(rates[7][0] / 2) and len(rates[6]) == 1
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A tmpfs of 24 MB: room for a run and some of its checkpoints. Needs the right to mount."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a tmpfs can't be mounted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_full_disk_pauses_the_run_and_it_goes_on_after_space_is_freed(unbroken, make_run, small_disk):
-    made = make_run("eval_steps=4")
-    run = RunDirectory(small_disk / "run")
-    subprocess.run(["cp", "-r", str(made.path), str(run.path)], check=True)
-    process = supervise(run, "load:none")
-    wait_for_step(run, 2)
-    ballast = small_disk / "ballast"
-    with ballast.open("wb") as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(65536))
-    assert process.wait(timeout=120) == 7, run.log.read_text()[-2000:]
-    ballast.unlink()
-    state = read_state(run)
-    assert state.state in ("paused", "lost") and "finetune resume" in state.message  # lost: not even the state could be written
-    assert not list((run.checkpoints / ".partial").glob("*"))
-    good = newest_verified(run.checkpoints)[0]
-    launch.resume(run)
-    assert launch.wait(run, 120)
-    assert adapter_hash(run) == adapter_hash(unbroken)
-    assert good is None or good.step < 8
 
 
 def test_no_process_of_a_finished_run_is_left(make_run):

@@ -1,0 +1,155 @@
+"""A disk that is really full, a small tmpfs, wherever something is written: nothing is lost, and it goes on after freeing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import adapter_hash
+
+from finetune.errors import DiskFull
+from finetune.events import EventWriter, read_events
+from finetune.run import launch
+from finetune.run.directory import RunDirectory, write_json
+from finetune.run.seal import newest_verified
+from finetune.run.state import read_state
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A tmpfs of 24 MB: room for a run and some of its checkpoints. Needs the right to mount."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs can't be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place, leave=0):
+    """Fill the disk but for `leave` bytes; returns the file to remove."""
+    ballast = place / "ballast"
+    with ballast.open("wb") as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    os.truncate(ballast, max(0, ballast.stat().st_size - leave))
+    return ballast
+
+
+@pytest.fixture(scope="module")
+def finished(make_run, train):
+    run = make_run()
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+def on_disk(run, place):
+    """A copy of a run, on the small disk."""
+    subprocess.run(["cp", "-r", str(run.path), str(place / "run")], check=True)
+    return RunDirectory(place / "run")
+
+
+@pytest.mark.parametrize("at_step, leave", [(2, 0), (3, 200_000), (5, 20_000)])
+def test_training_pauses_at_whatever_write_fails_and_goes_on_to_the_same_adapter(
+    make_run, finished, train, disk, at_step, leave
+):
+    run = on_disk(make_run(), disk)
+    pid = train.start(run, stop_at(run, at_step))
+    while not any(event["kind"] == "step" and event["step"] == at_step for event in read_events(run.events)):
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
+    ballast = fill(disk, leave)
+    (disk / "run" / "go").touch()
+    assert train.wait(pid) == 7, run.log.read_text()[-2000:]
+    ballast.unlink()
+    good, skipped = newest_verified(run.checkpoints)
+    assert good is None or good.step in (2, 4) and not skipped
+    assert not list((run.checkpoints / ".partial").glob("*"))
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    assert adapter_hash(run) == adapter_hash(finished)
+
+
+def stop_at(run, at_step):
+    """A fault that waits after the step's event until the file `go` is there: the disk is filled meanwhile."""
+
+    def patch():
+        import time
+
+        from finetune.run.callbacks import RunCallback
+
+        log = RunCallback.on_log
+
+        def waiting(self, args, state, control, **more):
+            log(self, args, state, control, **more)
+            while state.global_step == at_step and not (run.path / "go").exists():
+                time.sleep(0.01)
+
+        RunCallback.on_log = waiting
+
+    return patch
+
+
+def test_the_supervisor_says_paused_and_resume_continues(make_run, finished, disk):
+    run = on_disk(make_run(), disk)
+    ballast = fill(disk, 60_000)
+    launch.start(run)
+    assert launch.wait(run, 120)
+    ballast.unlink()
+    state = read_state(run)
+    assert state.state in ("paused", "lost") and "finetune resume" in state.message  # lost: not even the state could be written
+    launch.resume(run)
+    assert launch.wait(run, 120)
+    assert adapter_hash(run) == adapter_hash(finished)
+
+
+def test_merging_leaves_nothing_and_works_after_space_is_freed(finished, disk):
+    from finetune.export.merge import merge
+
+    ballast = fill(disk, 8_000_000)  # enough by the check before, taken away by another program while it writes
+
+    def taken(text):
+        if text == "writing":
+            fill_again(disk)
+
+    with pytest.raises(DiskFull, match="could not be written"):
+        merge(finished, disk / "merged", progress=taken)
+    assert sorted(path.name for path in disk.iterdir()) == ["ballast", "more"]
+    ballast.unlink()
+    (disk / "more").unlink()
+    assert (merge(finished, disk / "merged") / "model.safetensors").stat().st_size > 1_000_000
+
+
+def fill_again(place):
+    with (place / "more").open("wb") as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+
+
+def test_a_new_run_is_made_whole_or_not_at_all(disk):
+    fill(disk, 30_000)
+    recipe = ["tiny-cpu", "max_steps=2", "save_steps=0", f"output_dir={disk}/run"]
+    done = subprocess.run([sys.executable, "-m", "finetune", "run", *recipe], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    assert "Free some space" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in disk.iterdir()] == ["ballast"]
+
+
+def test_a_full_disk_tears_no_event_and_loses_no_file(disk):
+    writer = EventWriter(disk / "events.jsonl")
+    write_json(disk / "plan.json", {"kept": True})
+    fill(disk)
+    with pytest.raises(OSError, match=r"[Dd]isk is full|No space left"):
+        while True:
+            writer.emit("warning", message="x" * 1000)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(disk / "plan.json", {"kept": "x" * 100_000})
+    (disk / "ballast").unlink()
+    writer.emit("state", state="running")
+    EventWriter(disk / "events.jsonl").emit("state", state="finished")
+    events = read_events(disk / "events.jsonl")
+    assert [event["state"] for event in events if event["kind"] == "state"][-1] == "finished"
+    assert (disk / "plan.json").read_text() == '{\n "kept": true\n}'
