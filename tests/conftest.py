@@ -10,10 +10,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 
 
+@pytest.fixture(scope="session")
+def forecasts(tmp_path_factory):
+    """Dry runs are the same for every test and kept for the session; tests of the dry run and its speed start without."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "forecasts"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory, monkeypatch):
+def home(request, tmp_path_factory, monkeypatch, forecasts):
     """No test reads or writes the user's caches, and every test starts in a folder of its own."""
     folder = tmp_path_factory.mktemp("home")
+    (folder / "cache").mkdir()
+    if request.path.stem not in ("test_dry_run", "test_planning_is_quick"):
+        (folder / "cache" / "forecasts").symlink_to(forecasts)
     monkeypatch.setenv("FINETUNE_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -29,6 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 def main() -> int:
     """Entry point: runs a command and turns a FinetuneError into a message and its exit code."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # that another kernel could be downloaded
     try:
         return int(cli(standalone_mode=False) or 0)  # what a command ended with; of typer.Exit only the code comes out here
     except FinetuneError as error:

@@ -72,7 +72,6 @@ def test_a_measured_context_takes_the_catalogues_place():
 
 
 def test_a_damaged_cache_is_the_same_as_none():
-    cache_dir().mkdir(parents=True)
     (cache_dir() / "cards.json").write_text('{"rtx-4090": "large"')
     assert measured_context("rtx-4090") is None
     record_measurement("rtx-4090", 300 * MIB)

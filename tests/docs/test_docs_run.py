@@ -18,6 +18,7 @@ FINETUNE = f"""#!/bin/sh
 case "$*" in
 "run "*--detach*) set -- "$@" max_steps=60 ;;
 "run "*) set -- "$@" max_steps=3 ;;
+"eval "*) set -- "$@" --rows 4 ;;
 esac
 exec {sys.executable} -m finetune "$@"
 """
@@ -27,9 +28,11 @@ ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-me
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, forecasts):
     """A folder with a `finetune` on the path, and the commands that were run in it."""
     folder = tmp_path_factory.mktemp("docs")
+    (folder / "cache").mkdir()
+    (folder / "cache" / "forecasts").symlink_to(forecasts)
     (folder / "bin").mkdir()
     (folder / "bin" / "finetune").write_text(FINETUNE)
     (folder / "bin" / "finetune").chmod(0o755)

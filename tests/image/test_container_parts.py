@@ -28,6 +28,11 @@ while :; do sleep 0.05; done
 """
 
 
+def listen_to_interrupts():
+    """Tests that run in the background of a shell inherit that Ctrl-C is ignored, and a shell can't trap what it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def container(tmp_path):
     """start(*arguments) -> the entry point at work, with a `finetune` that writes down how it is called."""
@@ -39,7 +44,9 @@ def container(tmp_path):
 
     def start(*arguments, **options):
         environment = {**os.environ, "PATH": f"{command.parent}:/usr/bin:/bin"}
-        process = subprocess.Popen(["sh", str(ENTRYPOINT), *arguments], cwd=tmp_path, env=environment, **options)
+        process = subprocess.Popen(
+            ["sh", str(ENTRYPOINT), *arguments], cwd=tmp_path, env=environment, preexec_fn=listen_to_interrupts, **options
+        )
         started.append(process)
         return process
 

@@ -1,5 +1,6 @@
 """Real runs of the bundled model. A forked child trains (imports are paid once); faults are put in by patching the child."""
 
+import gc
 import os
 import signal
 import traceback
@@ -15,7 +16,7 @@ def make_run(tmp_path_factory):
     from finetune.run.prepare import create_run, prepare
 
     short = [
-        "max_steps=8", "save_steps=2", "effective_batch_size=8", "per_device_train_batch_size=4", "dataset.max_rows=64",
+        "max_steps=8", "save_steps=2", "effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32",
         "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0",
     ]  # fmt: skip
 
@@ -35,6 +36,7 @@ def train():
     import finetune.run.training  # noqa: F401 - so that a child does not have to
 
     def start(run, fault=None):
+        gc.freeze()  # or every child would look through all that pytest has made
         pid = os.fork()
         if pid:
             return pid

@@ -1,28 +1,18 @@
 """Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import adapter_hash
+from forked import supervise
 
 from finetune.events import read_events
 from finetune.run import launch
 from finetune.run.state import is_alive, read_processes, read_state
 
 pytestmark = pytest.mark.slow
-SUPERVISOR = str(Path(__file__).with_name("faulty_supervisor.py"))
-
-
-def supervise(run, fault, **environment):
-    return subprocess.Popen(
-        [sys.executable, SUPERVISOR, fault, str(run.path)], env={**os.environ, **environment}, start_new_session=True,
-        stdout=run.log.open("ab"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
 
 
 def steps(run):
@@ -50,7 +40,7 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
     retries = [event for event in read_events(run.events) if event["kind"] == "retry"]
     assert len(retries) == 1 and retries[0]["changes"]
     memory = next(event for event in read_events(run.events) if event["kind"] == "out_of_memory")
-    assert memory["phase"] and memory["micro_batch"] == 4
+    assert memory["phase"] and memory["micro_batch"] == 2
     for step, event in steps(unbroken).items():
         again = steps(run)[step]
         assert again["loss"] == pytest.approx(event["loss"], abs=1e-5)
@@ -97,12 +87,14 @@ def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     assert read_state(run).state == "stopped"
 
 
-def test_two_starters_do_not_run_it_twice(make_run):
+def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
     run = make_run()
     first, second = supervise(run, "load:none"), supervise(run, "load:none")
     codes = sorted([first.wait(timeout=120), second.wait(timeout=120)])
     assert codes == [0, 2]
     assert [event["step"] for event in read_events(run.events) if event["kind"] == "step"] == list(range(1, 9))
+    assert not is_alive(run)
+    assert not any(Path(f"/proc/{int(record['pid'])}/fd").exists() for record in read_processes(run).values())
 
 
 def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
@@ -115,10 +107,3 @@ def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
         if event["kind"] == "step":
             rates.setdefault(event["step"], []).append(event["learning_rate"])
     assert rates[7][1] == pytest.approx(rates[7][0] / 2) and len(rates[6]) == 1
-
-
-def test_no_process_of_a_finished_run_is_left(make_run):
-    run = make_run()
-    assert supervise(run, "load:none").wait(timeout=120) == 0
-    assert not is_alive(run)
-    assert not any(Path(f"/proc/{int(record['pid'])}/fd").exists() for record in read_processes(run).values())

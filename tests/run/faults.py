@@ -1,11 +1,10 @@
-"""The real worker with one fault put into it, once: `python faulty_worker.py FAULT RUN`. Not a test; run by test_faults.py.
+"""Faults to put into the real worker, once each. Not a test; used by test_faults.py.
 
-FAULT is PLACE:WHAT, PLACE one of load, step1, step5, evaluate, save, and WHAT one of oom, driver_oom, kill, hang, spike.
+A fault is PLACE:WHAT. PLACE: load, step1, step5, evaluate or save. WHAT: none, oom, driver_oom, kill, hang or spike.
 """
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -65,12 +64,3 @@ def put_in(place, what, run):
         return real_method(self, *arguments, **named)
 
     setattr(RunTrainer, name, method)
-
-
-if __name__ == "__main__":
-    fault, run = sys.argv[1:3]
-    put_in(*fault.split(":"), run)
-    sys.argv = ["worker", run]
-    from finetune.run.worker import main
-
-    sys.exit(main())
