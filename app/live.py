@@ -25,7 +25,7 @@ METRICS = (
     "peak_reserved_bytes", "card_used_bytes", "other_processes_bytes", "process_rss_bytes", "process_peak_rss_bytes",
     "temperature_c", "power_w",
 )  # fmt: skip
-_MARKS, _SAMPLES, _MESSAGES = 400, 8, 50
+_MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 
 
 @dataclass

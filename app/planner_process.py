@@ -8,13 +8,20 @@ badges  {"recipe": yaml, "models": [id, ...]}             whether each of these 
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from app.ahead import Ahead
 from app.process import claim_stdout
 from finetune.errors import FinetuneError
 from finetune.recipe import AUTO, Recipe, parse_recipe, resolved
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
 
 _DATASETS, _LENGTHS_SENT, _EXAMPLES = 3, 20_000, 5
 
@@ -53,6 +60,14 @@ class Questions:
         return self._looked[key]
 
     def _plan(self, recipe: Recipe, free_bytes: int | None) -> dict[str, Any]:
+        plan, why = self._made(recipe, free_bytes, None)
+        return {"plan": plan.as_json(), "without_data_because": why}
+
+    def plan(self, recipe: Recipe, progress: Callable[[str], None]) -> Plan:
+        """A plan that nobody has asked for yet. `progress` may raise to end it."""
+        return self._made(recipe, None, progress)[0]
+
+    def _made(self, recipe: Recipe, free_bytes: int | None, progress: Callable[[str], None] | None) -> tuple[Plan, str | None]:
         from finetune.card import find_card
         from finetune.plan import make_plan
 
@@ -62,7 +77,7 @@ class Questions:
             data = _limited(self._look(recipe)["statistics"], recipe)
         except FinetuneError as error:
             why = " ".join(error.problems[:3])
-        return {"plan": make_plan(recipe, card, data).as_json(), "without_data_because": why}
+        return make_plan(recipe, card, data, progress=progress), why
 
     def _badge(self, recipe: Recipe, name: str) -> dict[str, Any]:
         """Verdict for this model in place of the recipe's, with its own settings left to the planner."""
@@ -136,12 +151,40 @@ def _limited(statistics: Any, recipe: Recipe) -> Any:
     return dataclasses.replace(statistics, rows=len(lengths), lengths=lengths, total_tokens=tokens, trained_tokens=trained)
 
 
+class Questioner:
+    """Standard input as lines, and whether one is waiting."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def __call__(self) -> bool:
+        """Whether there is something to read: a question, or the end. Windows can't tell: nothing is done ahead there."""
+        return sys.platform == "win32" or b"\n" in self._rest or bool(select.select([0], [], [], 0)[0])
+
+    def line(self) -> bytes:
+        """The next whole line; empty at the end."""
+        while b"\n" not in self._rest:
+            more = os.read(0, 1 << 16)
+            if not more:
+                return b""
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+
 def main() -> int:
-    """Answer until standard input closes, which is when the app ends."""
-    out, questions = claim_stdout(), Questions()
-    for line in sys.stdin:
-        out.write(json.dumps(questions.answer(json.loads(line)), default=str) + "\n")
+    """Answer until standard input closes, which is when the app ends; plan ahead while nothing is asked."""
+    out, asked = claim_stdout(), Questioner()
+    questions = Questions()
+    ahead = Ahead(questions.plan, asked)
+    while line := asked.line():
+        question = json.loads(line)
+        answer = questions.answer(question)
+        out.write(json.dumps(answer, default=str) + "\n")
         out.flush()
+        if "plan" in answer:
+            ahead.start_from(parse_recipe(question["recipe"], "recipe"), Recipe.model_validate(answer["plan"]["plan"]))
+        ahead.work()
     return 0
 
 

@@ -135,11 +135,10 @@ def memory(digest: Digest, plan: Plan) -> str:
 def samples(digest: Digest) -> str:
     """Answers to the same prompts as they change, newest first."""
     if not digest.samples:
-        return note("This run has written no sample answers yet.")
-    rows = [
-        [f"{event.get('step', 0):,}", event.get("prompt", ""), event.get("answer", "")] for event in reversed(digest.samples)
-    ]
-    return table([">step", "prompt", "answer"], rows, "Sample answers", hidden_caption=True)
+        return note("This run has written no sample answers yet: held-out prompts are answered at each evaluation.")
+    names = ("prompt", "expected", "answer")
+    rows = [[f"{event.get('step', 0):,}", *(event.get(name) or "" for name in names)] for event in reversed(digest.samples)]
+    return table([">step", *names], rows, "Sample answers", hidden_caption=True)
 
 
 def messages(digest: Digest) -> str:

@@ -10,7 +10,7 @@ know. Numbers carry their unit in the name; unknown is null. Every event has `ki
     eval          step, eval_loss, eval_s
     checkpoint    step, path, bytes, save_s, seal_s
     forecast      predicted and measured bytes after the first step, and at the end
-    sample        step, prompt, answer
+    sample        step, prompt, expected, answer
     warning       message
     retry         attempt, reason, changes                    what the next attempt does differently, and why there is one
     out_of_memory phase, message, asked_bytes, memory         where it ran out, before a retry or the end

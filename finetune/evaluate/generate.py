@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.data import Encoder
 from finetune.errors import RecipeError
 from finetune.model.build import build_base, load_config
+from finetune.model.generate import greedy_answers
 from finetune.model.quiet import quiet_libraries
 from finetune.plan.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
@@ -28,7 +28,6 @@ class Answerer:
         folder = _adapter_folder(run, need_adapter)
         self.adapter = folder.name if folder else None
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(run.data / "tokenizer"))
-        self.tokenizer.padding_side = "left"
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = _load(self.plan, folder, self.device)
@@ -43,25 +42,16 @@ class Answerer:
         with self.model.disable_adapter():
             yield
 
-    @torch.inference_mode()
     def answer(self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None) -> list[str]:
         """Greedy answers to prompts given as tokens, as one batch, without special tokens."""
-        batch = self.tokenizer.pad({"input_ids": questions}, padding=True, return_tensors="pt").to(self.device)
-        ids = self.model.generate(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False, temperature=None, top_p=None,
-            top_k=None, max_new_tokens=max_new_tokens, pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self._stop_ids(),
-            use_cache=True, streamer=streamer,
+        return greedy_answers(
+            self.model, self.tokenizer, questions,
+            stops=self.encoder.stops, max_new_tokens=max_new_tokens, streamer=streamer,
         )  # fmt: skip
-        return self.tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """A conversation as the tokens that the model is asked to continue, the same as in training."""
         return self.encoder.prompt_ids(messages)
-
-    def _stop_ids(self) -> list[int]:
-        ids = self.model.generation_config.eos_token_id
-        known = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        return sorted({*known, *self.encoder.stops})
 
 
 def _adapter_folder(run: RunDirectory, needed: bool) -> Any:

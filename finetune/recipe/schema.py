@@ -131,6 +131,7 @@ class Recipe(_Strict):
     # -- run
     output_dir: AutoOr[str] = Field(AUTO, min_length=1, description="Run directory; auto is runs/<model>-<time>.")
     eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = Field(AUTO, description="Steps between evaluations; 0 never.")
+    sample_answers: Annotated[int, Field(ge=0, le=16)] = Field(3, description="Held-out prompts answered at each evaluation.")
     save_steps: AutoOr[Annotated[int, Field(ge=0)]] = Field(AUTO, description="Steps between checkpoints; 0 only at the end.")
     loss_spike_factor: Annotated[float, Field(gt=1)] | None = Field(
         None, description="A loss so many times its recent median goes back to the last checkpoint with half the learning rate."

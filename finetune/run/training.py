@@ -21,6 +21,7 @@ from finetune.run import ranks
 from finetune.run.directory import RunDirectory
 from finetune.run.disk import is_disk_full
 from finetune.run.memory import MemorySampler
+from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
 
 _PARTIAL = ".partial"
@@ -112,6 +113,7 @@ class RunTrainer(SFTTrainer):
         self.phase = "train"
         self._counted: dict[str, Any] = {}
         super().__init__(**arguments)
+        self.samples = Samples(plan, run, self.processing_class)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """One micro-batch, counted, with the plan's saved-tensor technique around it."""
@@ -149,6 +151,8 @@ class RunTrainer(SFTTrainer):
             "eval", step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,
             eval_token_accuracy=metrics.get("eval_mean_token_accuracy"),
         )  # fmt: skip
+        if ranks.this_rank().leads:
+            self.samples.emit(self.accelerator.unwrap_model(self.model), self.state.global_step, self.events)
         return metrics
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:

@@ -1,0 +1,47 @@
+"""Held-out prompts that the model answers at each evaluation, so that a person sees the answers change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from finetune.events import EventWriter
+from finetune.plan.plan import Plan
+from finetune.run.directory import RunDirectory
+from finetune.run.out_of_memory import is_out_of_memory
+
+#: Longer prompts are left out and answers end here: the attention cache of an 8B stays below 300 MB.
+_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
+
+
+class Samples:
+    """The first short held-out prompts of a run, as many as its recipe's `sample_answers`."""
+
+    def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any) -> None:
+        self._tokenizer, self._rows = tokenizer, []
+        settings, path = plan.settings, run.data / "eval_examples.json"
+        # Split weights can't be generated with by one process, and compiled layers would be compiled again for every length.
+        if settings.launch.strategy != "ddp" or settings.torch_compile or not path.is_file():
+            return
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
+
+    def emit(self, model: Any, step: int, events: EventWriter) -> None:
+        """Answer them, a `sample` event for each. `model` is in evaluation mode. Too little memory ends the sampling."""
+        if not self._rows:
+            return
+        from finetune.data import Encoder
+        from finetune.model.generate import greedy_answers
+
+        stops = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None).stops
+        questions = [row["prompt_ids"] for row in self._rows]
+        try:
+            answers = greedy_answers(model, self._tokenizer, questions, stops=stops, max_new_tokens=_ANSWER_TOKENS)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._rows = []
+            events.emit("warning", message="no more sample answers: there is not enough memory left to generate them")
+            return
+        for row, answer in zip(self._rows, answers, strict=True):
+            events.emit("sample", step=step, prompt=row["prompt"], expected=row["answer"], answer=answer)
