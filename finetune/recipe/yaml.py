@@ -13,6 +13,7 @@ from finetune.errors import RecipeError
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 1_000_000, 12, 10_000
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -30,7 +31,7 @@ def parse(text: str, name: str) -> Document:
     if len(text) > MAX_BYTES:
         raise RecipeError(f"{name}: {len(text):,} characters is no recipe; the limit is {MAX_BYTES:,}")
     try:
-        _refuse_bombs(text, name)
+        _refuse_hostile(text, name)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -49,6 +50,8 @@ def parse_value(text: str) -> Any:
     """A value of a `key=value` override, by the same rules; text that isn't YAML is taken as it stands."""
     if not text.strip():
         return None
+    if _NO_TEXT.search(text):
+        raise RecipeError(f"{ascii(text)} has a zero byte or bytes that are not UTF-8")
     try:
         document = parse(f"value: {text}", "override")
     except RecipeError:
@@ -61,13 +64,15 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _refuse_bombs(text: str, name: str) -> None:
+def _refuse_hostile(text: str, name: str) -> None:
     depth = nodes = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
         documents += isinstance(event, yaml.DocumentStartEvent)
         if isinstance(event, yaml.AliasEvent):
             raise RecipeError(f"{line}: aliases (*{event.anchor}) are not used in recipes; write the value out")
+        if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
+            raise RecipeError(f"{line}: a zero byte or half a character (\\u0000, \\ud800 to \\udfff) is no text")
         if isinstance(event, yaml.NodeEvent):
             nodes += 1
         if isinstance(event, yaml.CollectionStartEvent):

@@ -51,8 +51,10 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, forecasts):
     folder = tmp_path_factory.mktemp("workspace")
+    (folder / "cache").mkdir()
+    (folder / "cache" / "forecasts").symlink_to(forecasts)
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
     one = Served(folder).start()
     yield one

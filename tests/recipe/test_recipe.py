@@ -127,3 +127,14 @@ def test_no_text_makes_a_traceback(text):
         parse_recipe(text)
     except RecipeError as error:
         assert error.problems and error.exit_code == 2
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', '"a\\0b"', '"\\udfff x"'])
+def test_half_characters_and_zero_bytes_are_refused_with_their_line(value):
+    with pytest.raises(RecipeError, match="r.yaml:2"):
+        parse_recipe(f"model_name_or_path: tiny\nmemory_budget: {value}\n", "r.yaml")
+
+
+def test_an_override_that_is_not_utf8_is_refused():
+    with pytest.raises(RecipeError, match="UTF-8"):
+        parse_recipe("model_name_or_path: tiny\ndataset: support\n", "r.yaml", ["output_dir=\udcff"])
