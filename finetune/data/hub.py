@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from finetune import hub
 from finetune.data.readers import Row, without_nothing
 from finetune.data.report import Refused, shown
 from finetune.errors import DataError
@@ -24,6 +25,7 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
     from datasets import load_dataset_builder
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+    hub.is_reachable()
     try:
         builder = load_dataset_builder(name, config, revision=revision)
         kind = type(builder).__module__.removeprefix("datasets.packaged_modules.").split(".")[0]

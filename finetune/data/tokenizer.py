@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune import hub
 from finetune.data.report import shown
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe
@@ -102,6 +103,7 @@ def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = recipe.model_name_or_path
+    answers = isinstance(place, Path) or hub.is_reachable()
     try:
         return AutoTokenizer.from_pretrained(
             str(place),
@@ -111,8 +113,9 @@ def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
     except OSError as error:
         if isinstance(place, Path):
             raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
+        why = _first_line(error) if answers or hub.is_switched_off() else "the hub does not answer, and it is not in the cache"
         raise RecipeError(
-            f"model_name_or_path: {name} is no local folder and can't be loaded from the hub: {_first_line(error)}",
+            f"model_name_or_path: {name} is no local folder and can't be loaded from the hub: {why}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError) as error:

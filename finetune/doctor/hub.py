@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 
 from finetune.doctor.finding import Finding
+from finetune.hub import is_switched_off
 
 #: Seconds to wait for the hub; the rest of the report doesn't wait.
 TIMEOUT_S = 4.0
@@ -19,7 +20,7 @@ def check_hub() -> Finding:
     """One small request to the hub's address, which HF_ENDPOINT can change."""
     from huggingface_hub import constants
 
-    if _switched_off():
+    if is_switched_off():
         return Finding("hub", "skip", "switched off (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download models and data")
     began = time.monotonic()
     status, problem = _get(f"{constants.ENDPOINT}/api/models?limit=1")
@@ -40,7 +41,7 @@ def check_login() -> Finding:
     if token is None:
         return Finding("hub login", "skip", "not logged in; only gated and private models need it", "hf auth login")
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") else "hf auth login"
-    if _switched_off():
+    if is_switched_off():
         return Finding("hub login", "skip", f"a token from {source}; not tried, the hub is switched off")
     status, problem = _get(f"{constants.ENDPOINT}/api/whoami-v2", token)
     if status == 200:
@@ -80,9 +81,3 @@ def _failed(error: OSError) -> tuple[int | None, str]:
 def _host(endpoint: str) -> str:
     """The address without a user name or password that may stand in it."""
     return endpoint.rpartition("@")[2].removeprefix("https://")
-
-
-def _switched_off() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE) or os.environ.get("TRANSFORMERS_OFFLINE") == "1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import urllib.error
 import urllib.request
@@ -12,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from finetune import hub
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe
 
@@ -103,8 +103,10 @@ def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
     """config.json from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
     from huggingface_hub import constants, get_token
 
-    if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1":
+    if hub.is_switched_off():
         return None, "not in the local cache and the hub is switched off (HF_HUB_OFFLINE)"
+    if not hub.is_reachable():
+        return None, "not in the local cache and the hub can't be reached"
     request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/config.json")
     token = get_token()
     if token:

@@ -1,0 +1,62 @@
+"""Whether the hub answers, asked once with a deadline: without a network the libraries would retry for most of a minute."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+#: Seconds to wait for an answer, and for how long one holds.
+DEADLINE_S, HOLDS_S = 3.0, 60.0
+
+_lock = threading.Lock()
+_asked_s: float | None = None
+_switched_off_here = False
+
+
+def is_switched_off() -> bool:
+    """Whether the user has switched the hub off (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
+    from huggingface_hub import constants
+
+    given = constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1"
+    return bool(given) and not _switched_off_here
+
+
+def is_reachable() -> bool:
+    """Ask the hub, unless that was done a moment ago, and tell the libraries of this process to look into their caches only
+    when it does not answer. False when it is switched off."""
+    global _asked_s, _switched_off_here
+    from huggingface_hub import constants
+
+    if is_switched_off():
+        return False
+    with _lock:
+        if _asked_s is None or time.monotonic() - _asked_s > HOLDS_S:
+            _switched_off_here = not _answers(constants.ENDPOINT)
+            constants.HF_HUB_OFFLINE = _switched_off_here
+            if "datasets" in sys.modules:  # it has copied the switch
+                sys.modules["datasets"].config.HF_HUB_OFFLINE = _switched_off_here
+            _asked_s = time.monotonic()
+    return not _switched_off_here
+
+
+def _answers(address: str) -> bool:
+    """Any answer counts, also a refusal. In a thread: looking up a name has no deadline of its own."""
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=DEADLINE_S).close()
+        except urllib.error.HTTPError:
+            pass
+        except (OSError, ValueError):
+            return
+        answered.append(True)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(DEADLINE_S)
+    return bool(answered)
