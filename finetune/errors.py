@@ -29,6 +29,12 @@ class RecipeError(FinetuneError):
     title = "The recipe needs a change"
 
 
+class PackagesError(RecipeError):
+    """An installed package that forecasts and trains is missing, or of a version that the forecast does not know."""
+
+    title = "The installed packages need a change"
+
+
 class DoesNotFit(FinetuneError):
     """The forecast says that the plan does not fit the card."""
 

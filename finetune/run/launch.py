@@ -9,6 +9,8 @@ import sys
 import time
 
 from finetune.errors import RecipeError
+from finetune.forecast.cache import LIBRARIES
+from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, write_json
 from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
 
@@ -30,7 +32,11 @@ def start(run: RunDirectory) -> int:
 
 
 def resume(run: RunDirectory) -> int:
-    """Go on from the newest checkpoint that verifies. Raises RecipeError when the run is at work or already finished."""
+    """Go on from the newest checkpoint that verifies.
+
+    Raises RecipeError when the run is at work or already finished, PackagesError when the stack has changed beyond its bounds.
+    """
+    refuse_other_versions(LIBRARIES)
     state = read_state(run)
     if state.state == "finished":
         raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Try it: finetune chat {run.path}")

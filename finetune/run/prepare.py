@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
+from finetune.forecast.cache import LIBRARIES
 from finetune.plan import make_plan
 from finetune.plan.plan import DataStatistics, Plan
 from finetune.recipe import AUTO, Recipe, write_recipe
+from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, create, write_json
 from finetune.run.launch_config import launch_problems, machine_problems
 from finetune.units import format_bytes
@@ -35,8 +37,9 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read, tokenise and plan. Raises a FinetuneError of the matching kind; `force` lets a plan pass that doesn't fit."""
+    refuse_other_versions(LIBRARIES)
     card = find_card(recipe.gpu, here=True)  # first: a missing card is said before anything is loaded
-    _check_launch(recipe, card, here=True)
+    _check_settings(recipe, card, here=True)
     from finetune import data
 
     progress("reading the data")
@@ -59,8 +62,9 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
 
 def plan_only(recipe: Recipe, *, free_bytes: int | None = None, progress: Progress = lambda _: None) -> Plan:
     """The plan for a card that need not be here. Rows are read when they can be; else full rows of max_length are assumed."""
+    refuse_other_versions(LIBRARIES)
     card = find_card(recipe.gpu, free_bytes=free_bytes)
-    _check_launch(recipe, card, here=False)
+    _check_settings(recipe, card, here=False)
     statistics = None
     if _data_is_here(recipe):
         from finetune import data
@@ -75,7 +79,8 @@ def plan_only(recipe: Recipe, *, free_bytes: int | None = None, progress: Progre
     return make_plan(recipe, card, statistics)
 
 
-def _check_launch(recipe: Recipe, card: Card, *, here: bool) -> None:
+def _check_settings(recipe: Recipe, card: Card, *, here: bool) -> None:
+    """Settings that the card, or this machine where the run is to be `here`, can't follow."""
     problems = launch_problems(recipe, on_cpu=card.is_cpu)
     if here and not problems:
         problems = machine_problems(recipe, on_cpu=card.is_cpu)

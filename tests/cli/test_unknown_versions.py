@@ -1,0 +1,61 @@
+"""A library outside this version's bounds is refused, with the fix, by all that forecasts or trains.
+
+Nothing is patched: the other version has a dist-info folder on the path, as an installed one has.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def finetune(tmp_path):
+    """finetune(*arguments, transformers="6.0.0") -> the ended command, in an environment with these versions installed."""
+
+    def run(*arguments, **versions):
+        for name, version in versions.items():
+            folder = tmp_path / "packages" / f"{name}-{version}.dist-info"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        path = os.pathsep.join([str(tmp_path / "packages"), *filter(None, sys.path)])
+        return subprocess.run(
+            [sys.executable, "-m", "finetune", *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_versions_that_the_forecast_does_not_know_are_all_named_with_the_fix(finetune, tmp_path, command):
+    done = finetune(command, "tiny-cpu", "dataset.path=missing.jsonl", transformers="6.0.0", trl="0.9.1")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "transformers 6.0.0, needed <6,>=5.17" in said and "trl 0.9.1, needed" in said
+    assert "pip install 'transformers<6,>=5.17' 'trl<2,>=1.16'" in said and "missing.jsonl" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["packages"]
+
+
+def test_a_run_is_not_resumed_with_other_versions(finetune, tmp_path):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "plan.json").write_text("{}")
+    done = finetune("resume", "x", peft="1.0.0")
+    assert done.returncode == 2 and "peft 1.0.0" in done.stderr
+    assert [path.name for path in (tmp_path / "runs" / "x").iterdir()] == ["plan.json"]
+
+
+def test_doctor_fails_with_the_same_line(finetune):
+    done = finetune("doctor", torch="2.99.0")
+    assert done.returncode == 1 and "torch 2.99.0, needed <2.15,>=2.11" in done.stdout
+    assert "pip install 'torch<2.15,>=2.11'" in done.stdout
+
+
+def test_what_does_not_forecast_may_have_any_version(finetune):
+    done = finetune("run", "tiny-cpu", "dataset.path=missing.jsonl", gradio="99.0", torch="2.13.0+cu128")
+    assert done.returncode == 4 and "missing.jsonl" in done.stderr
+
+
+def test_help_and_lists_work_with_any_version(finetune):
+    assert finetune("--help", torch="2.99.0").returncode == 0
+    assert finetune("recipes", torch="2.99.0").returncode == 0
