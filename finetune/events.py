@@ -24,7 +24,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.listeners: list[Callable[[str, dict[str, Any]], None]] = []  # hear each event after it is written
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._torn = self._ends_torn()  # a writer that died inside a line left no newline; ours must not continue its line
 
@@ -58,6 +59,8 @@ class EventWriter:
         self._torn = False
         if kind in ("state", "retry", "checkpoint"):
             os.fsync(self._file)
+        for hear in self.listeners:
+            hear(kind, values)
 
     def close(self) -> None:
         """Close the file; the writer can't be used afterwards."""

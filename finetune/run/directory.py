@@ -1,6 +1,6 @@
 """The run directory: all that is known of a run is in it.
 
-recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapter/
+recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapter/ trackers/
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class RunDirectory:
     def adapter(self) -> Path:
         """The result: adapter, tokenizer and how they were made."""
         return self.path / "adapter"
+
+    @property
+    def trackers(self) -> Path:
+        """Files of TensorBoard, W&B and Trackio, when the recipe reports to them."""
+        return self.path / "trackers"
 
 
 def create(path: Path, fill: Any) -> RunDirectory:

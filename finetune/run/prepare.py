@@ -17,6 +17,7 @@ from finetune.recipe import AUTO, Recipe, write_recipe
 from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, create, write_json
 from finetune.run.launch_config import launch_problems, machine_problems
+from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def _check_settings(recipe: Recipe, card: Card, *, here: bool) -> None:
     problems = launch_problems(recipe, on_cpu=card.is_cpu)
     if here and not problems:
         problems = machine_problems(recipe, on_cpu=card.is_cpu)
+    if here:
+        problems = [*problems, *missing_trackers(recipe.report_to)]
     if problems:
         raise RecipeError(problems)
 

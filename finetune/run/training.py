@@ -63,7 +63,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         save_strategy="steps" if settings.save_steps else "no",
         save_steps=settings.save_steps or 500,
         save_total_limit=None,  # rotation knows the seals, see finetune.run.seal
-        report_to=list(settings.report_to),
+        report_to=[],  # trackers hear the events, see finetune.run.trackers
         disable_tqdm=True,
         dataloader_num_workers=settings.dataloader_num_workers,
         dataloader_pin_memory=not on_cpu,

@@ -24,6 +24,7 @@ from finetune.run.out_of_memory import describe, is_out_of_memory
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import Checkpoint, facts_differ, newest_verified
 from finetune.run.snapshot import free_blocks, start_recording, write_snapshot
+from finetune.run.trackers import Trackers
 
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
@@ -41,12 +42,20 @@ class Worker:
         ranks.join(self.rank, self.plan.card.is_cpu)
         self.stop = StopRequest()
         self.events = ranks.event_writer(run, self.rank)
+        self.trackers = Trackers(self.plan, run, self.events)
+        if self.rank.number == 0:
+            self.events.listeners.append(self.trackers.hear)
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
         self.phase = "load"
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
         """Do it; returns the exit status. Ends that the user should read about are in the events."""
+        code = self._attempt()
+        self.trackers.close(code)
+        return code
+
+    def _attempt(self) -> int:
         try:
             return self._train()
         except LossSpike as error:

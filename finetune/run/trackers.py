@@ -1,0 +1,194 @@
+"""Trackers that `report_to` names: the numbers of a run's events, told to TensorBoard, W&B or Trackio, too.
+
+They hear an event after it is written, so that they change neither the events nor the measured time of a step. Their files are
+in RUN/trackers. Nothing leaves the machine unless the environment asks for it: WANDB_MODE=online, TRACKIO_SPACE_ID. A tracker
+that fails is left out with a warning, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from finetune.events import EventWriter
+from finetune.plan.plan import Plan
+from finetune.requirements import installed_version
+from finetune.run.directory import RunDirectory
+from finetune.run.memory import FIELDS
+
+_PROJECT = "finetune"
+#: What an event's fields are called in a tracker: transformers' names where it has one, else the field's with its unit.
+_STEP_NAMES = {
+    "loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate", "epoch": "train/epoch",
+    "token_accuracy": "train/mean_token_accuracy", "tokens_per_s": "tokens_per_s", "step_s": "step_s",
+    **{name: f"memory/{name}" for name in FIELDS}, "temperature_c": "card/temperature_c", "power_w": "card/power_w",
+}  # fmt: skip
+_EVAL_NAMES = {"eval_loss": "eval/loss", "eval_token_accuracy": "eval/mean_token_accuracy", "eval_s": "eval_s"}
+
+
+def missing_trackers(names: Collection[str]) -> list[str]:
+    """One line, with what to type, for each tracker that is named and not installed."""
+    missing = [name for name in names if installed_version(name) is None]
+    return [f"report_to names {name}, which is not installed: pip install {name}" for name in missing]
+
+
+class Trackers:
+    """The trackers of one attempt. They are opened when it starts training, and closed when it has ended."""
+
+    def __init__(self, plan: Plan, run: RunDirectory, events: EventWriter) -> None:
+        self._plan, self._run, self._events = plan, run, events
+        self._forecast = forecast_numbers(plan)
+        self._open: dict[str, _Tracker] = {}
+
+    def hear(self, kind: str, values: dict[str, Any]) -> None:
+        """One event: a start opens the trackers, steps and evaluations are logged, the rest is not for them."""
+        if kind == "start":
+            self._start(values["step"])
+        elif kind == "step":
+            self._log(values["step"], {**_renamed(_STEP_NAMES, values), **self._forecast})
+        elif kind == "eval":
+            self._log(values["step"], _renamed(_EVAL_NAMES, values))
+
+    def close(self, code: int) -> None:
+        """Write out, and where it is sent send, what is left; `code` is the exit status."""
+        for name, tracker in self._open.items():
+            try:
+                tracker.close(code)
+            except Exception as error:  # noqa: BLE001 - the run has ended and said how: its last event stays the last
+                print(f"{name} could not be closed: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        self._open.clear()
+
+    def _start(self, step: int) -> None:
+        attempt = _Attempt(self._run, step, _config(self._plan, self._forecast))
+        for name in self._plan.settings.report_to:
+            self._guarded(name, lambda name: self._open.update({name: _KINDS[name](attempt)}), name)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.log, step, values)
+
+    def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a tracker does, the training is worth more
+            self._open.pop(name, None)
+            message = f"{name} is left out from here on: {type(error).__name__}: {error}; the events have all numbers"
+            self._events.emit("warning", message=message)
+
+
+def forecast_numbers(plan: Plan) -> dict[str, float]:
+    """The plan's forecast and budget in bytes, to be drawn as lines beside what is measured; empty where there is none."""
+    forecast = plan.forecast
+    numbers = {
+        "forecast/peak_bytes": forecast.peak_bytes if forecast else None,
+        "forecast/peak_high_bytes": forecast.peak_high_bytes if forecast else None,
+        "forecast/allocated_bytes": forecast.allocated_bytes if forecast else None,
+        "forecast/budget_bytes": plan.budget_bytes,
+    }
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _renamed(names: dict[str, str], values: dict[str, Any]) -> dict[str, float]:
+    """An event's numbers by their trackers' names; unknown ones are left out."""
+    return {name: values[field] for field, name in names.items() if values.get(field) is not None}
+
+
+def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:
+    return {**plan.settings.model_dump(mode="json"), "card": plan.card.name, "forecast/verdict": plan.verdict, **forecast}
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What a tracker is opened with: the run, the step it goes on from, and what was planned."""
+
+    run: RunDirectory
+    step: int
+    config: dict[str, Any]
+
+    @property
+    def group(self) -> str:
+        return self.run.path.resolve().name
+
+    @property
+    def name(self) -> str:
+        """W&B and Trackio can't take steps back: what goes on from a checkpoint is a run of its own, in the same group."""
+        return f"{self.group}-from-{self.step}" if self.step else self.group
+
+    def place(self, name: str) -> Path:
+        folder = self.run.trackers.resolve() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class _Tracker(Protocol):
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self, code: int) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, attempt: _Attempt) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are done again
+        self._writer = SummaryWriter(str(attempt.place("tensorboard")), purge_step=hidden_from)
+        self._writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, code: int) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, attempt: _Attempt) -> None:
+        place = str(attempt.place("wandb"))
+        _default_environment(
+            WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_CONSOLE="off", WANDB_FINISH_TIMEOUT="300",
+            WANDB_DIR=str(attempt.run.trackers.resolve()), WANDB_CACHE_DIR=f"{place}/cache", WANDB_DATA_DIR=f"{place}/data",
+            WANDB_PROJECT=_PROJECT,
+        )  # fmt: skip
+        import wandb
+
+        self._run = wandb.init(name=attempt.name, group=attempt.group, config=attempt.config)
+        self._run.summary.update({name: value for name, value in attempt.config.items() if name.startswith("forecast/")})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self, code: int) -> None:
+        self._run.finish(exit_code=code)
+
+
+class _Trackio:
+    def __init__(self, attempt: _Attempt) -> None:
+        _default_environment(TRACKIO_DIR=str(attempt.place("trackio")))  # read when it is imported
+        import trackio
+
+        self._run = trackio.init(
+            _PROJECT, name=attempt.name, group=attempt.group, config=attempt.config, embed=False,
+            auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self, code: int) -> None:
+        self._run.finish()
+
+
+_KINDS: dict[str, Callable[[_Attempt], _Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
+
+
+def _default_environment(**values: str) -> None:
+    """What the libraries read; what the user has set stays."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
