@@ -2,8 +2,8 @@
 
     python benchmarks/replan.py --moves 40 --rest 20
 
-Starts with an empty cache, plans a 7B for an RTX 4090, rests (the process plans ahead meanwhile), then moves one slider at a time
-with pauses of half a second to two: around the first plan (`single`), and on from wherever the last move led (`walk`).
+Starts with an empty cache, plans a 7B for an RTX 4090, rests (the process plans ahead meanwhile), then moves one slider at a
+time with pauses of half a second to two: around the first plan (`single`), and on from wherever the last move led (`walk`).
 Target: <= 1 s at the 95th percentile.
 """
 
@@ -24,8 +24,10 @@ from app.workspace import Workspace
 RECIPE = "model_name_or_path: Qwen/Qwen2.5-7B-Instruct\ndataset: support\ngpu: rtx-4090\n"
 START = {"lora_r": 16, "max_length": 2048, "effective_batch_size": 16}
 CHOICES = {
-    "lora_r": (8, 16, 32, 64, 128), "max_length": (512, 1024, 1536, 2048, 3072, 4096), "effective_batch_size": (4, 8, 16, 32, 64),
-}  # fmt: skip
+    "lora_r": (8, 16, 32, 64, 128),
+    "max_length": (512, 1024, 1536, 2048, 3072, 4096),
+    "effective_batch_size": (4, 8, 16, 32, 64),
+}
 
 
 def main() -> None:
