@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 #: The parts of the ledger, in the order in which they are shown.
 PARTS = (
-    "weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace",
+    "weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace", "gathered",
 )  # fmt: skip
 
 

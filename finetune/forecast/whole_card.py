@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.card.card import Card
 from finetune.forecast.dry_run import USUAL_CAPABILITY, DryRun, dry_run
 from finetune.forecast.forecast import Forecast
+from finetune.forecast.sharding import per_card
+from finetune.forecast.units import units_of
 from finetune.recipe import AUTO, Recipe
 from finetune.units import MIB
 
@@ -30,10 +32,11 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Recipe, c
     """
     micro = 1 if settings.per_device_train_batch_size == AUTO else settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
-    run = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
-    shared = _of_many_cards(run, settings)
-    highest = max(run.peaks.values()) + shared
+    alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
+    run = _of_one_card(config, settings, alone)
+    highest = max(run.peaks.values()) + _buckets(run, settings)
     low, likely, high = _reserved(highest, card)
+    low -= highest - _certain(run, alone) if run is not alone else 0
     context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
         context = PROCESS_BYTES
@@ -46,7 +49,7 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Recipe, c
         parts=run.parts,
         peaks=run.peaks,
         per_layer_bytes=run.per_layer_bytes,
-        host_bytes=_host_bytes(run, card),
+        host_bytes=_host_bytes(run, card, settings),
         disk_bytes=_disk_bytes(run, settings),
         method=run.method,
         versions=run.versions,
@@ -77,15 +80,34 @@ def _reserved(allocated: int, card: Card) -> tuple[int, int, int]:
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
 
 
-def _of_many_cards(run: DryRun, settings: Recipe) -> int:
+def _of_one_card(config: PretrainedConfig | dict[str, Any], settings: Recipe, run: DryRun) -> DryRun:
+    """The dry run as each of several cards sees it, where the launch splits the model."""
+    if settings.launch.strategy == "ddp":
+        return run
+    values = config if isinstance(config, dict) else config.to_dict()
+    return per_card(run, units_of(values, settings), settings)
+
+
+def _certain(run: DryRun, alone: DryRun) -> int:
+    """The peak without what the sharding rules take for sure's sake: what is gathered, and the parts beside a whole model."""
+    least = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
+    return max({**least, "load": alone.peaks["load"]}.values())
+
+
+def _buckets(run: DryRun, settings: Recipe) -> int:
     """DDP's reducer keeps a copy of all gradients in buckets (torch/csrc/distributed/c10d/reducer.cpp)."""
     return run.parts["adapters"] if settings.launch.num_processes > 1 and settings.launch.strategy == "ddp" else 0
 
 
-def _host_bytes(run: DryRun, card: Card) -> int:
-    """The process, what training keeps in host memory, and a merge of the adapter into 16-bit weights, whichever is more."""
-    training = 0 if card.is_cpu else run.host_bytes
-    return PROCESS_BYTES + max(training, 2 * run.parameters)
+def _host_bytes(run: DryRun, card: Card, settings: Recipe) -> int:
+    """The process, what training keeps in host memory, and a merge of the adapter into 16-bit weights, whichever is more.
+
+    Of a machine whose processes split the model: all of them, and the first gathers the model to save it.
+    """
+    launch, training = settings.launch, 0 if card.is_cpu else run.host_bytes
+    if launch.strategy == "ddp":
+        return PROCESS_BYTES + max(training, 2 * run.parameters)
+    return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
 
 
 def _disk_bytes(run: DryRun, settings: Recipe) -> int:
@@ -98,8 +120,6 @@ def _notes(settings: Recipe, card: Card, tokens: int, micro: int) -> tuple[str, 
     notes = []
     if settings.torch_compile:
         notes.append("forecast for layers that are not compiled; compiled ones keep less")
-    if settings.launch.num_processes > 1 and settings.launch.strategy != "ddp":
-        notes.append(f"forecast for one card that holds everything; {settings.launch.strategy} shares it out")
     if not card.is_cpu and not expandable_segments():
         notes.append("this platform has no expandable segments, so torch may reserve up to 14 % more than it hands out")
     if micro > 1 and settings.packing is not True and settings.attn_implementation == "sdpa":

@@ -90,8 +90,8 @@ def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, .
         return (stored_bits,)
     if card.is_cpu:
         return (plain,)
-    allowed = [plain, *([8] if recipe.load_in_8bit == AUTO else []), *([4] if recipe.load_in_4bit == AUTO else [])]
-    return tuple(allowed)
+    can_be_8 = recipe.load_in_8bit == AUTO and recipe.launch.strategy == "ddp"  # int8 weights can't be split
+    return (plain, *([8] if can_be_8 else []), *([4] if recipe.load_in_4bit == AUTO else []))
 
 
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:
@@ -116,8 +116,9 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
         return (choices.recipe.optim,)
     if card.is_cpu:
         return ("adamw_torch",)
-    whole = choices.recipe.launch.strategy == "ddp"  # the others split the parameters that CPU offload keeps whole
-    return tuple(optim for optim in OPTIMIZERS if whole or optim != "adamw_cpu_offload")
+    if choices.recipe.launch.strategy != "ddp":  # the others can't work on parameters that are split
+        return ("adamw_torch_fused",)
+    return OPTIMIZERS
 
 
 def _micro_batches(choices: Choices) -> Iterator[int]:

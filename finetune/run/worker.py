@@ -118,12 +118,15 @@ class Worker:
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.run.callbacks import RunCallback
+        from finetune.run.fsdp_units import keep_layers_apart
         from finetune.run.training import RunTrainer, sft_config
 
         settings = self.plan.settings
         quiet_libraries()
         set_seed(settings.seed)
         self._limit_card()
+        if settings.launch.strategy == "fsdp":
+            keep_layers_apart()
         if settings.record_memory_history:
             start_recording(not self.plan.card.is_cpu)
         self._emit_phase("load")

@@ -1,6 +1,7 @@
 """One of two processes that split a 4-bit model with FSDP2: `torchrun fsdp_process.py STRATEGY OUT`. Not a test.
 
-accelerate starts FSDP on cards only, so its preparation of the model is called here with the plugin that the run would have.
+accelerate starts FSDP on cards only, so its preparation of the model is called here with the plugin that the run would have,
+after the Trainer's own change to it.
 """
 
 import json
@@ -12,10 +13,15 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from transformers import trainer
 
 from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
+from finetune.model.checkpointing import decoder_layers
 from finetune.recipe import load_recipe, resolved
+from finetune.run.fsdp_units import keep_layers_apart
 
 strategy, out = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo")
@@ -33,7 +39,31 @@ accelerator = SimpleNamespace(
     state=SimpleNamespace(fsdp_plugin=plugin), is_main_process=dist.get_rank() == 0, mixed_precision="no",
     device=torch.device("cpu"), torch_device_mesh=None,
 )  # fmt: skip
+keep_layers_apart()
+trainer.update_fsdp_plugin_peft(model, accelerator)
+plugin.mixed_precision_policy = None  # it rounds the loss to bf16; what is compared here is the splitting
 split = fsdp2_prepare_model(accelerator, model)
+states = [module._get_fsdp_state() for module in split.modules() if isinstance(module, FSDPModule)]
+groups = list({id(group): group for state in states for group in state._fsdp_param_groups}.values())
+together = []  # bytes of parameters that are put together, and of the buffers they came in, after each step of a gathering
+
+
+def watched(function):
+    def called(*arguments):
+        result = function(*arguments)
+        outputs = [tensor for group in groups for param in group.fsdp_params for tensor in param.all_gather_outputs]
+        kept = groups[0].comm_ctx.all_gather_state
+        results = [result, *(group._all_gather_result for group in groups), kept.all_gather_result if kept else None]
+        buffers = {id(each.all_gather_output): each.all_gather_output for each in results if each is not None}
+        sizes = [tensor.untyped_storage().nbytes() for tensor in (*outputs, *buffers.values())]
+        together.append(sum(sizes))
+        return result
+
+    return called
+
+
+for name in ("foreach_all_gather", "foreach_all_gather_copy_out"):
+    setattr(_fsdp_param_group, name, watched(getattr(_fsdp_param_group, name)))
 loss = split(input_ids=rows, labels=rows).loss
 loss.backward()
 parameters = list(split.parameters())
@@ -41,6 +71,10 @@ norm = sum(float(parameter.grad.full_tensor().square().sum()) for parameter in p
 values = {
     "whole_loss": whole, "split_loss": loss.item(), "gradient_norm": norm, "parameters": len(parameters),
     "split_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
+    "layers_apart": sum(isinstance(layer, FSDPModule) for layer in decoder_layers(split)),
+    "local_bytes": sum(p.to_local().untyped_storage().nbytes() for p in parameters if isinstance(p, DTensor)),
+    "trained_bytes": sum(p.to_local().untyped_storage().nbytes() for p in parameters if p.requires_grad),
+    "gathered_bytes": max(together),
 }  # fmt: skip
 (out / f"{dist.get_rank()}.json").write_text(json.dumps(values))
 dist.destroy_process_group()

@@ -35,6 +35,25 @@ def test_stored_for_fsdp_every_parameter_is_split_and_the_loss_is_the_same(tmp_p
         assert math.isfinite(seen["gradient_norm"]) and seen["gradient_norm"] > 0
 
 
+def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
+    from finetune.forecast.sharding import gathered_by_fsdp
+    from finetune.forecast.units import units_of
+    from finetune.model.configuration import read_config
+    from finetune.recipe import load_recipe, resolved
+
+    recipe = load_recipe("tiny-cpu", ["per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"])
+    units = units_of(read_config(recipe), resolved(recipe, load_in_8bit=False, dtype="bfloat16"))
+    rows = [(-(-p.rows // 2) * p.row_bytes, p.trained) for unit in units for p in unit.parameters]
+    whole = {unit.name: sum(-(-p.rows // 2) * 2 * p.row_bytes for p in unit.parameters) for unit in units}
+    # a layer, the buffer it came in, the tied table and the last norm; the rule has a third layer for the buffers' own pool
+    together = 2 * whole["layers.0"] + whole["head"] + whole["rest"]
+    for seen in two_processes("fsdp", tmp_path):
+        assert seen["layers_apart"] == 5
+        assert seen["local_bytes"] == sum(size for size, _ in rows)
+        assert seen["trained_bytes"] == sum(size for size, trained in rows if trained)
+        assert seen["gathered_bytes"] == together <= gathered_by_fsdp(units, 2) <= 2 * together
+
+
 def test_stored_as_usual_the_4_bit_weights_would_stay_whole(tmp_path):
     for seen in two_processes("ddp", tmp_path):
         assert seen["split_parameters"] == seen["parameters"] - 35  # 5 layers of 7 quantised matrices

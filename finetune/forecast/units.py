@@ -1,0 +1,106 @@
+"""What FSDP and DeepSpeed split: the parameters of a model with adapters, in the units that are put together at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from finetune.forecast import cache
+from finetune.recipe import Recipe
+
+#: Settings that decide the parameters' shapes and types.
+_SETTINGS = (
+    "dtype", "load_in_4bit", "load_in_8bit", "lora_r", "target_modules", "use_dora", "trust_remote_code", "model_revision",
+)  # fmt: skip
+#: Names of the units that are no layer: the input table, the output layer (and a table tied to it), everything else.
+EMBEDDING, HEAD, REST = "embedding", "head", "rest"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`rows` of `row_bytes` along dimension 0, elements of `item_bytes`; `trained` when it has a gradient."""
+
+    rows: int
+    row_bytes: int
+    item_bytes: int
+    trained: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together. `name`: `layers.0`, ..., or one of EMBEDDING, HEAD and REST."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+
+def units_of(config: dict[str, Any], settings: Recipe) -> tuple[Unit, ...]:
+    """The units of the model that the content of a config.json and resolved `settings` make, as they are loaded.
+
+    Kept in the cache, so that a plan made before needs no torch. Raises RecipeError for a model that can't be built.
+    """
+    launch = settings.launch
+    splits = launch.strategy == "fsdp" or (launch.strategy, launch.zero_stage) == ("deepspeed", 3)
+    chosen = {name: getattr(settings, name) for name in _SETTINGS} | {"splits_weights": splits}
+    key = cache.key_of(kind="units", config=config, settings=chosen)
+    known = cache.read(key)
+    if known is not None:
+        return tuple(
+            Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in known["units"]
+        )
+    made = _made(config, settings)
+    cache.write(key, {"units": [asdict(unit) for unit in made]})
+    return made
+
+
+def _made(values: dict[str, Any], settings: Recipe) -> tuple[Unit, ...]:
+    """The units of a model of few layers; where the layers repeat, so do they."""
+    from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
+    from finetune.model.build import config_from
+
+    config = config_from(values, settings)
+    depth = plan_depth(layer_kinds(config))
+    made = _units(at_depth(config, depth.run), settings)
+    order = [*range(depth.start + depth.period)]
+    order += [number for _ in range(depth.times) for number in range(depth.start, depth.start + depth.period)]
+    order += [*range(depth.start + depth.period, depth.run)]
+    layers = [Unit(f"layers.{place}", made[f"layers.{number}"]) for place, number in enumerate(order)]
+    return (*layers, *(Unit(name, made[name]) for name in (EMBEDDING, HEAD, REST) if name in made))
+
+
+def _units(config: Any, settings: Recipe) -> dict[str, tuple[Parameter, ...]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor
+    from finetune.forecast.tracker import StorageTracker
+    from finetune.model.build import attach_adapters, build_base, model_dtype
+
+    with same_on_every_processor(), dora_without_data():
+        model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
+        with own_quantisation_maps(), FakeTensorMode(allow_non_fake_inputs=True):
+            materialise(model, StorageTracker({}), dtype=model_dtype(settings))
+    return split_parameters(model)
+
+
+def split_parameters(model: Any) -> dict[str, tuple[Parameter, ...]]:
+    """Name of the unit -> its parameters, of a PeftModel; a tied table is the output layer's."""
+    from finetune.forecast.fake_model import layer_number
+
+    base = model.get_base_model()
+    ends = {id(base.get_input_embeddings().weight): EMBEDDING}
+    if base.get_output_embeddings() is not None:
+        ends[id(base.get_output_embeddings().weight)] = HEAD
+    found: dict[str, list[Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        layer, rows = layer_number(name), parameter.shape[0] if parameter.dim() else 1
+        unit = ends.get(id(parameter), REST) if layer is None else f"layers.{layer}"
+        size = parameter.numel() * parameter.element_size()
+        found.setdefault(unit, []).append(
+            Parameter(rows, size // max(1, rows), parameter.element_size(), parameter.requires_grad)
+        )
+    return {name: tuple(parameters) for name, parameters in found.items()}
