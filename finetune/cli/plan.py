@@ -62,6 +62,8 @@ def _print_plan(plan: Plan) -> None:
     _print_rows("Alternatives considered", plan.alternatives)
     if plan.verdict == "does not fit":
         _print_rows("What would make it fit", plan.suggestions)
+    if plan.many_cards:
+        _print_many_cards(plan.many_cards)
 
 
 def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
@@ -90,6 +92,24 @@ def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         shown.add_row(*(_cell(column, row.get(column)) for column in columns))
     out.print(shown)
+
+
+def _print_many_cards(needs: dict[str, Any]) -> None:
+    cards, room, rows = needs["cards"], needs["budget_bytes"], needs["rows"]
+    out.print(f"\n[bold]{cards} cards with {format_bytes(room)} each are not one with {format_bytes(cards * room)}[/]")
+    out.print("Each holds its own rows' activations, and the whole model while it loads. With this plan's settings:")
+    shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
+    for row in rows:
+        sizes = [_cell(name, row[name]) for name in ("load_bytes", "train_bytes", "peak_high_bytes", "host_bytes")]
+        verdict = f"[{_COLOURS.get(row['verdict'], 'red')}]{row['verdict']}[/]"
+        shown.add_row(row["strategy"], *sizes, verdict)
+    out.print(shown)
+    reasons = dict.fromkeys(row["cost"] for row in rows if row["cost"])
+    for reason in reasons:
+        out.print(f"[dim]{escape(reason)}[/]")
+    first = next((row["override"] for row in rows if row["verdict"] == "fits"), None)
+    out.print(f"fits with: {escape(first)}" if first else "none of these fits")
+    out.print("[dim]ddp is forecast, the others are by rule: not measured on several cards[/]")
 
 
 def _cell(column: str, value: Any) -> str:

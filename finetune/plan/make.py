@@ -18,6 +18,7 @@ from finetune.plan.estimate import Anchor
 from finetune.plan.explain import alternatives, explain_strategy, words
 from finetune.plan.history import History, read_history
 from finetune.plan.lengths import Lengths, length_costs
+from finetune.plan.many_cards import needs_of_each_card
 from finetune.plan.plan import DataStatistics, Plan
 from finetune.plan.resources import check_resources
 from finetune.plan.search import FITS, NO_FIT, Search, verdict_of
@@ -97,7 +98,7 @@ class _Planner:
             forecast=forecast, data=self.data, alternatives=alternatives(self.search, chosen, factor, settings),
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
             modelled_step_s=timing.step_s if known else None, length_costs=length_costs(self.search, chosen),
-            checks=check_resources(settings, self.shape, forecast, self.card),
+            checks=check_resources(settings, self.shape, forecast, self.card), many_cards=self._many_cards(settings, verdict),
             **(self._lacking(settings, forecast) if verdict != FITS else {}),
         )  # fmt: skip
 
@@ -106,6 +107,8 @@ class _Planner:
         open_strategies = strategies(self.choices, self.card, _stored_bits(self.config))
         for length, rank in itertools.product(self.lengths.open(), self._ranks()):
             width = self._take(length, rank)
+            if self.recipe.launch.strategy != "ddp":  # a guess knows whole models only: begin from what takes least
+                self.search.smallest(open_strategies, width)
             found = self.search.find(open_strategies, width)
             if found is None and self.search.could_fit(open_strategies, width):
                 found = self.search.smallest(open_strategies, width)
@@ -149,6 +152,16 @@ class _Planner:
         forecast = self.forecaster(config, settings, self.card, tokens=width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
         return dataclasses.replace(forecast, peak_high_bytes=forecast.peak_high_bytes + more)
+
+    def _many_cards(self, settings: Recipe, verdict: str) -> dict[str, Any] | None:
+        """Needs of each card under every strategy, when one is too small or the launch splits the model."""
+        launch = settings.launch
+        wanted = verdict == NO_FIT or launch.strategy != "ddp" or (launch.num_processes > 1 and verdict != FITS)
+        if self.card.is_cpu or not wanted:
+            return None
+        self.tell("forecasting each of several cards")
+        width = min(settings.max_length, self.search.job.batches.longest)
+        return needs_of_each_card(self.recipe, settings, self.budget, lambda changed: self._made(self.config, changed, width))
 
     def _lacking(self, settings: Recipe, forecast: Forecast) -> dict[str, Any]:
         """What is missing, what would help, and the largest model that fits."""

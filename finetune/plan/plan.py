@@ -35,7 +35,8 @@ class Plan:
     `budget_bytes` is what the run may take of the card; `headroom_bytes` is the budget less the upper end of the forecast,
     negative when that is more. `modelled_step_s` is the speed model's time before runs on this card corrected it. `shortfall`
     says what is missing and why when the plan does not fit; `length_costs` what other limits of length would cost in bytes and
-    in dropped tokens; `checks` what host memory and disk have to give.
+    in dropped tokens; `checks` what host memory and disk have to give; `many_cards` what each of several cards would need under
+    every strategy, when one card is too small or the launch splits the model.
     """
 
     settings: Recipe
@@ -53,6 +54,7 @@ class Plan:
     shortfall: dict[str, Any] | None = None
     length_costs: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
+    many_cards: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The content of plan.json and of `finetune plan --json`."""
@@ -72,6 +74,7 @@ class Plan:
             "shortfall": self.shortfall,
             "length_costs": self.length_costs,
             "checks": self.checks,
+            "many_cards": self.many_cards,
         }
 
     @classmethod
@@ -88,6 +91,7 @@ class Plan:
             alternatives=values["alternatives"], suggestions=values["suggestions"], budget_bytes=values.get("budget_bytes"),
             headroom_bytes=values.get("headroom_bytes"), modelled_step_s=values.get("modelled_step_s"),
             shortfall=values.get("shortfall"), length_costs=values.get("length_costs", []), checks=values.get("checks", []),
+            many_cards=values.get("many_cards"),
         )  # fmt: skip
 
 

@@ -1,0 +1,91 @@
+"""What each of several cards would need under every way of sharing the work: for a plan that one card can't hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.forecast.forecast import Forecast
+from finetune.plan.search import verdict_of
+from finetune.recipe import AUTO, Recipe, resolved
+
+#: The ways that are compared, as a person says them, with the `launch` settings that make them.
+WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("ddp", {"strategy": "ddp"}),
+    ("fsdp", {"strategy": "fsdp"}),
+    ("fsdp, offload to cpu", {"strategy": "fsdp", "offload": "cpu"}),
+    ("deepspeed zero-3", {"strategy": "deepspeed", "zero_stage": 3}),
+)
+#: What a split model can be optimized with; the planner's other optimizers keep whole parameters or their own kernels.
+_SPLIT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def needs_of_each_card(
+    recipe: Recipe, settings: Recipe, budget_bytes: int, forecasts: Callable[[Recipe], Forecast]
+) -> dict[str, Any] | None:
+    """Bytes that each card needs in each of WAYS with the plan's `settings`, on the recipe's cards or else on two.
+
+    None when the effective batch can't be shared. `override` is what to type; `load_bytes` and `train_bytes` are allocated
+    peaks, `peak_high_bytes` the whole card's at most, `host_bytes` a machine's. Bytes are null where a way can't be taken, and
+    `cost` says why.
+    """
+    cards = _cards(settings)
+    if cards is None:
+        return None
+    rows = [_row(name, launch, cards, recipe, settings, budget_bytes, forecasts) for name, launch in WAYS]
+    return {"cards": cards, "budget_bytes": budget_bytes, "rows": rows}
+
+
+def _cards(settings: Recipe) -> int | None:
+    """The recipe's processes, else the fewest above one that share the effective batch."""
+    if settings.launch.num_processes > 1:
+        return settings.launch.num_processes
+    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    return next((cards for cards in range(2, batch + 1) if batch % cards == 0), None)
+
+
+def _row(
+    name: str, launch: dict[str, Any], cards: int, recipe: Recipe, settings: Recipe, budget_bytes: int,
+    forecasts: Callable[[Recipe], Forecast],
+) -> dict[str, Any]:  # fmt: skip
+    changes = _changes(launch, cards, settings)
+    typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
+    typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
+    row: dict[str, Any] = {
+        "strategy": name, "load_bytes": None, "train_bytes": None, "peak_high_bytes": None, "host_bytes": None,
+        "verdict": "not possible", "cost": "",
+        "override": " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()),
+    }  # fmt: skip
+    try:
+        forecast = forecasts(resolved(settings, **changes))
+    except FinetuneError as error:  # such as a checkpoint that is stored in a form that can't be split
+        return {**row, "cost": str(error)}
+    processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others' is of all of them
+    return {
+        **row, "load_bytes": forecast.peaks["load"], "train_bytes": forecast.peaks["train"],
+        "peak_high_bytes": forecast.peak_high_bytes, "host_bytes": processes * forecast.host_bytes,
+        "verdict": verdict_of(forecast, budget_bytes),
+    }  # fmt: skip
+
+
+def _changes(launch: dict[str, Any], cards: int, settings: Recipe) -> dict[str, Any]:
+    """Settings of the same plan under another launch: the effective batch is kept, what can't be split is replaced."""
+    before = settings.launch.num_processes
+    rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * before // cards
+    micro = math.gcd(settings.per_device_train_batch_size, rows)
+    own = {key: value for key, value in settings.launch.model_dump(exclude_unset=True).items() if key != "nvme_path"}
+    changes: dict[str, Any] = {
+        "launch": {**own, "offload": "none", "num_processes": cards, **launch},
+        "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
+    }  # fmt: skip
+    if launch["strategy"] == "ddp":
+        return changes
+    if settings.optim not in _SPLIT_OPTIMIZERS:
+        changes["optim"] = "adamw_torch_fused"
+    if settings.load_in_8bit:
+        changes |= {"load_in_8bit": False, "load_in_4bit": True}
+    if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in ("selective", "offload"):
+        changes["activation_checkpointing"] = True  # ZeRO-3 needs reentrant recomputation
+    return changes
