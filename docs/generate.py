@@ -133,14 +133,22 @@ def exits() -> str:
 
 
 def plan_of(recipe: str) -> str:
-    """What `finetune plan RECIPE` prints."""
+    """What `finetune plan RECIPE` prints; overrides may follow the name."""
     from finetune.cli.plan import show_plan
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        show_plan(recipe, [], gpu=None, free=None, as_json=False)
+        name, *overrides = recipe.split()
+        show_plan(name, overrides, gpu=None, free=None, as_json=False)
     lines = [line.rstrip() for line in output.getvalue().splitlines()]
     return "```console\n$ finetune plan {}\n{}\n```\n".format(recipe, "\n".join(lines).rstrip())
+
+
+def many_cards() -> str:
+    """The end of what `finetune plan` prints of a recipe that does not fit: the needs of each of two cards."""
+    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=8192").splitlines(keepends=True)
+    begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
+    return "".join([*lines[:2], "...\n", *lines[begin:]])
 
 
 def recipe_row(name: str) -> list[str]:
@@ -287,7 +295,7 @@ def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mea
 QUICK: dict[str, Callable[[], str]] = {"settings": settings, "exit-codes": exits, "cards": cards}
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
-    "recipes": recipes, "needs": needs, "accuracy": accuracy,
+    "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
 }  # fmt: skip
 DERIVED: dict[str, Callable[[], str]] = {
     "fits": fits,

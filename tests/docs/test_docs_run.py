@@ -23,8 +23,8 @@ esac
 exec {sys.executable} -m finetune "$@"
 """
 #: A page's commands need what the pages before it have made.
-ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-memory.md", "fits.md", "troubleshooting.md",
-         "security.md", "accuracy.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
+ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-memory.md", "many-cards.md", "fits.md",
+         "troubleshooting.md", "security.md", "accuracy.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

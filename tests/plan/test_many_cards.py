@@ -14,9 +14,9 @@ from finetune.units import GIB
 CARD = find_card("rtx-4090")
 #: 16-bit weights are most of it, so that splitting them pays.
 VALUES = {
-    "model_name_or_path": "meta-llama/Llama-3.2-1B-Instruct", "dataset": "rows.jsonl", "max_length": 2048, "load_in_4bit": False,
-    "load_in_8bit": False, "activation_checkpointing": True, "per_device_train_batch_size": 4, "effective_batch_size": 32,
-    "lora_r": 64, "activation_checkpointing_every_n_layers": 1, "optim": "adamw_torch_fused",
+    "model_name_or_path": "meta-llama/Llama-3.2-1B-Instruct", "dataset": "rows.jsonl", "max_length": 2048, "lora_r": 64,
+    "load_in_4bit": False, "load_in_8bit": False, "optim": "adamw_torch_fused", "activation_checkpointing": True,
+    "activation_checkpointing_every_n_layers": 1, "per_device_train_batch_size": 4, "effective_batch_size": 32,
 }  # fmt: skip
 
 
