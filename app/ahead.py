@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,11 +51,12 @@ class Ahead:
 
 
 def neighbours(recipe: Recipe, settings: Recipe) -> Iterator[Recipe]:
-    """The recipe with one setting put to each usual value, the values nearest to the plan's first."""
+    """The recipe with one setting put to each usual value that it allows, the values nearest to the plan's first."""
     steps = []
     for name, values in USUAL.items():
         now = getattr(settings, name)
         others = sorted((value for value in values if value != now), key=lambda value: abs(value - now))
         steps += [(distance, name, value) for distance, value in enumerate(others)]
     for _, name, value in sorted(steps):
-        yield resolved(recipe, **{name: value})
+        with contextlib.suppress(ValueError):  # does not go with what the recipe sets
+            yield resolved(recipe, **{name: value})

@@ -24,7 +24,7 @@ def home(request, tmp_path_factory, monkeypatch, forecasts):
     """No test reads or writes the user's caches, and every test starts in a folder of its own."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "cache").mkdir()
-    if request.path.stem not in ("test_dry_run", "test_planning_is_quick"):
+    if request.path.stem not in ("test_dry_run", "test_sharding", "test_planning_is_quick"):
         (folder / "cache" / "forecasts").symlink_to(forecasts)
     monkeypatch.setenv("FINETUNE_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
