@@ -1,9 +1,9 @@
-"""What sealing adds to a durable save of a checkpoint with 100 MB of adapters: paired saves, with and without.
+"""How long a save of 100 MB of adapters (and 200 MB of optimizer) holds up training: TRL's own save, and the run's, paired.
 
     python benchmarks/sealing.py --pairs 7
 
-A save counts as durable when every file of it is synced to the disk. Plain: TRL's save, then a sync of each file. Sealed: the
-same save, then `finetune.run.seal.seal`, which hashes, syncs, writes the manifest and renames. Target: median ratio <= 1.03.
+Plain: the trainer's save as transformers writes it, not synced. Sealed: the run's save, whose hashing and syncing go on while
+training does; a rest between the pairs stands for the steps. Target: median ratio <= 1.03. The seal itself is printed, too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ def main() -> None:
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(dir=options.place) as place:
         trainer = trained_trainer(Path(place) / "run")
-        folder = Path(place) / "saves"
         ratios = []
         for pair in range(options.pairs + 1):
             order = (False, True) if pair % 2 else (True, False)
-            seconds = {sealed: save(trainer, folder, sealed) for sealed in order}
+            seconds = {sealed: save(trainer, sealed) for sealed in order}
             ratio = seconds[True] / seconds[False]
             note = "  (warm-up, not counted)" if pair == 0 else ""
             print(
-                f"pair {pair}: durable {seconds[False]:.2f} s, sealed {seconds[True]:.2f} s, ratio {ratio:.4f}{note}",
+                f"pair {pair}: plain {seconds[False]:.2f} s, sealed {seconds[True]:.2f} s, ratio {ratio:.4f}{note}",
                 flush=True,
             )
             if pair:
@@ -59,35 +58,25 @@ def trained_trainer(place: Path) -> Any:
     return trainer
 
 
-def save(trainer: Any, folder: Path, sealed: bool) -> float:
-    """Seconds of one durable save."""
+def save(trainer: Any, sealed: bool) -> float:
+    """Seconds for which one save holds up the training loop."""
     from transformers import Trainer
 
-    from finetune.run.seal import seal
-
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(trainer.run.checkpoints, ignore_errors=True)
     os.sync()
-    trainer._get_output_dir = lambda trial: str(folder)
     began = time.perf_counter()
-    Trainer._save_checkpoint(trainer, trainer.model, None)
-    written = folder / f"checkpoint-{trainer.state.global_step}"
     if sealed:
-        seal(written, folder / "sealed", trainer.state.global_step, {})
+        trainer._save_checkpoint(trainer.model, None)
     else:
-        for path in (*written.rglob("*"), written, folder):
-            sync(path)
+        Trainer._save_checkpoint(trainer, trainer.model, None)
     took_s = time.perf_counter() - began
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    adapter = next(folder.rglob("adapter_model.safetensors")).stat().st_size
-    assert adapter > 100e6 and size > 300e6, (adapter, size)
+    began = time.perf_counter()
+    trainer.finish_sealing()
+    if sealed:
+        print(f"  sealed {time.perf_counter() - began:.2f} s after the loop went on")
+    adapter = next(trainer.run.checkpoints.rglob("adapter_model.safetensors")).stat().st_size
+    assert adapter > 100e6, adapter
     return took_s
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ class RunTrainer(SFTTrainer):
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
         self.phase = "train"
         self._counted: dict[str, Any] = {}
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
+        self._sealing: Future[None] | None = None
         super().__init__(**arguments)
         self.samples = Samples(plan, run, self.processing_class)
 
@@ -162,36 +165,50 @@ class RunTrainer(SFTTrainer):
         return str(self.run.checkpoints / _PARTIAL)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write beside, hash, sync, rename: what is called checkpoint-N is whole. Raises DiskFull and leaves no partial one."""
-        step = self.state.global_step
-        partial = self.run.checkpoints / _PARTIAL
-        try:
-            with self._phase("save") as took:
-                if self.is_local_process_zero():
-                    shutil.rmtree(partial, ignore_errors=True)
-                ranks.wait_for_all()
-                super()._save_checkpoint(model, trial)
-                ranks.wait_for_all()
+        """Write beside, then hash, sync and rename while training goes on: what is called checkpoint-N is whole.
+
+        Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
+        """
+        step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
+        with self._phase("save") as took, self._or_nothing(step):
+            self.finish_sealing()
             if self.is_local_process_zero():
-                self._seal(partial / f"checkpoint-{step}", step, took())
+                shutil.rmtree(partial, ignore_errors=True)
+            ranks.wait_for_all()
+            super()._save_checkpoint(model, trial)
+            ranks.wait_for_all()
+        if self.is_local_process_zero():
+            self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, took())
+
+    def finish_sealing(self) -> None:
+        """Wait until the newest checkpoint counts. Raises what its sealing raised; once."""
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            sealing.result()
+
+    def _seal(self, folder: Path, step: int, save_s: float) -> None:
+        began = time.perf_counter()
+        with self._or_nothing(step):
+            target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
+            seal_s = time.perf_counter() - began
+            size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+            path = str(target.relative_to(self.run.path))
+            self.events.emit("checkpoint", step=step, path=path, bytes=size, save_s=save_s, seal_s=seal_s)
+        rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
+
+    @contextlib.contextmanager
+    def _or_nothing(self, step: int) -> Iterator[None]:
+        """A checkpoint that can't be written leaves nothing behind."""
+        try:
+            yield
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if not is_disk_full(error):
+            shutil.rmtree(self.run.checkpoints / _PARTIAL, ignore_errors=True)
+            if isinstance(error, DiskFull) or not is_disk_full(error):
                 raise
             raise DiskFull(
                 f"checkpoint of step {step} could not be written: {error}",
                 f"Free some space, then: finetune resume {self.run.path}",
             ) from error
-
-    def _seal(self, folder: Path, step: int, save_s: float) -> None:
-        began = time.perf_counter()
-        target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
-        seal_s = time.perf_counter() - began
-        size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-        self.events.emit(
-            "checkpoint", step=step, path=str(target.relative_to(self.run.path)), bytes=size, save_s=save_s, seal_s=seal_s
-        )
-        rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[Any]:

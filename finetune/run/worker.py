@@ -91,7 +91,10 @@ class Worker:
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
-        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        finally:
+            trainer.finish_sealing()
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
