@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -47,7 +47,7 @@ def table(*columns: str, title: str | None = None) -> Table:
     """A table in the project's one style; columns that start with '>' are right-aligned."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for place, column in enumerate(columns):  # names stay whole, long text wraps
-        justify = "right" if column.startswith(">") else "left"
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=place == 0 or justify == "right")
     return made
 
