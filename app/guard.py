@@ -27,9 +27,9 @@ UPLOAD_PATH = "/gradio_api/upload"
 READ = re.compile(
     r"/(?:|model|fit|run|runs|try|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
-    r"|/gradio_api/(?:startup-events|queue/data|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
+    r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
-WRITE = re.compile(r"/gradio_api/(?:queue/join|upload|cancel|reset)/?")
+WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?")
 BODY_BYTES = 2 * 2**20
 
 HEADERS = [

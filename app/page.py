@@ -29,7 +29,7 @@ def build_page(context: Context) -> tuple[gr.Blocks, dict[str, Any]]:
         with page.route(name, f"/{address}"):
             _top()
             build(context, page)
-    page.queue(default_concurrency_limit=8, max_size=200, api_open=False)
+    page.queue(api_open=False)
     return page, {"theme": _theme(), "favicon_path": None}
 
 

@@ -132,7 +132,9 @@ def test_the_list_has_no_file_proxy_api_or_admin_route():
     ):  # fmt: skip
         assert not READ.fullmatch(path), path
     for path in (
-        "/gradio_api/run/predict",
+        "/gradio_api/run/another",
+        "/gradio_api/queue/join",
+        "/gradio_api/cancel",
         "/gradio_api/api/x",
         "/gradio_api/call/x",
         "/gradio_api/component_server",
@@ -178,7 +180,7 @@ def test_a_foreign_host_is_refused_also_with_the_token(app, host):
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_a_foreign_origin_is_refused_and_never_echoed(app, origin, method):
     headers = {"Origin": origin.format(port=app[0]), "Content-Type": "application/json"}
-    status, answered, _ = send(app, method, "/gradio_api/queue/join", headers, b"{}" if method == "POST" else None)
+    status, answered, _ = send(app, method, "/gradio_api/run/predict", headers, b"{}" if method == "POST" else None)
     assert status == 403
     assert not [name for name in answered if name.startswith("access-control-")]
 
@@ -209,7 +211,7 @@ def test_a_cross_site_upload_without_the_token_writes_nothing(app):
 )
 def test_other_kinds_of_content_are_refused(app, kind):
     headers = {"Content-Type": kind} if kind else {}
-    assert send(app, "POST", "/gradio_api/queue/join", headers, b'{"fn_index":0,"data":[],"session_hash":"x"}')[0] == 415
+    assert send(app, "POST", "/gradio_api/run/predict", headers, b'{"fn_index":0,"data":[],"session_hash":"x"}')[0] == 415
 
 
 def test_every_handler_by_index_refuses_without_the_token(app):
@@ -217,7 +219,11 @@ def test_every_handler_by_index_refuses_without_the_token(app):
     assert len(numbers) > 50
     for number in numbers:
         body = json.dumps({"fn_index": number, "data": [], "session_hash": "x"}).encode()
-        assert send(app, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, body, token=None)[0] == 401
+        assert send(app, "POST", "/gradio_api/run/predict", {"Content-Type": "application/json"}, body, token=None)[0] == 401
+
+
+def test_no_handler_depends_on_a_stream_that_the_client_may_have_shut(app):
+    assert [item["id"] for config in configs(app) for item in config["dependencies"] if item["queue"] is not False] == []
 
 
 @pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "t", TOKEN.upper(), "é" * 32])
@@ -303,7 +309,7 @@ def test_a_file_given_by_path_or_address_is_not_taken(app):
         for item in chosen:
             data = [{**source, "meta": {"_type": "gradio.FileData"}}, 0]
             body = json.dumps({"fn_index": item["id"], "data": data, "session_hash": "attack"}).encode()
-            send(app, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, body)
+            send(app, "POST", "/gradio_api/run/predict", {"Content-Type": "application/json"}, body)
     time.sleep(1.0)
     draft = app[2] / "runs/.app/draft/recipe.yaml"
     assert not draft.exists() or SECRET not in draft.read_text()
@@ -312,12 +318,12 @@ def test_a_file_given_by_path_or_address_is_not_taken(app):
 
 def test_a_body_over_the_limit_is_refused_with_and_without_a_length(app):
     kind = {"Content-Type": "application/json"}
-    assert send(app, "POST", "/gradio_api/queue/join", {**kind, "Content-Length": str(2**40)}, None)[0] == 413
-    assert send(app, "POST", "/gradio_api/queue/join", {**kind, "Content-Length": "-1"}, None)[0] in (400, 413)
+    assert send(app, "POST", "/gradio_api/run/predict", {**kind, "Content-Length": str(2**40)}, None)[0] == 413
+    assert send(app, "POST", "/gradio_api/run/predict", {**kind, "Content-Length": "-1"}, None)[0] in (400, 413)
     chunk = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
     with contextlib.suppress(OSError, http.client.HTTPException):
         status, _, _ = send(
-            app, "POST", "/gradio_api/queue/join", {**kind, "Transfer-Encoding": "chunked"}, chunk * 4 + b"0\r\n\r\n"
+            app, "POST", "/gradio_api/run/predict", {**kind, "Transfer-Encoding": "chunked"}, chunk * 4 + b"0\r\n\r\n"
         )
         assert status >= 400
 
@@ -385,7 +391,7 @@ def test_the_theme_loads_no_fonts_from_elsewhere(app):
 def test_websockets_are_refused(app):
     with socket.create_connection(("127.0.0.1", app[0]), timeout=5) as raw:
         raw.sendall(
-            f"GET /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1:{app[0]}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"GET /gradio_api/run/predict HTTP/1.1\r\nHost: 127.0.0.1:{app[0]}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             "Sec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
         )
         assert b" 101 " not in raw.recv(200)
