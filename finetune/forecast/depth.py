@@ -44,12 +44,15 @@ def simulate_deep(
 ) -> tuple[Simulation, str]:
     """`run` at the full depth of `config`, and how that was found.
 
-    `every`: checkpointing treats each so many layers alike. `unlike_first`: nothing before the first layer is trained, so
-    without checkpointing it keeps less than the others. `whole`: always run all layers, as is done where the layers don't
-    repeat or where the middle ones don't hold what the first ones hold.
+    `every`: checkpointing treats each so many layers alike. `unlike_first`: the first layer is known to keep something else
+    than the others; where it turns out to, that is tried next. `whole`: always run all layers, as is done where the layers
+    don't repeat or where the middle ones don't hold what the first ones hold.
     """
-    depth = plan_depth(layer_kinds(config), every, int(unlike_first))
-    if depth.times and not whole:
+    kinds = layer_kinds(config)
+    for unlike in [] if whole else sorted({int(unlike_first), 1}):
+        depth = plan_depth(kinds, every, unlike)
+        if not depth.times:
+            break
         few = run(at_depth(config, depth.run))
         if _repeats(few.peaks, depth):
             peaks = _deepened(few.peaks, depth)
@@ -57,7 +60,7 @@ def simulate_deep(
             host = _with_more_states(_with_more_layers(few.host, depth), more)
             peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
             return dataclasses.replace(few, peaks=peaks, host=host), f"dry run, {depth.run} of {depth.full} layers, repeated"
-    return run(config), f"dry run, full depth ({depth.full} layers)"
+    return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
 
 def plan_depth(kinds: list[str], every: int = 1, unlike: int = 0) -> Depth:
@@ -78,6 +81,11 @@ def _periodic(kinds: list[str], start: int, period: int) -> bool:
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """A text for each decoder layer; layers with equal texts have the same modules, shapes and settings."""
     return list(_looked_at(config)[0])
+
+
+def has_layers_alike(config: PretrainedConfig) -> bool:
+    """Whether all decoder layers have the same modules, shapes and settings."""
+    return len(set(layer_kinds(config))) == 1
 
 
 def count_parameters(config: PretrainedConfig) -> int:
@@ -133,13 +141,15 @@ def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:
 
 
 def _deepened(peaks: dict[Place, Peak], depth: Depth) -> dict[Place, Peak]:
-    """Insert the repeated layers after the middle ones. Places in the middle lie between those of both ends and are dropped."""
-    middle = range(depth.start, depth.start + depth.period)
-    return {
-        (phase, _place(layer, depth)): _with_more_layers(peak, depth, at_start=layer is not None and layer < depth.start)
-        for (phase, layer), peak in peaks.items()
-        if layer is None or layer not in middle
-    }
+    """Insert the repeated layers after the middle ones; where a middle one is at work, before them, so that it is the last."""
+    deepened: dict[Place, Peak] = {}
+    for (phase, layer), peak in peaks.items():
+        if layer is not None and depth.start <= layer < depth.start + depth.period:
+            deepened[(phase, layer + depth.times * depth.period)] = _with_more_layers_before(peak, depth)
+        else:
+            at_start = layer is not None and layer < depth.start
+            deepened[(phase, _place(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)
+    return deepened
 
 
 def _adapter_bytes(peaks: dict[Place, Peak]) -> int:
@@ -171,4 +181,17 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
             lasting = min(size, peak.by_tag.get((part, layer + other), 0))
             for time in range(1, depth.times + 1):
                 by_tag[(part, layer + time * depth.period)] = lasting
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+
+
+def _with_more_layers_before(peak: Peak, depth: Depth) -> Peak:
+    """The inserted layers hold what those of the first period hold, which the step has not come to either."""
+    more = depth.times * depth.period
+    by_tag = {
+        (part, layer if layer is None or layer < depth.start else layer + more): size
+        for (part, layer), size in peak.by_tag.items()
+    }
+    for (part, layer), size in peak.by_tag.items():
+        if layer is not None and depth.start - depth.period <= layer < depth.start:
+            by_tag |= {(part, layer + time * depth.period): size for time in range(1, depth.times + 1)}
     return Peak(sum(by_tag.values()), by_tag, peak.operator)

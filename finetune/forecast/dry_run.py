@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
 from finetune.forecast.forecast import PARTS
-from finetune.recipe import AUTO, Recipe
+from finetune.recipe import AUTO, Recipe, resolved
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +26,9 @@ _SETTINGS = (
 _TRAIN = ("forward", "loss", "loss backward", "backward", "optimizer")
 #: Ampere: what a dry run stands for when no card is given.
 USUAL_CAPABILITY = (8, 0)
+#: Simulations of this process that plans with every n-th layer recomputed are made from, newest last.
+_SIMULATED: OrderedDict[str, tuple[Simulation, str]] = OrderedDict()
+_MOST_SIMULATED = 8
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,7 @@ def dry_run(
         "documents": max(1, tokens // 256) if settings.packing is True else 1,
         "eval_rows": micro_batch if eval_rows == AUTO else eval_rows,
     }  # fmt: skip
-    chosen = {name: getattr(settings, name) for name in _SETTINGS} | {
-        "accumulates": settings.gradient_accumulation_steps != 1, "dropout": settings.lora_dropout > 0,
-        # of the launch only this reaches the step of one card: ZeRO-3 recomputes in autograd's older way
-        "reentrant": (settings.launch.strategy, settings.launch.zero_stage) == ("deepspeed", 3),
-    }  # fmt: skip
-    key = cache.key_of(kind="dry run", config=values, settings=chosen, shape=shape, capability=capability)
+    key = cache.key_of(kind="dry run", config=values, settings=_deciding(settings), shape=shape, capability=capability)
     known = cache.read(key)
     if known is not None:
         return DryRun(**{**known, "notes": tuple(known["notes"])})
@@ -90,21 +88,22 @@ def dry_run(
     return made
 
 
+def _deciding(settings: Recipe) -> dict[str, Any]:
+    """What of the settings decides where bytes are."""
+    return {name: getattr(settings, name) for name in _SETTINGS} | {
+        "accumulates": settings.gradient_accumulation_steps != 1, "dropout": settings.lora_dropout > 0,
+        # of the launch only this reaches the step of one card: ZeRO-3 recomputes in autograd's older way
+        "reentrant": (settings.launch.strategy, settings.launch.zero_stage) == ("deepspeed", 3),
+    }  # fmt: skip
+
+
 def _made(values: dict[str, Any], settings: Recipe, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
-    from finetune.forecast.depth import count_parameters, simulate_deep
+    from finetune.forecast.depth import count_parameters
     from finetune.forecast.rules import cublas_workspace_bytes
-    from finetune.forecast.simulate import simulate
     from finetune.model.build import config_from
 
     config = config_from(values, settings)
-    every = settings.activation_checkpointing_every_n_layers
-    simulation, method = simulate_deep(
-        config,
-        lambda shallow: simulate(shallow, settings, batch, capability),
-        1 if every == AUTO else every,
-        unlike_first=settings.activation_checkpointing is False,
-        whole=settings.optim == "adafactor",  # its states are small tensors by the hundred, which few layers don't show
-    )
+    simulation, method = _simulated(config, settings, batch, capability)
     # One cuBLAS handle of the main thread and one of the thread that runs backward.
     workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
     top = _highest(simulation, _TRAIN)
@@ -123,6 +122,42 @@ def _made(values: dict[str, Any], settings: Recipe, batch: Batch, capability: tu
         host_bytes=simulation.host.total_bytes, parameters=count_parameters(config), method=method,
         versions=cache.library_versions(), notes=simulation.notes,
     )  # fmt: skip
+
+
+def _simulated(
+    config: PretrainedConfig, settings: Recipe, batch: Batch, capability: tuple[int, int] | None
+) -> tuple[Simulation, str]:
+    from finetune.forecast.depth import has_layers_alike, simulate_deep
+    from finetune.forecast.mixed_layers import can_mix, mix_layers
+    from finetune.forecast.simulate import simulate
+
+    every = settings.activation_checkpointing_every_n_layers
+    every = 1 if every == AUTO else every
+    if every > 1 and can_mix(settings, has_layers_alike(config)):
+        recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
+        kept, _ = _simulated(config, _recomputing(settings, False), batch, capability)
+        return mix_layers(recomputed, kept, every), method
+    key = cache.key_of(config=config.to_dict(), settings=_deciding(settings), batch=asdict(batch), capability=capability)
+    if key not in _SIMULATED:
+        _SIMULATED[key] = simulate_deep(
+            config,
+            lambda shallow: simulate(shallow, settings, batch, capability),
+            every,
+            unlike_first=_keeps_less_in_first(settings),
+            whole=settings.optim == "adafactor",  # its states are small tensors by the hundred, which few layers don't show
+        )
+        while len(_SIMULATED) > _MOST_SIMULATED:
+            _SIMULATED.popitem(last=False)
+    return _SIMULATED[key]
+
+
+def _keeps_less_in_first(settings: Recipe) -> bool:
+    """Nothing before the first layer is trained; its input is on the card anyway; DoRA makes that of the others fp32."""
+    return settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
+
+
+def _recomputing(settings: Recipe, all_layers: bool) -> Recipe:
+    return resolved(settings, activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)
 
 
 def _has(simulation: Simulation, phase: str) -> bool:

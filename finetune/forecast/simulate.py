@@ -173,8 +173,10 @@ def observe(model: Any, tracker: StorageTracker) -> None:
     model.get_base_model().base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
 
 
-def _enter_layer(tracker: StorageTracker, number: int, *_unused: Any) -> None:
+def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
     tracker.layer = number
+    if inputs and isinstance(inputs[0], torch.Tensor):  # kept by the layer that reads it, whoever made it
+        tracker.retag(inputs[0], "activations", number)
 
 
 def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:

@@ -1,0 +1,72 @@
+"""Every n-th layer recomputed, from two simulations: of all layers recomputed and of none. Exact where all layers are alike."""
+
+from __future__ import annotations
+
+from finetune.forecast.simulate import Simulation
+from finetune.forecast.tracker import Peak, Place, Tag
+from finetune.recipe import Recipe
+
+#: Phases in which it matters whether a layer is recomputed.
+_MIXED = ("forward", "loss", "loss backward", "backward")
+
+
+def can_mix(settings: Recipe, alike: bool) -> bool:
+    """Whether `mix_layers` is exact for these settings; `alike`: all decoder layers have the same modules and shapes.
+
+    Unlike layers share tables and masks, which live as long as one layer keeps them. Activations on their way to the host
+    belong to no layer, DeepSpeed's older way of recomputing frees at other moments, and Adafactor is run at full depth anyway.
+    """
+    return (
+        alike
+        and settings.activation_checkpointing is True
+        and settings.activation_offloading is False
+        and settings.optim != "adafactor"
+        and (settings.launch.strategy, settings.launch.zero_stage) != ("deepspeed", 3)
+    )
+
+
+def mix_layers(recomputed: Simulation, kept: Simulation, every: int) -> Simulation:
+    """`recomputed` with each layer whose number is no multiple of `every` as in `kept`.
+
+    At any place a layer holds what it holds there in the simulation of its own kind, since the step comes through the same
+    places in the same order, and what one layer hands to the next is the same tensor either way. What belongs to no layer is
+    as in the simulation of the layer at work, but for the inputs that checkpoints share, such as masks.
+    """
+    last = max(layer for _, layer in recomputed.peaks if layer is not None)
+    last_recomputed = last // every * every
+    peaks = dict(recomputed.peaks)
+    for phase in _MIXED:
+        layers = {layer for of, layer in recomputed.peaks if of == phase}
+        for layer in layers | ({last_recomputed} if last in layers else set()):
+            one, other = _at((phase, layer), recomputed, last), _at((phase, layer), kept, last)
+            own = one if layer is None or layer % every == 0 else other
+            by_tag = _of_no_layer(own, one) | _of_layers(one, every, True) | _of_layers(other, every, False)
+            peaks[(phase, layer)] = Peak(sum(by_tag.values()), by_tag, own.operator)
+    return Simulation(peaks, recomputed.host, recomputed.notes)
+
+
+def _at(place: Place, simulation: Simulation, last: int) -> Peak:
+    """The peak at a place; of one that was repeated, from the last but one layer: the same so many layers further back."""
+    phase, layer = place
+    if place in simulation.peaks or layer is None:
+        return simulation.peaks.get(place, Peak())
+    peak, back = simulation.peaks[(phase, last - 1)], last - 1 - layer
+    by_tag: dict[Tag, int] = {}
+    for (part, holder), size in peak.by_tag.items():
+        if holder is None or holder < layer:
+            by_tag[(part, holder)] = size
+        elif holder >= last - 1:
+            by_tag[(part, holder - back)] = size
+            if holder == last:
+                by_tag |= {(part, passed): size for passed in range(last - back, last + 1)}
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+
+
+def _of_no_layer(own: Peak, recomputed: Peak) -> dict[Tag, int]:
+    held = {tag: size for tag, size in own.by_tag.items() if tag[1] is None}
+    shared = ("activations", None)
+    return held | {shared: max(held.get(shared, 0), recomputed.by_tag.get(shared, 0))}
+
+
+def _of_layers(peak: Peak, every: int, multiples: bool) -> dict[Tag, int]:
+    return {tag: size for tag, size in peak.by_tag.items() if tag[1] is not None and (tag[1] % every == 0) == multiples}

@@ -1,0 +1,75 @@
+"""Every n-th layer recomputed: from a run with all recomputed and one with none, the same as when it is run."""
+
+import pytest
+from test_depth import AMPERE, phase_peaks
+from tiny_models import config_values, settings
+
+from finetune.forecast.depth import has_layers_alike, simulate_deep
+from finetune.forecast.mixed_layers import can_mix, mix_layers
+from finetune.forecast.simulate import Batch, simulate
+from finetune.model.build import config_from
+from finetune.recipe import resolved
+
+ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
+PADDED = Batch(rows=4, tokens=192, trained_tokens=400, padded=True, eval_rows=2)
+PACKED = Batch(rows=1, tokens=512, trained_tokens=500, documents=4, eval_rows=1)
+
+
+def mixed_and_run(kind, layers, every, batch, **more):
+    """The peaks of all layers, mixed from two runs of few, and from one run of them all."""
+    recipe = settings(**more, activation_checkpointing=True, activation_checkpointing_every_n_layers=every)
+    config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
+    assert can_mix(recipe, has_layers_alike(config))
+
+    def deep(recomputes):
+        chosen = resolved(recipe, activation_checkpointing=recomputes, activation_checkpointing_every_n_layers=1)
+        return simulate_deep(config, lambda few: simulate(few, chosen, batch, AMPERE), unlike_first=not recomputes)[0]
+
+    return mix_layers(deep(True), deep(False), every), simulate(config, recipe, batch, AMPERE)
+
+
+def assert_same(mixed, run):
+    """To a few blocks of the allocator."""
+    got, full = phase_peaks(mixed), phase_peaks(run)
+    assert got.keys() == full.keys()
+    assert {phase: got[phase] - full[phase] for phase in full if abs(got[phase] - full[phase]) > 2048} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layers", "every", "batch"),
+    [
+        ("llama", 8, 2, ONE_ROW), ("llama", 9, 2, PADDED), ("llama", 9, 3, PACKED), ("llama", 10, 7, ONE_ROW),
+        ("qwen2", 8, 3, ONE_ROW), ("qwen3", 9, 4, PADDED), ("phi3", 9, 3, ONE_ROW), ("falcon", 9, 3, PADDED),
+        ("gpt_neox", 9, 3, ONE_ROW), ("mixtral", 9, 3, ONE_ROW), ("qwen3_moe", 9, 3, PADDED),
+    ],
+)  # fmt: skip
+def test_layers_of_two_runs_give_the_peaks_of_the_mixed_run(kind, layers, every, batch):
+    assert_same(*mixed_and_run(kind, layers, every, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"load_in_4bit": False, "load_in_8bit": True}, {"optim": "adamw_cpu_offload"}, {"use_dora": True},
+        {"lora_dropout": 0.1}, {"int8_activations": True}, {"gradient_accumulation_steps": 4}, {"attn_implementation": "eager"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_techniques_beside_it_change_nothing_of_that(more):
+    assert_same(*mixed_and_run("llama", 8, 3, ONE_ROW, **more))
+
+
+@pytest.mark.parametrize(
+    "more", [{"optim": "adafactor"}, {"activation_offloading": True}, {"launch": {"strategy": "deepspeed", "zero_stage": 3}}]
+)
+def test_what_could_not_be_exact_is_not_mixed(more):
+    recipe = settings(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
+    assert can_mix(recipe, alike=True) and not can_mix(recipe, alike=False)
+    assert not can_mix(resolved(recipe, **more), alike=True)
+
+
+def test_sliding_and_full_attention_are_unlike():
+    assert has_layers_alike(config_from(config_values("llama"), settings()))
+    assert not has_layers_alike(config_from(config_values("gemma2"), settings()))
