@@ -3,15 +3,18 @@
 # then the container ends. Give it time for that: docker stop --time 300, or stop_grace_period in compose.yaml.
 set -u
 
+child= asked=
+stop() {
+  asked=yes
+  finetune stop --all >&2
+  [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
+}
+trap stop TERM INT # before there is something to stop, or a signal in between would end this shell alone
+
 exec 3<&0 # a shell gives what it starts in the background no input; this keeps ours
 finetune "$@" <&3 &
 child=$!
-
-stop() {
-  finetune stop --all >&2
-  kill -TERM "$child" 2>/dev/null
-}
-trap stop TERM INT
+[ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
 
 # `wait` ends at each signal; go on until the child itself has ended.
 while :; do

@@ -115,6 +115,7 @@ def test_the_page_is_well_when_it_answers_with_success(status, well):
 def test_a_page_at_work_is_recognised():
     page = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "app"])
     try:
+        time.sleep(0.3)  # the kernel shows a new program's words a moment after it was started
         assert healthcheck().page_is_run()
     finally:
         page.kill()
