@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest  # noqa: E402
+from warm import CLIENT, warm_server  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +38,11 @@ def pytest_collection_modifyitems(config, items):
         absent = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=absent)
         items[:] = [item for item in items if item not in absent]
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory):
+    """Path of a Python that starts with everything imported: commands that are not about starting need seconds less each."""
+    with warm_server(tmp_path_factory.mktemp("warm")) as socket:
+        os.environ["WARM_PYTHON"] = socket
+        yield CLIENT

@@ -1,5 +1,6 @@
 """The main job as a user types it: fine-tune the bundled model, score it, talk to it, list it, merge it."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def finetune(*arguments, cwd, code=0):
-    done = subprocess.run([sys.executable, "-m", "finetune", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+def finetune(*arguments, cwd, code=0, python=sys.executable):
+    done = subprocess.run([python, "-m", "finetune", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -22,6 +23,12 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main-job")
     events = [json.loads(line) for line in finetune("run", "tiny-cpu", "--json", cwd=folder).splitlines()]
     return folder, events
+
+
+@pytest.fixture
+def finetune_again(place, warm_python):
+    """A command about the run: without the seconds that the first ones have spent on imports."""
+    return functools.partial(finetune, cwd=place[0], python=warm_python)
 
 
 def test_json_streams_events_and_ends_with_run_and_state(place):
@@ -43,31 +50,31 @@ def test_held_out_exact_match_goes_from_nothing_to_nearly_all(place):
     assert scores["tuned"]["loss"] < scores["base"]["loss"] / 5
 
 
-def test_chat_answers_differently_from_the_base(place):
+def test_chat_answers_differently_from_the_base(place, finetune_again):
     prompt = "Route this message: Hi, Where is my parcel with the desk lamp? Thanks."
-    tuned = json.loads(finetune("chat", "latest", "--prompt", prompt, "--json", cwd=place[0]))["answer"]
-    base = json.loads(finetune("chat", "latest", "--base", "--prompt", prompt, "--json", cwd=place[0]))["answer"]
+    tuned = json.loads(finetune_again("chat", "latest", "--prompt", prompt, "--json"))["answer"]
+    base = json.loads(finetune_again("chat", "latest", "--base", "--prompt", prompt, "--json"))["answer"]
     assert set(json.loads(tuned)) == {"queue", "priority", "product"} and tuned != base
 
 
-def test_runs_lists_path_and_state(place):
-    (row,) = json.loads(finetune("runs", "--json", cwd=place[0]))
+def test_runs_lists_path_and_state(place, finetune_again):
+    (row,) = json.loads(finetune_again("runs", "--json"))
     assert row["path"] == place[1][-1]["run"] and row["state"] == "finished"
 
 
-def test_a_finished_run_is_not_resumed(place):
-    finetune("resume", "latest", cwd=place[0], code=2)
+def test_a_finished_run_is_not_resumed(place, finetune_again):
+    finetune_again("resume", "latest", code=2)
 
 
-def test_the_runs_recipe_repeats_it(place):
+def test_the_runs_recipe_repeats_it(place, finetune_again):
     recipe = Path(place[1][-1]["run"]) / "recipe.yaml"
-    finetune("run", str(recipe), "max_steps=2", "--json", cwd=place[0])
-    assert len(json.loads(finetune("runs", "--json", cwd=place[0]))) == 2
+    finetune_again("run", str(recipe), "max_steps=2", "--json")
+    assert len(json.loads(finetune_again("runs", "--json"))) == 2
 
 
-def test_the_merged_model_answers_as_the_adapter_does(place):
+def test_the_merged_model_answers_as_the_adapter_does(place, finetune_again, warm_python):
     run = place[1][-1]["run"]
-    finetune("merge", run, "--output", "merged", cwd=place[0])
+    finetune_again("merge", run, "--output", "merged")
     code = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, tokenizer = AutoModelForCausalLM.from_pretrained("merged"), AutoTokenizer.from_pretrained("merged")
@@ -76,12 +83,12 @@ ids = tokenizer.apply_chat_template([{"role": "user", "content": "Route this mes
 answer = model.generate(**ids, max_new_tokens=60, do_sample=False)[0][ids["input_ids"].shape[1]:]
 print(tokenizer.decode(answer, skip_special_tokens=True))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=place[0], check=True)
+    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, cwd=place[0], check=True)
     assert set(json.loads(done.stdout)) == {"queue", "priority", "product"}
 
 
-def test_data_shows_what_is_trained(place):
-    shown = json.loads(finetune("data", "tiny-cpu", "--json", cwd=place[0]))
+def test_data_shows_what_is_trained(place, finetune_again):
+    shown = json.loads(finetune_again("data", "tiny-cpu", "--json"))
     assert (shown["rows_read"], shown["rows_refused"]) == (shown["rows_used"], [])
     assert 0.2 < shown["trained_token_share"] < 0.6
     trained = "".join(part["text"] for part in shown["example"] if part["trained"])

@@ -14,13 +14,13 @@ from doc_pages import ROOT, every_command, generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 #: The bundled model's trainings are cut to a few steps here; tests/cli runs the whole one. One that is stopped needs some more.
-FINETUNE = f"""#!/bin/sh
+FINETUNE = """#!/bin/sh
 case "$*" in
 "run "*--detach*) set -- "$@" max_steps=60 ;;
 "run "*) set -- "$@" max_steps=3 ;;
 "eval "*) set -- "$@" --rows 4 ;;
 esac
-exec {sys.executable} -m finetune "$@"
+exec "$PYTHON" -m finetune "$@"
 """
 #: A page's commands need what the pages before it have made.
 ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-memory.md", "many-cards.md", "fits.md",
@@ -28,8 +28,9 @@ ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-me
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forecasts):
+def place(tmp_path_factory, forecasts, warm_python):
     """A folder with a `finetune` on the path, and the commands that were run in it."""
+    os.environ["PYTHON"] = warm_python
     folder = tmp_path_factory.mktemp("docs")
     (folder / "cache").mkdir()
     (folder / "cache" / "forecasts").symlink_to(forecasts)

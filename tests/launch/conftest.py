@@ -85,6 +85,12 @@ def supervise():
             process.wait()
 
 
+@pytest.fixture
+def warm_processes(warm_python, monkeypatch):
+    """The launcher is started as users start it; the processes that it starts have the libraries imported already."""
+    monkeypatch.setenv("PYTHON_EXEC", warm_python)
+
+
 @pytest.fixture(scope="session")
 def one(make_launch, supervise):
     """A finished run of one process."""

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 
 import pytest
 from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, last_state, steps
+from warm import CLIENT, warm_server
 
 from finetune.events import read_events
 
@@ -43,9 +45,17 @@ def machines():
 
 
 @pytest.fixture(scope="module")
-def start(machines, make_launch, supervise):
+def sockets(machines, tmp_path_factory):
+    """On each machine a server of Pythons that have the libraries imported already: for what the launchers start."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(warm_server(tmp_path_factory.mktemp("warm"), prefix)) for prefix in machines[1]]
+
+
+@pytest.fixture(scope="module")
+def start(machines, sockets, make_launch, supervise):
     """start(*overrides) -> the supervised runs of machine 0 and machine 1; `start.again(runs)` resumes both."""
     address, prefixes = machines
+    warm = [{"PYTHON_EXEC": CLIENT, "WARM_PYTHON": socket} for socket in sockets]
 
     def begin(*overrides, **environment):
         shared = ["launch.num_processes=2", "launch.num_machines=2", f"launch.main_process_ip={address}", *overrides]
@@ -53,7 +63,8 @@ def start(machines, make_launch, supervise):
         return again(runs, **environment)
 
     def again(runs, **environment):
-        return [supervise(run, prefix, **environment) for run, prefix in zip(runs, prefixes, strict=True)]
+        places = zip(runs, prefixes, warm, strict=True)
+        return [supervise(run, prefix, **python, **environment) for run, prefix, python in places]
 
     begin.again = again
     return begin

@@ -12,7 +12,7 @@ from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, facts, last_state, ste
 
 from finetune.events import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("warm_processes")]
 
 #: Two processes add the same gradients in another order; float32 has 7 digits, and four optimizer steps pass them on.
 LOSS_TOLERANCE = 1e-4

@@ -1,0 +1,130 @@
+"""A Python that has everything imported already and forks for each command that `client.py` hands over: `server.py SOCKET`.
+
+A command runs in a session of its own, with the client's arguments, folder, environment, input and output. It saves the seconds
+in which torch and the libraries around it are imported; nothing else is different. Not a test.
+"""
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+
+CLIENT = Path(__file__).with_name("client.py")
+
+
+def main():
+    path = Path(sys.argv[1])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}.new")
+    listener.listen(64)
+    warm_up()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the handlers
+    Path(f"{path}.new").rename(path)  # from now on clients find it
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            handle(connection, listener)
+        connection.close()
+
+
+def warm_up():
+    import finetune.cli.app
+    import finetune.cli.render
+    import finetune.data.preparation
+    import finetune.forecast.depth
+    import finetune.run.callbacks
+    import finetune.run.prepare
+    import finetune.run.training
+    import finetune.run.worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def handle(connection, listener):
+    """Start the command, say its process id, and its status when it has ended; end it when the client is gone."""
+    words, files, _, _ = socket.recv_fds(connection, 2**20, 3)
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        listener.close()
+        run(json.loads(words), files)
+    connection.sendall(f"{child}\n".encode())
+    ended = os.pidfd_open(child)
+    if ended not in select.select([connection, ended], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{code}\n".encode())
+    os._exit(0)
+
+
+def run(wish, files):
+    """Become the command. Does not return."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.clear()
+    os.environ.update(wish["environment"])
+    os.chdir(wish["folder"])
+    sys.executable, sys.argv = str(CLIENT), ["", *wish["arguments"]]
+    warnings.simplefilter("ignore", RuntimeWarning)  # that a module which is run was imported before
+    code = 1
+    try:
+        customize(os.environ.get("PYTHONPATH", ""))
+        start()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else _said(end.code)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _said(words):
+    sys.stderr.write(f"{words}\n")
+    return 1
+
+
+def customize(path):
+    for folder in filter(None, path.split(os.pathsep)):
+        if (Path(folder) / "sitecustomize.py").is_file():
+            runpy.run_path(f"{folder}/sitecustomize.py")
+
+
+def start():
+    """As `python [-P] [-u] (-m MODULE | -c CODE | FILE) ARGUMENTS` does."""
+    words = sys.argv[1:]
+    while words[0] in ("-P", "-u"):
+        words = words[1:]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
