@@ -32,12 +32,22 @@ def home(request, tmp_path_factory, monkeypatch, forecasts):
     return folder
 
 
+#: Files of which each takes a minute or two; begun last they would be waited for alone.
+LONGEST = (
+    "test_pages_browser", "test_main_job", "test_survival", "test_docs_run", "test_depth", "test_two_processes",
+    "test_two_machines", "test_faults", "test_dry_run", "test_mixed_layers",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(config, items):
-    """Tests of a real card are left out where there is none."""
+    """Fast files first, then the longest; tests of a real card are left out where there is none."""
     if not Path("/proc/driver/nvidia/version").exists():
         absent = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=absent)
         items[:] = [item for item in items if item not in absent]
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path in slow, rank.get(item.path.stem, len(LONGEST))))
 
 
 @pytest.fixture(scope="session")
