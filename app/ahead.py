@@ -1,8 +1,10 @@
-"""Plans for where the sliders may be put next, made while nobody asks. Only the forecasts' cache remembers them."""
+"""Plans for where the sliders may be put next, made beside the questions. The forecasts' cache on disk remembers them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,37 +19,52 @@ USUAL = {
 MakePlan = Callable[[Recipe, Callable[[str], None]], Any]
 
 
-class Asked(Exception):
-    """Somebody asks: the plan that is being made is dropped, what it has forecast so far is kept."""
-
-
 class Ahead:
-    """Recipes that differ in one setting from the one planned last, nearest first."""
+    """Plans recipes that differ in one setting from the one planned last, nearest first.
 
-    def __init__(self, make_plan: MakePlan, is_asked: Callable[[], bool]) -> None:
-        self._make_plan, self._is_asked = make_plan, is_asked
-        self._waiting: Iterator[Recipe] = iter(())
+    A fork of this process does it, which has the libraries and the data already: no question waits for a plan that nobody asked
+    for. `leave` are the file descriptors that the fork must not hold. Where there is no fork (Windows), nothing is done ahead.
+    """
+
+    def __init__(self, make_plan: MakePlan, leave: tuple[int, ...] = ()) -> None:
+        self._make_plan, self._leave = make_plan, leave
+        self._child = 0
 
     def start_from(self, recipe: Recipe, settings: Recipe) -> None:
-        """Work around this recipe, which was planned with these settings."""
-        self._waiting = neighbours(recipe, settings)
+        """Work around this recipe, which was planned with these settings, instead of what was worked at."""
+        self.end()
+        if hasattr(os, "fork"):
+            parent = os.getpid()
+            self._child = os.fork()
+            if self._child == 0:
+                self._work(neighbours(recipe, settings), parent)
 
-    def work(self) -> None:
-        """Plan until somebody asks or nothing is left."""
-        while not self._is_asked():
-            recipe = next(self._waiting, None)
-            if recipe is None:
-                return
-            try:
-                self._make_plan(recipe, self._unless_asked)
-            except Asked:
-                return
-            except Exception:  # noqa: BLE001, S112 - whoever asks for that plan is told
-                continue
+    def end(self) -> None:
+        """Drop what is being planned; what it has forecast so far is kept."""
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            self._child = 0
 
-    def _unless_asked(self, _doing: str) -> None:
-        if self._is_asked():
-            raise Asked
+    def wait(self) -> None:
+        """Until all is planned."""
+        if self._child:
+            os.waitpid(self._child, 0)
+            self._child = 0
+
+    def _work(self, recipes: Iterator[Recipe], parent: int) -> None:
+        """In the fork. Does not return."""
+        try:
+            os.nice(10)
+            for file in self._leave:
+                os.close(file)
+            for recipe in recipes:
+                if os.getppid() != parent:
+                    break
+                with contextlib.suppress(Exception):  # whoever asks for that plan is told
+                    self._make_plan(recipe, lambda _doing: None)
+        finally:
+            os._exit(0)
 
 
 def neighbours(recipe: Recipe, settings: Recipe) -> Iterator[Recipe]:

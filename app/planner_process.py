@@ -8,8 +8,6 @@ badges  {"recipe": yaml, "models": [id, ...]}             whether each of these 
 from __future__ import annotations
 
 import json
-import os
-import select
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -151,40 +149,20 @@ def _limited(statistics: Any, recipe: Recipe) -> Any:
     return dataclasses.replace(statistics, rows=len(lengths), lengths=lengths, total_tokens=tokens, trained_tokens=trained)
 
 
-class Questioner:
-    """Standard input as lines, and whether one is waiting."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def __call__(self) -> bool:
-        """Whether there is something to read: a question, or the end. Windows can't tell: nothing is done ahead there."""
-        return sys.platform == "win32" or b"\n" in self._rest or bool(select.select([0], [], [], 0)[0])
-
-    def line(self) -> bytes:
-        """The next whole line; empty at the end."""
-        while b"\n" not in self._rest:
-            more = os.read(0, 1 << 16)
-            if not more:
-                return b""
-            self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
-
-
 def main() -> int:
-    """Answer until standard input closes, which is when the app ends; plan ahead while nothing is asked."""
-    out, asked = claim_stdout(), Questioner()
+    """Answer until standard input closes, which is when the app ends; plan ahead of the next question."""
+    out = claim_stdout()
     questions = Questions()
-    ahead = Ahead(questions.plan, asked)
-    while line := asked.line():
+    ahead = Ahead(questions.plan, leave=(0, out.fileno()))
+    for line in sys.stdin:
+        ahead.end()
         question = json.loads(line)
         answer = questions.answer(question)
         out.write(json.dumps(answer, default=str) + "\n")
         out.flush()
         if "plan" in answer:
             ahead.start_from(parse_recipe(question["recipe"], "recipe"), Recipe.model_validate(answer["plan"]["plan"]))
-        ahead.work()
+    ahead.end()
     return 0
 
 

@@ -30,6 +30,8 @@ def _functions(names: str) -> set[Callable[..., Any]]:
 
 
 _FP32, _FP32_RESULT, _SOFTMAX = _functions(_FP32_NAMES), _functions(_FP32_RESULT_NAMES), _functions("softmax")
+#: All that is redirected; a step calls some ten thousand others.
+_CONCERNED = {F.dropout, torch.Tensor.__getitem__} | _FP32 | _FP32_RESULT | _SOFTMAX
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -82,6 +84,8 @@ class _CudaFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _CONCERNED:
+            return func(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype is torch.bool:

@@ -1,10 +1,32 @@
-"""The planner works ahead of the sliders while nobody asks, and drops it at once when somebody does."""
+"""Plans are made ahead of the sliders in a fork, which no question waits for."""
+
+import os
+import time
+
+import pytest
 
 from app.ahead import Ahead, neighbours
 from finetune.recipe import load_recipe, resolved
 
 RECIPE = load_recipe("tiny-cpu")
 SETTINGS = resolved(RECIPE, gradient_accumulation_steps=1)
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """planned() -> the recipes that were planned, as lines; `planned.note(recipe)` adds one."""
+    file = tmp_path / "planned"
+    file.touch()
+
+    def read():
+        return file.read_text().splitlines()
+
+    def note(recipe):
+        with file.open("a") as lines:
+            lines.write(f"{os.getpid()} {recipe.lora_r} {recipe.max_length} {recipe.effective_batch_size}\n")
+
+    read.note = note
+    return read
 
 
 def test_neighbours_differ_in_one_setting_nearest_first_and_are_recipes():
@@ -16,29 +38,36 @@ def test_neighbours_differ_in_one_setting_nearest_first_and_are_recipes():
     assert all(recipe.effective_batch_size % 8 == 0 for recipe in found)  # the recipe sets 8 rows at once
 
 
-def test_a_question_ends_the_work_between_two_forecasts_and_the_rest_is_dropped():
-    planned, asked = [], []
-
-    def make_plan(recipe, progress):
-        progress("forecasting")
-        planned.append(recipe)
-        if len(planned) == 2:
-            asked.append(True)
-        progress("forecasting more")
-
-    ahead = Ahead(make_plan, lambda: bool(asked))
+def test_every_neighbour_is_planned_in_another_process(planned):
+    ahead = Ahead(lambda recipe, _: planned.note(recipe))
     ahead.start_from(RECIPE, SETTINGS)
-    ahead.work()
-    assert len(planned) == 2
-    asked.clear()
-    ahead.work()
-    assert len(planned) > 10
+    ahead.wait()
+    assert len(planned()) == len(list(neighbours(RECIPE, SETTINGS)))
+    assert {int(line.split()[0]) for line in planned()} != {os.getpid()}
 
 
-def test_a_plan_that_can_not_be_made_is_left_to_whoever_asks():
-    def make_plan(recipe, progress):
+def test_a_question_ends_the_work_at_once(planned):
+    def make_plan(recipe, _progress):
+        planned.note(recipe)
+        time.sleep(60)
+
+    ahead = Ahead(make_plan)
+    ahead.start_from(RECIPE, SETTINGS)
+    while not planned():
+        time.sleep(0.01)
+    began = time.monotonic()
+    ahead.end()
+    assert time.monotonic() - began < 10 and len(planned()) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(planned()[0].split()[0]), 0)
+
+
+def test_a_plan_that_can_not_be_made_is_left_to_whoever_asks(planned):
+    def make_plan(recipe, _progress):
+        planned.note(recipe)
         raise RuntimeError("no such plan")
 
-    ahead = Ahead(make_plan, lambda: False)
+    ahead = Ahead(make_plan)
     ahead.start_from(RECIPE, SETTINGS)
-    ahead.work()
+    ahead.wait()
+    assert len(planned()) > 10

@@ -11,8 +11,8 @@ TINY: dict[str, Any] = {
 #: What each type needs beside these to be small.
 TYPES: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 32}, "gemma2": {"head_dim": 32, "sliding_window": 128},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 128}, "phi3": {}, "olmo2": {}, "smollm3": {}, "granite": {}, "falcon": {},
-    "gpt_neox": {}, "mixtral": {"num_local_experts": 4},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 128}, "phi3": {}, "olmo2": {}, "granite": {}, "falcon": {},
+    "smollm3": {"no_rope_layer_interval": 2}, "gpt_neox": {}, "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 128},
 }  # fmt: skip
