@@ -10,6 +10,8 @@ from finetune.forecast.simulate import Batch, simulate
 from finetune.model.build import config_from
 
 AMPERE = (8, 6)
+#: Types whose layers differ from each other or from Llama's in what they keep, and how they are checkpointed here.
+FEW = [("llama", False), ("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
 
 
 def phase_peaks(simulation):
@@ -27,11 +29,11 @@ def assert_same_peaks(deep, full):
     assert few["backward"] == all_of_them["backward"] and few["loss"] == all_of_them["loss"]
 
 
-def both_ways(kind, layers, **more):
+def both_ways(kind, layers, eval_rows=1, **more):
     """The peaks of each phase from a few layers, and from all of them; and how the first was made."""
     recipe = settings(**more)
     config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
-    batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
+    batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=eval_rows)
     deep, method = simulate_deep(
         config,
         lambda shallow: simulate(shallow, recipe, batch, AMPERE),
@@ -86,11 +88,17 @@ def test_few_layers_give_the_full_models_peaks_and_ledger(checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        pytest.param(kind, checkpointing, marks=() if (kind, checkpointing) in FEW else pytest.mark.exhaustive)
+        for kind in TYPES
+        for checkpointing in (True, False)
+    ],
+)
 def test_every_model_type_few_layers_and_all(kind, checkpointing):
     layers = {"gemma2": 8, "gpt_oss": 8, "smollm3": 8, "gemma3_text": 4}.get(kind, 5) + (not checkpointing)
-    deep, full, method = both_ways(kind, layers, activation_checkpointing=checkpointing)
+    deep, full, method = both_ways(kind, layers, eval_rows=int(checkpointing), activation_checkpointing=checkpointing)
     assert f"of {layers} layers" in method
     assert_same_peaks(deep, full)
 
@@ -99,17 +107,17 @@ def test_every_model_type_few_layers_and_all(kind, checkpointing):
 @pytest.mark.parametrize(
     "more",
     [
-        {"activation_checkpointing_every_n_layers": 2},
+        pytest.param({"activation_checkpointing_every_n_layers": 2}, marks=pytest.mark.exhaustive),
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "offload"},
         {"activation_checkpointing": False, "activation_offloading": True},
         {"activation_checkpointing": False, "int8_activations": True},
         {"load_in_4bit": False, "load_in_8bit": True},
-        {"load_in_4bit": False, "optim": "adamw_torch"},
+        pytest.param({"load_in_4bit": False, "optim": "adamw_torch"}, marks=pytest.mark.exhaustive),
         {"optim": "adamw_cpu_offload"},
-        {"optim": "paged_adamw_8bit", "lora_r": 256},
+        pytest.param({"optim": "paged_adamw_8bit", "lora_r": 256}, marks=pytest.mark.exhaustive),
         {"use_dora": True},
-        {"lora_dropout": 0.1, "activation_checkpointing": False},
+        pytest.param({"lora_dropout": 0.1, "activation_checkpointing": False}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

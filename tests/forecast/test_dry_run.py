@@ -126,7 +126,7 @@ def test_every_model_type_is_forecast(kind):
 
 
 @pytest.mark.slow
-@hypothesis_settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     tokens=st.integers(16, 1200), rank=st.integers(1, 64), layers=st.integers(1, 9), micro=st.integers(1, 4),
     checkpointing=st.sampled_from([True, False, "selective"]), four=st.booleans(),
@@ -220,16 +220,3 @@ def test_data_parallel_training_keeps_buckets_of_the_gradients():
 
 def test_where_segments_expand():
     assert not expandable_segments("win32")
-
-
-@pytest.mark.slow
-def test_a_70b_is_forecast_in_little_memory():
-    script = (
-        "import resource, sys; from finetune.model.configuration import catalogue; from finetune.forecast import dry_run\n"
-        "sys.path.insert(0, sys.argv[1]); from tiny_models import settings\n"
-        "dry_run(catalogue()['meta-llama/Llama-3.3-70B-Instruct'], settings(lora_r=16), micro_batch=1, tokens=2048)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
-    )
-    folder = str(pytest.importorskip("tiny_models").__file__).rpartition("/")[0]
-    out = subprocess.run([sys.executable, "-W", "ignore", "-c", script, folder], capture_output=True, text=True, check=True)
-    assert int(out.stdout.split()[-1]) < 3 * GIB

@@ -10,9 +10,9 @@ from finetune.forecast.simulate import Batch, simulate
 from finetune.model.build import config_from
 from finetune.recipe import resolved
 
-ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
+ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100)
 PADDED = Batch(rows=4, tokens=192, trained_tokens=400, padded=True, eval_rows=2)
-PACKED = Batch(rows=1, tokens=512, trained_tokens=500, documents=4, eval_rows=1)
+PACKED = Batch(rows=1, tokens=512, trained_tokens=500, documents=4)
 
 
 def mixed_and_run(kind, layers, every, batch, **more):
@@ -39,9 +39,14 @@ def assert_same(mixed, run):
 @pytest.mark.parametrize(
     ("kind", "layers", "every", "batch"),
     [
-        ("llama", 6, 2, ONE_ROW), ("llama", 7, 2, PADDED), ("llama", 7, 3, PACKED), ("llama", 8, 5, ONE_ROW),
-        ("qwen2", 8, 3, ONE_ROW), ("qwen3", 6, 4, PADDED), ("falcon", 6, 3, PADDED), ("gpt_neox", 6, 3, ONE_ROW),
-        ("mixtral", 6, 3, ONE_ROW), ("qwen3_moe", 6, 3, PADDED),
+        ("llama", 6, 2, ONE_ROW), ("llama", 7, 3, PACKED), ("qwen3", 6, 4, PADDED), ("falcon", 6, 3, PADDED),
+        *(
+            pytest.param(*values, marks=pytest.mark.exhaustive)
+            for values in (
+                ("llama", 7, 2, PADDED), ("llama", 8, 5, ONE_ROW), ("qwen2", 8, 3, ONE_ROW), ("gpt_neox", 6, 3, ONE_ROW),
+                ("mixtral", 6, 3, ONE_ROW), ("qwen3_moe", 6, 3, PADDED), ("phi3", 9, 3, ONE_ROW),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_layers_of_two_runs_give_the_peaks_of_the_mixed_run(kind, layers, every, batch):
