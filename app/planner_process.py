@@ -78,9 +78,11 @@ class Questions:
         return make_plan(recipe, card, data, progress=progress), why
 
     def _badge(self, recipe: Recipe, name: str) -> dict[str, Any]:
-        """Verdict for this model in place of the recipe's, with its own settings left to the planner."""
+        """Verdict for this model in place of the recipe's, with its own settings left to the planner; and its size."""
         from finetune.card import find_card
+        from finetune.model.configuration import read_config
         from finetune.plan import make_plan
+        from finetune.plan.shape import shape_of
 
         kept: dict[str, Any] = {
             "dataset": recipe.dataset,
@@ -90,10 +92,11 @@ class Questions:
         }
         try:
             plan = make_plan(Recipe(**kept), find_card(recipe.gpu), None)
+            parameters = shape_of(read_config(plan.settings), plan.settings).parameters
         except FinetuneError as error:
             return {"verdict": "unknown", "because": error.problems[0]}
-        peak = plan.forecast.peak_bytes if plan.forecast else None
-        return {"verdict": plan.verdict, "peak_bytes": peak, "load_in_4bit": plan.settings.load_in_4bit}
+        peak, four_bit = plan.forecast.peak_bytes if plan.forecast else None, plan.settings.load_in_4bit
+        return {"verdict": plan.verdict, "peak_bytes": peak, "load_in_4bit": four_bit, "parameters": parameters}
 
 
 def _data_key(recipe: Recipe) -> str:

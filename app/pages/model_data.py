@@ -168,9 +168,11 @@ class _View:
 def _models(models: list[Model], badges: dict[str, Any]) -> str:
     rows = []
     for model in models:
-        size = f"{format_count(model.parameters)} parameters" if model.parameters else None
-        rows.append([model.name, model.source, size, model.licence, Safe(_badge(badges.get(model.name)))])
-    return table(["model", "from", ">size", "licence", "on this card"], rows, "Models", hidden_caption=True)
+        badge = badges.get(model.name)
+        parameters = model.parameters or (badge or {}).get("parameters")
+        size = format_count(parameters) if parameters else None
+        rows.append([model.name, model.source, size, model.licence, Safe(_badge(badge))])
+    return table(["model", "from", ">parameters", "licence", "on this card"], rows, "Models", hidden_caption=True)
 
 
 def _badge(badge: dict[str, Any] | None) -> str:
