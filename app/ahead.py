@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,38 +23,37 @@ MakePlan = Callable[[Recipe, Callable[[str], None]], Any]
 class Ahead:
     """Plans recipes that differ in one setting from the one planned last, nearest first.
 
-    A fork of this process does it, which has the libraries and the data already: no question waits for a plan that nobody asked
-    for. `leave` are the file descriptors that the fork must not hold. Where there is no fork (Windows), nothing is done ahead.
+    Forks of this process do it, one for each setting, which have the libraries and the data already: no question waits for a
+    plan that nobody asked for. `leave` are the file descriptors that they must not hold. Where there is no fork (Windows),
+    nothing is done ahead.
     """
 
     def __init__(self, make_plan: MakePlan, leave: tuple[int, ...] = ()) -> None:
         self._make_plan, self._leave = make_plan, leave
-        self._child = 0
+        self._children: list[int] = []
 
     def start_from(self, recipe: Recipe, settings: Recipe) -> None:
         """Work around this recipe, which was planned with these settings, instead of what was worked at."""
         self.end()
-        if hasattr(os, "fork"):
-            parent = os.getpid()
-            self._child = os.fork()
-            if self._child == 0:
-                self._work(neighbours(recipe, settings), parent)
+        for name in USUAL if hasattr(os, "fork") else ():
+            parent, child = os.getpid(), os.fork()
+            if child == 0:
+                self._work(neighbours(recipe, settings, name), parent)
+            self._children.append(child)
 
     def end(self) -> None:
-        """Drop what is being planned; what it has forecast so far is kept."""
-        if self._child:
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
-            self._child = 0
+        """Drop what is being planned; what has been forecast so far is kept."""
+        for child in self._children:
+            os.kill(child, signal.SIGKILL)
+        self.wait()
 
     def wait(self) -> None:
         """Until all is planned."""
-        if self._child:
-            os.waitpid(self._child, 0)
-            self._child = 0
+        while self._children:
+            os.waitpid(self._children.pop(), 0)
 
     def _work(self, recipes: Iterator[Recipe], parent: int) -> None:
-        """In the fork. Does not return."""
+        """In a fork. Does not return."""
         try:
             os.nice(10)
             for file in self._leave:
@@ -67,13 +67,9 @@ class Ahead:
             os._exit(0)
 
 
-def neighbours(recipe: Recipe, settings: Recipe) -> Iterator[Recipe]:
+def neighbours(recipe: Recipe, settings: Recipe, name: str) -> Iterator[Recipe]:
     """The recipe with one setting put to each usual value that it allows, the values nearest to the plan's first."""
-    steps = []
-    for name, values in USUAL.items():
-        now = getattr(settings, name)
-        others = sorted((value for value in values if value != now), key=lambda value: abs(value - now))
-        steps += [(distance, name, value) for distance, value in enumerate(others)]
-    for _, name, value in sorted(steps):
+    now = getattr(settings, name)
+    for value in sorted((value for value in USUAL[name] if value != now), key=lambda value: abs(math.log(value / now))):
         with contextlib.suppress(ValueError):  # does not go with what the recipe sets
             yield resolved(recipe, **{name: value})
