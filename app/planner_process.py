@@ -8,6 +8,7 @@ badges  {"recipe": yaml, "models": [id, ...]}             whether each of these 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -154,6 +155,7 @@ def _limited(statistics: Any, recipe: Recipe) -> Any:
 
 def main() -> int:
     """Answer until standard input closes, which is when the app ends; plan ahead of the next question."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
     out = claim_stdout()
     questions = Questions()
     ahead = Ahead(questions.plan, leave=(0, out.fileno()))
