@@ -30,6 +30,10 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
             f" {format_bytes(plan.headroom_bytes)} to spare at the upper end." if plan.headroom_bytes >= 0
             else f" {format_bytes(-plan.headroom_bytes)} short at the upper end."
         )  # fmt: skip
+    if plan.shortfall:
+        fits = plan.shortfall["largest_model_that_fits"]
+        words += f" Most of it is {plan.shortfall['part']}."
+        words += f" The largest model of the catalogue that fits this card: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
     return (
         f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p>{time}</div>'

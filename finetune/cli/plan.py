@@ -47,6 +47,8 @@ def _print_plan(plan: Plan) -> None:
         low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
         verdict = f"[bold {_COLOURS.get(plan.verdict, '')}]{plan.verdict}[/]"
         out.print(f"\n{verdict}: between {low} and {high} of {format_bytes(card.free_bytes)}")
+        if plan.shortfall:
+            _print_shortfall(plan.shortfall)
         if plan.forecast.step_s:
             hours = format_seconds(plan.forecast.step_s * plan.total_steps) if plan.total_steps else "unknown"
             speed = format_count(plan.forecast.tokens_per_s)
@@ -59,9 +61,10 @@ def _print_plan(plan: Plan) -> None:
     for name, reason in plan.reasons.items():
         out.print(f"[bold]{name}[/] = {escape(str(getattr(settings, name, '')))}")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
-    _print_rows("Alternatives considered", plan.alternatives)
+    _print_alternatives(plan.alternatives)
     if plan.verdict == "does not fit":
-        _print_rows("What would make it fit", plan.suggestions)
+        enough = any(row["peak_bytes"] <= (plan.budget_bytes or 0) for row in plan.suggestions)
+        _print_rows(f"What would make it {'fit' if enough else 'smaller'}", plan.suggestions)
     if plan.many_cards:
         _print_many_cards(plan.many_cards)
 
@@ -82,6 +85,25 @@ def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
 def _bar(size: int, whole: int) -> str:
     filled = min(_BAR, round(_BAR * size / whole)) if whole else 0
     return "█" * filled if filled else "▏"
+
+
+def _print_shortfall(lacking: dict[str, Any]) -> None:
+    missing, part = format_bytes(lacking["missing_bytes"]), f"{lacking['part']}, {format_bytes(lacking['part_bytes'])}"
+    out.print(f"{missing} short at the upper end; most is for the {part}")
+    if lacking["largest_model_that_fits"]:
+        out.print(f"the largest model of the catalogue that fits this card: {escape(lacking['largest_model_that_fits'])}")
+
+
+def _print_alternatives(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    title = "\n[bold]Alternatives considered[/]"
+    shown = table(">peak", ">at most", ">s a step", ">tokens/s", "verdict", "plan, and what sets it", title=title)
+    for row in rows:
+        numbers = [_cell(name, row[name]) for name in ("peak_bytes", "peak_high_bytes", "step_s", "tokens_per_s")]
+        how = "[bold]chosen[/]" if row["overrides"] == "chosen" else f"[dim]{escape(row['overrides'])}[/]"
+        shown.add_row(*numbers, f"[{_COLOURS[row['verdict']]}]{row['verdict']}[/]", f"{escape(row['plan'])}\n{how}")
+    out.print(shown)
 
 
 def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:

@@ -141,11 +141,15 @@ def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:
 
 
 def _deepened(peaks: dict[Place, Peak], depth: Depth) -> dict[Place, Peak]:
-    """Insert the repeated layers after the middle ones; where a middle one is at work, before them, so that it is the last."""
+    """Insert the repeated layers after the middle ones; where a middle one is at work, before them, so that it is the last.
+
+    Outside of forward and backward, places in the middle lie between those of both ends and are dropped.
+    """
     deepened: dict[Place, Peak] = {}
     for (phase, layer), peak in peaks.items():
         if layer is not None and depth.start <= layer < depth.start + depth.period:
-            deepened[(phase, layer + depth.times * depth.period)] = _with_more_layers_before(peak, depth)
+            if phase in ("forward", "backward"):
+                deepened[(phase, layer + depth.times * depth.period)] = _with_more_layers_before(peak, depth)
         else:
             at_start = layer is not None and layer < depth.start
             deepened[(phase, _place(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)

@@ -175,7 +175,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
 
 def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
     tracker.layer = number
-    if inputs and isinstance(inputs[0], torch.Tensor):  # kept by the layer that reads it, whoever made it
+    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # kept by the layer that reads it
         tracker.retag(inputs[0], "activations", number)
 
 
