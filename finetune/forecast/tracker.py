@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from finetune.forecast import fake_operators
+
 #: The CUDA caching allocator rounds every request up to a multiple of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
 BLOCK_BYTES = 512
 
@@ -65,7 +67,7 @@ class StorageTracker(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # every look at a fake tensor's device comes through here
         rule = self._rules.get(func)
-        out = func(*args, **(kwargs or {})) if rule is None else rule(self, func, args, kwargs or {})
+        out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
             self.follow(out)
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):

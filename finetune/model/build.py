@@ -90,6 +90,12 @@ def build_base(
     return model
 
 
+def _linear_names(model: torch.nn.Module) -> str:
+    """The last parts of the paths of the linear layers; those that adapters were put around are layers still."""
+    linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
+
+
 def attach_adapters(model: PreTrainedModel, settings: Recipe) -> PeftModel:
     """LoRA (DoRA, rsLoRA) on the recipe's layers, in fp32; nothing else trains. Raises RecipeError for unknown layers."""
     targets = "all-linear" if settings.target_modules == AUTO else settings.target_modules
@@ -101,10 +107,11 @@ def attach_adapters(model: PreTrainedModel, settings: Recipe) -> PeftModel:
     try:
         peft_model = get_peft_model(model, adapters)
     except ValueError as error:
-        layers = sorted(
-            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-        )
-        raise RecipeError(f"target_modules {targets}: {error}", f"Linear layers of this model: {', '.join(layers)}") from None
+        if "use_dora" in str(error):
+            raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for this model's experts. Set use_dora=false.") from None
+        raise RecipeError(
+            f"target_modules {targets}: {error}", f"Linear layers of this model: {_linear_names(model)}"
+        ) from None
     if settings.activation_checkpointing not in (False, AUTO):
         peft_model.enable_input_require_grads()
     restore_master_precision(peft_model)

@@ -161,6 +161,14 @@ def test_unknown_target_names_the_layers_there_are():
     assert "q_proj" in caught.value.fix
 
 
+def test_dora_for_experts_is_refused_with_the_way_out():
+    recipe = settings(target_modules="all-linear", use_dora=True)
+    values = {**TINY, "model_type": "mixtral", "num_local_experts": 4}
+    with pytest.raises(RecipeError, match="use_dora") as caught:
+        attach_adapters(build_base(recipe, config_from(values, recipe), device="cpu", weights=False), recipe)
+    assert "use_dora=false" in caught.value.fix
+
+
 def test_attention_that_the_model_lacks_says_what_to_type():
     values = {**TINY, "model_type": "gemma2", "head_dim": 16}
     recipe = settings(attn_implementation="sdpa")

@@ -1,0 +1,124 @@
+"""An operator's results that are built from memory are those that torch would make, and share what those share."""
+
+import pytest
+import torch
+from tiny_models import TYPES, config_values, settings
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.forecast import fake_operators
+from finetune.forecast.simulate import Batch, simulate
+from finetune.model.build import config_from
+
+TECHNIQUES = [{}, {"use_dora": True}, {"load_in_4bit": False, "load_in_8bit": True}, {"optim": "adafactor"}]
+#: PEFT has no DoRA for experts.
+EVERY = [
+    (kind, more) for kind in TYPES for more in TECHNIQUES if kind not in ("mixtral", "qwen3_moe") or "use_dora" not in more
+]
+
+
+class Torch(FakeTensorMode):
+    """Counts the operators that torch is asked about."""
+
+    asked = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.asked += func.namespace == "aten"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Remembering(TorchDispatchMode):
+    """Every operator through the memory, as in the tracker."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return fake_operators.call(func, args, kwargs or {})
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The mode of tensors without data, with an empty memory in front of it."""
+    monkeypatch.setattr(fake_operators, "_KNOWN", {})
+    with Torch() as mode, Remembering():
+        yield mode
+
+
+def looks(tensor):
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+
+
+def shared(one, other):
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x @ x.t(), lambda x: x[2:5, 1:], lambda x: x.view(-1), lambda x: x.transpose(0, 1).contiguous(),
+        lambda x: x.to(torch.bfloat16), lambda x: x.sum(0), lambda x: torch.empty_like(x), lambda x: x.view(torch.int32),
+        lambda x: x.expand(3, 8, 8), lambda x: x.topk(2)[1], lambda x: x.add(1), lambda x: x.unsqueeze(0).mul_(2),
+    ],
+)  # fmt: skip
+def test_a_remembered_result_looks_as_the_first_one_and_shares_the_same(fake, operator):
+    inputs = [torch.empty(8, 8), torch.empty(8, 8)]
+    first = operator(inputs[0])
+    asked = fake.asked
+    again = operator(inputs[1])
+    assert fake.asked == asked
+    assert looks(again) == looks(first)
+    assert shared(again, inputs[1]) == shared(first, inputs[0])
+
+
+def test_in_place_operators_return_their_argument(fake):
+    tensors = [torch.empty(4) for _ in range(3)]
+    assert all(tensor.add_(1) is tensor for tensor in tensors)
+    torch._foreach_add_(tensors, 1.0)
+    torch._foreach_add_(tensors, 1.0)
+    assert all(tensor.shape == (4,) for tensor in tensors)
+
+
+def test_equal_numbers_of_different_kinds_are_different_questions(fake):
+    values = torch.empty(4, dtype=torch.int64)
+    assert [(values * factor).dtype for factor in (2, 2.0, 2, 2.0)] == [torch.int64, torch.float32] * 2
+
+
+def test_the_default_dtype_is_part_of_the_question(fake):
+    values = torch.empty(4, dtype=torch.int64)
+    assert (values * 2.0).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (values * 2.0).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_changes_its_argument_or_looks_at_data_is_always_asked(fake):
+    for _ in range(2):
+        values = torch.empty(2, 3)
+        assert values.t_().shape == (3, 2)
+        assert values.resize_(6, 6).shape == (6, 6)
+        assert torch.tensor(3.0).item() == 3.0  # a constant, whose value torch knows
+        with pytest.raises(DynamicOutputShapeException):
+            torch.empty(4).nonzero()
+
+
+def test_memory_is_bounded(fake, monkeypatch):
+    monkeypatch.setattr(fake_operators, "MOST_KEPT", 10)
+    for size in range(1, 40):
+        torch.empty(size).add(1)
+    assert len(fake_operators._KNOWN) <= 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}), ("gpt_oss", {"use_dora": True}),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in EVERY),
+    ],
+)  # fmt: skip
+def test_a_dry_run_from_memory_is_the_one_that_asks_torch_for_everything(monkeypatch, kind, more):
+    recipe = settings(**more)
+    config = config_from(config_values(kind, num_hidden_layers=3), recipe)
+    batch = Batch(rows=2, tokens=64, trained_tokens=100, padded=True, eval_rows=1)
+    remembered = [simulate(config, recipe, batch, (8, 6)) for _ in range(2)][1]
+    monkeypatch.setattr(fake_operators, "call", lambda func, args, kwargs: func(*args, **kwargs))
+    assert simulate(config, recipe, batch, (8, 6)) == remembered
