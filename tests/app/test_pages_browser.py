@@ -25,16 +25,21 @@ LONG_S = 400  # two cores may be shared with others; nothing here measures time
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(4000)]
 
 
+#: The app, whose own processes are started with another Python.
+WITH_PYTHON = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('app', run_name='__main__', alter_sys=True)"
+
+
 class Served:
-    """The app as a user starts it, in a folder of its own."""
+    """The app as a user starts it, in a folder of its own; with a `python`, its processes are that one's."""
 
     def __init__(self, folder):
         self.folder, self.process, self.link = folder, None, ""
 
-    def start(self):
+    def start(self, python=None):
         environment = {**os.environ, "FINETUNE_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        command = ["-P", "-c", WITH_PYTHON, python, "--runs", "runs"] if python else ["-m", "finetune", "ui"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "finetune", "ui", "--port", "0"], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
+            [sys.executable, *command, "--port", "0"], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         said = []
@@ -51,12 +56,12 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, forecasts):
+def served(tmp_path_factory, forecasts, warm_python):
     folder = tmp_path_factory.mktemp("workspace")
     (folder / "cache").mkdir()
     (folder / "cache" / "forecasts").symlink_to(forecasts)
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
-    one = Served(folder).start()
+    one = Served(folder).start(warm_python)
     yield one
     one.kill()
     from finetune.run import launch
@@ -183,7 +188,7 @@ def test_a_stranger_gets_from_choosing_to_comparing(served, visit):
     compare.wait_for_selector("#runs-compared polyline.run1", state="attached")
 
 
-def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit):
+def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit, warm_python):
     address = "run?run=other%20run"
     seen = visit(address)
     seen.wait_for_selector("#run-curves polyline.loss", state="attached")
@@ -191,7 +196,7 @@ def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served,
     events = (served.folder / "runs/other run/events.jsonl").read_bytes()
     seen.close()
     served.kill()
-    served.start()
+    served.start(warm_python)
     again = visit(address)
     again.wait_for_selector("#run-curves polyline.loss", state="attached")
     assert again.inner_text("#run-curves .ft-summary") == before
