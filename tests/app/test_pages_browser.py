@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(4000)]
 
 
 #: The app, whose own processes are started with another Python.
-WITH_PYTHON = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('app', run_name='__main__', alter_sys=True)"
+WITH_PYTHON = (
+    "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('app', run_name='__main__', alter_sys=True)"
+)
 
 
 class Served:
