@@ -111,7 +111,7 @@ def test_a_quick_table_is_up_to_date(name):
         assert generate.blocks_of(page.read_text("utf-8")).get(name, made) == made, f"run: python docs/generate.py {name}"
 
 
-def test_the_summary_of_errors_follows_from_the_rows():
+def test_the_summary_of_errors_follows_from_the_rows_and_is_small():
     text = generate.block("docs/accuracy.md", "accuracy")
     table, summary = text.strip().rsplit("\n\n", 1)
     errors = [float(row[-1].removesuffix(" %")) for row in generate.cells(table)]
@@ -119,3 +119,4 @@ def test_the_summary_of_errors_follows_from_the_rows():
     assert int(count) == len(errors) >= 20
     assert float(mean) == pytest.approx(sum(map(abs, errors)) / len(errors), abs=0.01)
     assert float(worst) == max(errors, key=abs)
+    assert float(mean) <= 0.8 and abs(float(worst)) <= 2.5
