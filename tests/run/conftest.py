@@ -16,7 +16,7 @@ def make_run(tmp_path_factory):
     from finetune.run.prepare import create_run, prepare
 
     short = [
-        "max_steps=8", "save_steps=2", "effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32",
+        "max_steps=8", "save_steps=2", "effective_batch_size=2", "per_device_train_batch_size=1", "dataset.max_rows=16",
         "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0",
     ]  # fmt: skip
 

@@ -13,6 +13,8 @@ from finetune.run import launch
 from finetune.run.state import is_alive, read_processes, read_state
 
 pytestmark = pytest.mark.slow
+#: Out of memory, a run goes on with one row at a time in place of two.
+TWO_ROWS = ("effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32")
 
 
 def steps(run):
@@ -28,14 +30,14 @@ def wait_for_step(run, step, deadline_s=90):
 
 @pytest.fixture(scope="module")
 def unbroken(make_run, train):
-    run = make_run("eval_steps=4")
+    run = make_run(*TWO_ROWS, "eval_steps=4")
     assert train(run) == 0, run.log.read_text()[-2000:]
     return run
 
 
 @pytest.mark.parametrize("fault", ["load:oom", "step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
-    run = make_run("eval_steps=4")
+    run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, fault).wait(timeout=240) == 0, run.log.read_text()[-2000:]
     retries = [event for event in read_events(run.events) if event["kind"] == "retry"]
     assert len(retries) == 1 and retries[0]["changes"]
@@ -48,7 +50,7 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
 
 
 def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
-    run = make_run("eval_steps=4")
+    run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, "step5:kill").wait(timeout=120) == 1
     state = read_state(run)
     assert state.state == "failed" and "finetune resume" in state.message
