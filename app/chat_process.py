@@ -17,12 +17,14 @@ from app.chat import IDLE_S, Writer
 from app.process import claim_stdout
 from finetune.errors import FinetuneError
 from finetune.events import read_events
+from finetune.garbage import collect_rarely
 from finetune.run.directory import RunDirectory
 
 
 def main() -> int:
     """Load at the first question, answer until idle."""
     run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
+    collect_rarely()
     claim_stdout()
     writer, chat = Writer(path), Conversation(run, path)
     while select.select([sys.stdin], [], [], IDLE_S)[0]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from app.ahead import Ahead
 from app.process import claim_stdout
 from finetune.errors import FinetuneError
+from finetune.garbage import collect_rarely
 from finetune.recipe import AUTO, Recipe, parse_recipe, resolved
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def _limited(statistics: Any, recipe: Recipe) -> Any:
 
 def main() -> int:
     """Answer until standard input closes, which is when the app ends; plan ahead of the next question."""
+    collect_rarely()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
     out = claim_stdout()
     questions = Questions()

@@ -16,6 +16,7 @@ from app.process import command, environment
 from app.queue import Entry, Queue
 from app.workspace import Workspace
 from finetune.errors import FinetuneError
+from finetune.garbage import collect_rarely
 from finetune.recipe import AUTO, load_recipe
 from finetune.run import launch
 from finetune.run.directory import RunDirectory
@@ -26,6 +27,7 @@ _POLL_S = 0.3
 
 def main() -> int:
     """Work until the queue is empty; leave at once when another starter works."""
+    collect_rarely()
     workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
     if len(sys.argv) > 2:
         return start(workspace, Entry(Path(sys.argv[2])))

@@ -10,6 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 from warm import CLIENT, warm_server  # noqa: E402
 
+from finetune.garbage import collect_rarely, leave_all  # noqa: E402
+
+collect_rarely()  # each of four processes imports all that a run does
+
 
 @pytest.fixture(scope="session")
 def forecasts(tmp_path_factory):
@@ -48,6 +52,10 @@ def pytest_collection_modifyitems(config, items):
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path in slow, rank.get(item.path.stem, len(LONGEST))))
+
+
+def pytest_unconfigure():
+    leave_all()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.errors import FinetuneError
+from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -29,6 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 def main() -> int:
     """Entry point: runs a command and turns a FinetuneError into a message and its exit code."""
+    collect_rarely()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # that another kernel could be downloaded
     try:
@@ -46,6 +48,8 @@ def main() -> int:
         return 0
     except Exception as error:  # noqa: BLE001 - click's own usage errors, and what nobody foresaw
         return _unforeseen(error)
+    finally:
+        leave_all()
 
 
 def _report(error: FinetuneError) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
+from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.plan.plan import Plan
 from finetune.run import ranks
 from finetune.run.directory import RunDirectory
@@ -124,6 +125,7 @@ class Worker:
         from finetune.run.fsdp_units import keep_layers_apart
         from finetune.run.training import RunTrainer, sft_config
 
+        collect_as_usual()
         settings = self.plan.settings
         quiet_libraries()
         set_seed(settings.seed)
@@ -270,8 +272,11 @@ def versions() -> dict[str, str]:
 def main() -> int:
     """Entry point of the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the run stays
+    collect_rarely()  # until everything is imported
     worker = Worker(RunDirectory(Path(sys.argv[1])))
-    return ranks.leave(worker.rank, worker.main())
+    code = worker.main()
+    leave_all()
+    return ranks.leave(worker.rank, code)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def main():
 
 
 def warm_up():
+    gc.disable()
     import finetune.cli.app
     import finetune.cli.render
     import finetune.data.preparation
@@ -48,8 +49,8 @@ def warm_up():
     import finetune.run.training
     import finetune.run.worker  # noqa: F401
 
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def handle(connection, listener):
