@@ -85,19 +85,18 @@ def reasons(plan: Plan) -> str:
 
 
 def alternatives(plan: Plan, price_per_hour: float) -> str:
-    """Other plans: memory, speed, hours and cost."""
+    """Other plans: memory at most, speed, time and cost, and under each what to type for it."""
     if not plan.alternatives:
         return note("No other plans were compared.")
-    names = list(dict.fromkeys(name for row in plan.alternatives for name in row))
-    columns = [name for name in names if name not in ("step_s", "hours")]
-    rows = []
+    columns, rows = ["plan, and what sets it", ">at most", ">tokens/s", "verdict"], []
+    times = bool(plan.total_steps) and any(row["step_s"] for row in plan.alternatives)
     for row in plan.alternatives:
-        seconds = _seconds(row.get("step_s"), plan.total_steps)
-        seconds = row["hours"] * 3600 if seconds is None and isinstance(row.get("hours"), (int, float)) else seconds
+        rate, seconds = row["tokens_per_s"], _seconds(row["step_s"], plan.total_steps)
+        plan_cell = Safe(f"{inert(row['plan'])}<br><small>{inert(row['overrides'])}</small>")
+        cells = [plan_cell, format_bytes(row["peak_high_bytes"]), format_count(round(rate)) if rate else None, row["verdict"]]
         cost = f"{seconds / 3600 * price_per_hour:,.2f}" if seconds is not None and price_per_hour else None
-        rows.append([*(_cell(name, row.get(name)) for name in columns), format_seconds(seconds), cost])
-    heads = [name.removesuffix("_bytes").replace("_", " ") for name in columns]
-    return table([*heads, ">time", ">cost"], rows, "Alternatives", hidden_caption=True)
+        rows.append([*cells, *([format_seconds(seconds), cost] if times else [])])
+    return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
 
 
 def data_note(plan: Plan, without_data_because: str | None) -> str:
@@ -116,16 +115,6 @@ def _seconds(step_s: float | None, steps: int | None) -> float | None:
 
 def _free(size: float) -> str:
     return f"{format_bytes(size)} left" if size >= 0 else f"{format_bytes(-size)} more than there is"
-
-
-def _cell(name: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if name.endswith("_bytes"):
-        return format_bytes(value)
-    if name.endswith("tokens_per_s"):
-        return format_count(round(value))
-    return f"{value:.3g}" if isinstance(value, float) else _value(value)
 
 
 def _value(value: Any) -> str:

@@ -1,7 +1,8 @@
 """The planner, a process of its own: reads questions as lines of JSON, answers with lines of JSON.
 
 look    {"recipe": yaml}                                  what is in the data: report, lengths, examples, one example marked
-plan    {"recipe": yaml, "free_bytes": n or null}         the plan with its forecast, for the data as it was read
+plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the data as it was read;
+         "compare": bool}                                 with forecasts of what is next to it
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
 """
 
@@ -40,7 +41,7 @@ class Questions:
             if kind == "look":
                 return {key: value for key, value in self._look(recipe).items() if key != "statistics"}
             if kind == "plan":
-                return self._plan(recipe, question.get("free_bytes"))
+                return self._plan(recipe, question.get("free_bytes"), question.get("compare", False))
             return {"badges": {name: self._badge(recipe, name) for name in question["models"]}}
         except FinetuneError as error:
             return {**error.as_json(), "title": error.title}
@@ -59,15 +60,17 @@ class Questions:
         self._looked.move_to_end(key)
         return self._looked[key]
 
-    def _plan(self, recipe: Recipe, free_bytes: int | None) -> dict[str, Any]:
-        plan, why = self._made(recipe, free_bytes, None)
+    def _plan(self, recipe: Recipe, free_bytes: int | None, compare: bool) -> dict[str, Any]:
+        plan, why = self._made(recipe, free_bytes, None, compare)
         return {"plan": plan.as_json(), "without_data_because": why}
 
     def plan(self, recipe: Recipe, progress: Callable[[str], None]) -> Plan:
         """A plan that nobody has asked for yet. `progress` may raise to end it."""
         return self._made(recipe, None, progress)[0]
 
-    def _made(self, recipe: Recipe, free_bytes: int | None, progress: Callable[[str], None] | None) -> tuple[Plan, str | None]:
+    def _made(
+        self, recipe: Recipe, free_bytes: int | None, progress: Callable[[str], None] | None, compare: bool = False
+    ) -> tuple[Plan, str | None]:
         from finetune.card import find_card
         from finetune.plan import make_plan
 
@@ -77,7 +80,7 @@ class Questions:
             data = _limited(self._look(recipe)["statistics"], recipe)
         except FinetuneError as error:
             why = " ".join(error.problems[:3])
-        return make_plan(recipe, card, data, progress=progress), why
+        return make_plan(recipe, card, data, progress=progress, compare=compare), why
 
     def _badge(self, recipe: Recipe, name: str) -> dict[str, Any]:
         """Verdict for this model in place of the recipe's, with its own settings left to the planner; and its size."""

@@ -71,6 +71,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         reasons = show(elem_id="fit-reasons")
     with gr.Accordion("Alternatives", open=True):
         others = show(elem_id="fit-alternatives")
+        compare = gr.Button("Forecast what else there is", size="sm", elem_id="fit-compare")
     with gr.Accordion("Advanced: every setting of a recipe", open=False, elem_id="fit-advanced"):
         show(note("trust_remote_code is not here: running a model's own code is allowed from the command line only."))
         rows = recipe_form.build()
@@ -95,6 +96,7 @@ def build(context: Context, page: gr.Blocks) -> None:
             component.blur(functools.partial(view.set_field, field), [component, price], [*shown, text, *form], **QUIET)
     for number, button in enumerate(suggested):
         button.click(functools.partial(view.suggestion, number), [overrides, price], everything, **BUTTON)
+    compare.click(view.compare, price, [trouble, reasons, others], **BUTTON)
     back.click(view.back_to_auto, price, everything, **BUTTON)
     load.upload(view.load, [load, price], everything, **BUTTON)
     shipped.input(view.start_from, [shipped, price], everything, **BUTTON)
@@ -210,11 +212,25 @@ class _View:
         words = f"{inert(status['state'])}: {inert(status['message'])}"
         return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {words}</p>'
 
-    def _plan(self, edited: Edited) -> tuple[Plan, str | None]:
+    def compare(self, price: float | None) -> list[Any]:
+        """Forecasts of the strategies next to the chosen one: seconds, so they are made when they are asked for."""
+        edited = self.context.draft.read()
+        if edited.recipe is None or edited.problems:
+            return [problem("The recipe needs a change", edited.problems, edited.fix), gr.skip(), gr.skip()]
+        try:
+            plan = self._plan(edited, compare=True)[0]
+        except FinetuneError as error:
+            return [problem(error.title, error.problems, error.fix), gr.skip(), gr.skip()]
+        return [gr.skip(), plan_view.reasons(plan), plan_view.alternatives(plan, price or 0.0)]
+
+    def _plan(self, edited: Edited, *, compare: bool = False) -> tuple[Plan, str | None]:
         """The plan of the draft. The last one is good for seconds: other tabs ask the same, and free memory changes."""
         key = write_recipe(edited.recipe) if edited.recipe else ""
-        if self._planned is None or self._planned[0] != key or time.monotonic() - self._planned[1] > _PLAN_GOOD_S:
-            self._planned = (key, time.monotonic(), self.context.planner.ask("plan", recipe=key, free_bytes=None))
+        known = self._planned is not None and self._planned[0] == key and time.monotonic() - self._planned[1] <= _PLAN_GOOD_S
+        if compare or not known:
+            answer = self.context.planner.ask("plan", recipe=key, free_bytes=None, compare=compare)
+            self._planned = (key, time.monotonic(), answer)
+        assert self._planned is not None
         answer = self._planned[2]
         return Plan.from_json(answer["plan"]), answer["without_data_because"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 
 from finetune.cli.app import print_json
-from finetune.cli.render import err, out, table
+from finetune.cli.render import doing, out, table
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
@@ -20,7 +20,8 @@ def show_scores(source: str, *, rows: int | None, as_json: bool) -> None:
     run = open_run(source)
     from finetune.evaluate.score import compare
 
-    result = compare(run, rows=rows, progress=lambda text: None if as_json else err.print(f"[dim]{text} ...[/]"))
+    with doing(quiet=as_json) as say:
+        result = compare(run, rows=rows, progress=say)
     if as_json:
         print_json({"run": str(run.path), **result.as_json()})
         return
@@ -39,11 +40,11 @@ def show_scores(source: str, *, rows: int | None, as_json: bool) -> None:
 def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None, max_new_tokens: int, as_json: bool) -> None:
     """One answer to `prompt`, or a conversation until Ctrl-D."""
     run = open_run(source)
-    if not as_json:
-        err.print("[dim]loading the model ...[/]")
-    from finetune.evaluate.generate import Answerer
+    with doing(quiet=as_json) as say:
+        say("loading the model")
+        from finetune.evaluate.generate import Answerer
 
-    answerer = Answerer(run, need_adapter=not base)
+        answerer = Answerer(run, need_adapter=not base)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for question in [prompt] if prompt is not None else _questions():
         messages.append({"role": "user", "content": question})

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from finetune.cli.app import print_json
-from finetune.cli.render import err, out
+from finetune.cli.render import doing, out
 from finetune.run.directory import open_run
 
 
@@ -16,8 +16,8 @@ def merge_run(source: str, *, output: str | None, as_json: bool) -> None:
     run = open_run(source)
     from finetune.export.merge import merge
 
-    say = (lambda _: None) if as_json else (lambda text: err.print(f"[dim]{text} ...[/]"))
-    folder = merge(run, Path(output) if output else None, progress=say)
+    with doing(quiet=as_json) as say:
+        folder = merge(run, Path(output) if output else None, progress=say)
     if as_json:
         print_json({"run": str(run.path), "merged": str(folder)})
     else:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from finetune.cli.app import print_json
-from finetune.cli.render import err, out, table
+from finetune.cli.render import doing, out, table
 from finetune.forecast.forecast import PARTS, Forecast
 from finetune.plan.plan import Plan
 from finetune.recipe import load_recipe
@@ -29,7 +29,8 @@ def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str |
         raise RecipeError(f"--free: {error}") from None
     from finetune.run.prepare import plan_only
 
-    plan = plan_only(recipe, free_bytes=free_bytes, progress=lambda text: None if as_json else err.print(f"[dim]{text} ...[/]"))
+    with doing(quiet=as_json) as say:
+        plan = plan_only(recipe, free_bytes=free_bytes, progress=say, compare=True)
     if as_json:
         print_json(plan.as_json())
     else:
@@ -98,9 +99,9 @@ def _print_alternatives(rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
     title = "\n[bold]Alternatives considered[/]"
-    shown = table(">peak", ">at most", ">s a step", ">tokens/s", "verdict", "plan, and what sets it", title=title)
+    shown = table(">at most", ">tokens/s", "verdict", "plan, and what sets it", title=title)
     for row in rows:
-        numbers = [_cell(name, row[name]) for name in ("peak_bytes", "peak_high_bytes", "step_s", "tokens_per_s")]
+        numbers = [_cell(name, row[name]) for name in ("peak_high_bytes", "tokens_per_s")]
         how = "[bold]chosen[/]" if row["overrides"] == "chosen" else f"[dim]{escape(row['overrides'])}[/]"
         shown.add_row(*numbers, f"[{_COLOURS[row['verdict']]}]{row['verdict']}[/]", f"{escape(row['plan'])}\n{how}")
     out.print(shown)

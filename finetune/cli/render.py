@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from rich.console import Console
@@ -41,6 +43,18 @@ def print_versions() -> None:
             out.print(f"  {name} {version(name)}")
         except PackageNotFoundError:
             out.print(f"  {name} is missing")
+
+
+@contextmanager
+def doing(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """say(words): what is being done, as one line that changes on a terminal, a line each elsewhere; nothing when `quiet`."""
+    if quiet:
+        yield lambda _: None
+    elif err.is_terminal:
+        with err.status("") as status:
+            yield lambda words: status.update(f"[dim]{escape(words)} ...[/]")
+    else:
+        yield lambda words: err.print(f"[dim]{escape(words)} ...[/]")
 
 
 def table(*columns: str, title: str | None = None) -> Table:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from finetune.cli.app import print_json
-from finetune.cli.render import err, memory_now, out, step_line
+from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.events import EventReader
 from finetune.recipe import load_recipe
 from finetune.run import launch
@@ -30,8 +30,8 @@ def run_recipe(source: str, overrides: list[str], *, as_json: bool, force: bool,
     recipe = load_recipe(source, overrides)
     from finetune.run.prepare import create_run, prepare
 
-    say = (lambda _: None) if as_json else (lambda text: err.print(f"[dim]{text} ...[/]"))
-    prepared = prepare(recipe, force=force, progress=say)
+    with doing(quiet=as_json) as say:
+        prepared = prepare(recipe, force=force, progress=say)
     run = create_run(prepared)
     if not as_json:
         _introduce(run, prepared)

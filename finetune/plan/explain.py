@@ -100,7 +100,7 @@ def _explain_micro(compare: Comparison) -> str:
 
 
 def alternatives(search: Search, chosen: Anchor, speed_factor: float, settings: Recipe) -> list[dict[str, Any]]:
-    """Every strategy that was forecast, the chosen one first, then by time; `overrides` makes the plan use it."""
+    """Every strategy that was forecast, the chosen one first, then by time; `overrides` sets what differs from it."""
     times_known = knows_rates(search.job.card)
     rows = []
     for anchor in search.anchors:
@@ -110,7 +110,7 @@ def alternatives(search: Search, chosen: Anchor, speed_factor: float, settings: 
             values["max_length"] = anchor.width
         if anchor.rank != chosen.rank:
             values["lora_r"] = anchor.rank
-        changed = {name: value for name, value in values.items() if getattr(settings, name) != value}
+        changed = {name: values[name] for name in _set_together(values, settings)}
         rows.append(
             {
                 "plan": words(anchor.strategy, search.job.batch, search.job.world),
@@ -124,6 +124,16 @@ def alternatives(search: Search, chosen: Anchor, speed_factor: float, settings: 
         )
     order = {id(row): search.timing(anchor.strategy).step_s for row, anchor in zip(rows, search.anchors, strict=True)}
     return sorted(rows, key=lambda row: (row["overrides"] != "chosen", order[id(row)], row["overrides"]))
+
+
+def _set_together(values: dict[str, Any], settings: Recipe) -> list[str]:
+    """Names of the values that differ, and of those that the planner would otherwise choose another way beside them."""
+    changed = [name for name, value in values.items() if getattr(settings, name) != value]
+    if "load_in_4bit" in changed or "load_in_8bit" in changed:
+        changed += ["load_in_4bit", "load_in_8bit"]
+    if "activation_checkpointing" in changed and values["activation_checkpointing"] is True:
+        changed.append("activation_checkpointing_every_n_layers")
+    return list(dict.fromkeys(changed))
 
 
 def words(strategy: Strategy, batch: int, world: int) -> str:

@@ -24,7 +24,7 @@ from finetune.plan.resources import check_resources
 from finetune.plan.search import FITS, NO_FIT, Search, verdict_of
 from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates
-from finetune.plan.strategy import Strategy, strategies
+from finetune.plan.strategy import Strategy, next_to, strategies
 from finetune.plan.suggest import largest_model, shortfall_of, suggest
 from finetune.recipe import AUTO, Recipe, resolved
 
@@ -40,13 +40,15 @@ def make_plan(
     *,
     forecaster: MakeForecast | None = None,
     progress: Progress | None = None,
+    compare: bool = False,
 ) -> Plan:
     """Resolve every `auto` of the recipe for this card and data. Raises RecipeError when the recipe can't be planned.
 
-    `progress` is told each step in words; `forecaster` stands in for the dry run. The same inputs, what was measured on the
-    card among them, give the same plan.
+    `progress` is told each step in words; `forecaster` stands in for the dry run. `compare`: a plan that fits is shown beside
+    forecasts of what is next to it, not only of what the search came by. The same inputs, what was measured on the card among
+    them, give the same settings.
     """
-    inputs = (recipe, card, data, forecaster or make_forecast, progress or (lambda _: None))
+    inputs = (recipe, card, data, forecaster or make_forecast, progress or (lambda _: None), compare)
     plan = _Planner(*inputs).plan()
     if plan.verdict == FITS or recipe.packing != AUTO or plan.settings.packing is False:
         return plan
@@ -59,8 +61,9 @@ class _Planner:
 
     def __init__(
         self, recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast, progress: Progress,
-        no_room: bool = False,
+        compare: bool, no_room: bool = False,
     ) -> None:  # fmt: skip
+        self.compare = compare
         self.recipe, self.card, self.data, self.forecaster, self.tell = recipe, card, data, forecaster, progress
         self.choices = Choices(recipe)
         self.budget = choose_budget(self.choices, card)
@@ -81,6 +84,9 @@ class _Planner:
     def plan(self) -> Plan:
         """Search, then explain what was found."""
         chosen = self._settle()
+        if self.compare and verdict_of(chosen.forecast, self.budget) != NO_FIT:
+            for strategy in next_to(chosen.strategy, self.search.able(self._open_strategies())):
+                self.search.forecast(strategy, chosen.width)
         factor = self.history.speed_factor or 1.0
         explain_strategy(self.choices, self.search, chosen)
         steps = choose_cadence(self.choices, self.data)
@@ -104,7 +110,7 @@ class _Planner:
 
     def _settle(self) -> Anchor:
         """The fastest strategy that fits; else a shorter limit where the recipe leaves that open; else what takes least."""
-        open_strategies = strategies(self.choices, self.card, _stored_bits(self.config))
+        open_strategies = self._open_strategies()
         for length, rank in itertools.product(self.lengths.open(), self._ranks()):
             width = self._take(length, rank)
             if self.recipe.launch.strategy != "ddp":  # a guess knows whole models only: begin from what takes least
@@ -115,6 +121,9 @@ class _Planner:
             if found is not None and verdict_of(found.forecast, self.budget) == FITS:
                 return found
         return self.search.smallest(open_strategies, self._take(self.lengths.first, self._ranks()[0]))
+
+    def _open_strategies(self) -> list[Strategy]:
+        return strategies(self.choices, self.card, _stored_bits(self.config))
 
     def _ranks(self) -> list[int]:
         """The advised rank, and lower ones where the recipe leaves that open."""

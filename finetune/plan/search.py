@@ -37,7 +37,7 @@ class Search:
 
     def find(self, strategies: Iterable[Strategy], width: int) -> Anchor | None:
         """The fastest strategy (by time x price) that is forecast to fit with rows of `width` tokens; None when none is."""
-        able = [strategy for strategy in strategies if self._least(strategy) <= self.budget_bytes]
+        able = self.able(strategies)
         for _ in range(MOST_FORECASTS):
             fitting = [strategy for strategy in able if self.high_bytes(strategy, width) <= self.budget_bytes]
             if not fitting:
@@ -60,6 +60,10 @@ class Search:
                 return made
             self.forecast(least, width)
         return min(self._here(width), key=lambda anchor: anchor.forecast.peak_high_bytes)
+
+    def able(self, strategies: Iterable[Strategy]) -> list[Strategy]:
+        """Those whose weights alone don't take more than there is."""
+        return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
     def could_fit(self, strategies: Iterable[Strategy], width: int) -> bool:
         """Whether some strategy is estimated to be so near the budget that only a forecast can tell."""
@@ -97,9 +101,6 @@ class Search:
 
     def _fits(self, anchor: Anchor) -> bool:
         return anchor.forecast.peak_high_bytes <= self.budget_bytes
-
-    def _least(self, strategy: Strategy) -> int:
-        return least_bytes(strategy, self.job)
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int]:
         score = self.timing(strategy).step_s * strategy.price

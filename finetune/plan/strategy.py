@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.card.card import Card
@@ -78,6 +78,26 @@ def strategies(choices: Choices, card: Card, stored_bits: int | None = None) -> 
             _bits(choices, card, stored_bits), _checkpointing(choices, card), _optimizers(choices, card), micros
         )
     ]
+
+
+def next_to(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
+    """What a person would compare the chosen strategy with: `able` ones that differ in one setting, by the nearest steps.
+
+    Other bits of the weights, recomputing a step less, a step more and every layer, 8-bit states, rows a step fewer and more.
+    """
+    kinds = [(each.checkpointing, each.every_n) for each in able]
+    order = [kind for kind in CHECKPOINTING if kind in kinds]
+    here = order.index((chosen.checkpointing, chosen.every_n)) if (chosen.checkpointing, chosen.every_n) in order else 0
+    near = {*order[max(0, here - 1) : here + 2], (True, 1)}
+    micros = sorted({each.micro for each in able})
+    place = micros.index(chosen.micro)
+    wanted = [
+        *(replace(chosen, bits=bits) for bits in sorted({each.bits for each in able})),
+        *(replace(chosen, checkpointing=kind, every_n=every) for kind, every in order if (kind, every) in near),
+        *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
+        *(replace(chosen, micro=micro) for micro in micros[max(0, place - 1) : place + 2]),
+    ]
+    return [strategy for strategy in dict.fromkeys(wanted) if strategy in able and strategy != chosen]
 
 
 def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, ...]:

@@ -61,8 +61,13 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     return Prepared(recipe, plan, prepared, tokenizer)
 
 
-def plan_only(recipe: Recipe, *, free_bytes: int | None = None, progress: Progress = lambda _: None) -> Plan:
-    """The plan for a card that need not be here. Rows are read when they can be; else full rows of max_length are assumed."""
+def plan_only(
+    recipe: Recipe, *, free_bytes: int | None = None, progress: Progress = lambda _: None, compare: bool = False
+) -> Plan:
+    """The plan for a card that need not be here, to `compare` with what is next to it.
+
+    Rows are read when they can be; else full rows of max_length are assumed.
+    """
     refuse_other_versions(LIBRARIES)
     card = find_card(recipe.gpu, free_bytes=free_bytes)
     _check_settings(recipe, card, here=False)
@@ -77,7 +82,7 @@ def plan_only(recipe: Recipe, *, free_bytes: int | None = None, progress: Progre
         except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
             progress(f"planning for full rows, {error.problems[0]}")
     progress("planning")
-    return make_plan(recipe, card, statistics)
+    return make_plan(recipe, card, statistics, progress=progress if compare else None, compare=compare)
 
 
 def _check_settings(recipe: Recipe, card: Card, *, here: bool) -> None:

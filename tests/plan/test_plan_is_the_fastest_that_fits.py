@@ -16,9 +16,10 @@ QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruc
 
 @pytest.fixture
 def plan(new_forecaster):
-    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None):
+    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None, compare=False):
         recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
-        return make_plan(recipe, find_card(gpu, free_bytes=free_bytes), data, forecaster=forecaster or new_forecaster())
+        card = find_card(gpu, free_bytes=free_bytes)
+        return make_plan(recipe, card, data, forecaster=forecaster or new_forecaster(), compare=compare)
 
     return make
 
@@ -69,6 +70,24 @@ def test_no_chosen_plan_is_slower_than_another_that_was_forecast_to_fit(plan):
     fitting = [row["step_s"] for row in made.alternatives if row["verdict"] == "fits"]
     assert made.alternatives[0]["overrides"] == "chosen"
     assert made.alternatives[0]["step_s"] <= 1.15 * min(fitting)
+
+
+def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(plan):
+    alone, beside = plan(QWEN_8B), plan(QWEN_8B, compare=True)
+    assert beside.settings == alone.settings and beside.alternatives[0]["overrides"] == "chosen"
+    typed = [row["overrides"] for row in beside.alternatives[1:]]
+    assert {"load_in_4bit=false load_in_8bit=false", "load_in_4bit=false load_in_8bit=true", "optim=adamw_8bit"} <= set(typed)
+    assert any(words.startswith("activation_checkpointing=true activation_checkpointing_every_n_layers=1") for words in typed)
+    assert any(words.startswith("per_device_train_batch_size=2 ") for words in typed)
+    for words in typed:  # what stands there is taken, and gives the row's setting
+        made = plan(QWEN_8B, "rtx-4090", *words.split())
+        assert all(str(getattr(made.settings, name)).lower() == value for name, value in (w.split("=") for w in words.split()))
+
+
+def test_comparing_leaves_out_what_the_weights_alone_are_too_much_for(plan):
+    made = plan("Qwen/Qwen3-32B", compare=True)
+    assert len(made.alternatives) > 3
+    assert not any(row["plan"].startswith("16 bit") for row in made.alternatives)
 
 
 @pytest.mark.parametrize("model", [LLAMA_1B, QWEN_8B, "Qwen/Qwen3-32B"])
