@@ -2,6 +2,6 @@
 
 import sys
 
-from finetune.cli import main
+from finetune.cli import process
 
-sys.exit(main())
+sys.exit(process())

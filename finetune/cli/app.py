@@ -28,9 +28,17 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
-def main() -> int:
-    """Entry point: runs a command and turns a FinetuneError into a message and its exit code."""
+def process() -> int:
+    """Entry point of `finetune`: a process that runs one command and ends."""
     collect_rarely()
+    try:
+        return main()
+    finally:
+        leave_all()
+
+
+def main() -> int:
+    """Runs a command and turns a FinetuneError into a message and its exit code."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # that another kernel could be downloaded
     try:
@@ -48,8 +56,6 @@ def main() -> int:
         return 0
     except Exception as error:  # noqa: BLE001 - click's own usage errors, and what nobody foresaw
         return _unforeseen(error)
-    finally:
-        leave_all()
 
 
 def _report(error: FinetuneError) -> int:
