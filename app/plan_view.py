@@ -85,14 +85,14 @@ def reasons(plan: Plan) -> str:
 
 
 def alternatives(plan: Plan, price_per_hour: float) -> str:
-    """Other plans: memory at most, speed, time and cost, and under each what to type for it."""
+    """Other plans: memory at most, speed, time and cost, and under each what is not as in the chosen one."""
     if not plan.alternatives:
         return note("No other plans were compared.")
-    columns, rows = ["plan, and what sets it", ">at most", ">tokens/s", "verdict"], []
+    columns, rows = ["plan, and what differs", ">at most", ">tokens/s", "verdict"], []
     times = bool(plan.total_steps) and any(row["step_s"] for row in plan.alternatives)
     for row in plan.alternatives:
         rate, seconds = row["tokens_per_s"], _seconds(row["step_s"], plan.total_steps)
-        plan_cell = Safe(f"{inert(row['plan'])}<br><small>{inert(row['overrides'])}</small>")
+        plan_cell = Safe(f"{inert(row['plan'])}<br><small>{inert(row['differs'])}</small>")
         cells = [plan_cell, format_bytes(row["peak_high_bytes"]), format_count(round(rate)) if rate else None, row["verdict"]]
         cost = f"{seconds / 3600 * price_per_hour:,.2f}" if seconds is not None and price_per_hour else None
         rows.append([*cells, *([format_seconds(seconds), cost] if times else [])])

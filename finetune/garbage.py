@@ -22,5 +22,5 @@ def collect_as_usual() -> None:
 
 
 def leave_all() -> None:
-    """The process ends, and all that it has goes with it."""
+    """The process ends, and all that it has goes with it. For processes that somebody waits for."""
     gc.freeze()

@@ -19,6 +19,7 @@ from app.markup import inert, note, problem
 from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
 from finetune.plan.plan import Plan
+from finetune.plan.search import NO_FIT
 from finetune.recipe import AUTO, shipped_recipes, write_recipe
 
 _SUGGESTIONS = 5
@@ -76,7 +77,8 @@ def build(context: Context, page: gr.Blocks) -> None:
         show(note("trust_remote_code is not here: running a model's own code is allowed from the command line only."))
         rows = recipe_form.build()
     seen, mine, overrides, stamp = gr.State(0), gr.State(""), gr.State([]), gr.State(0)
-    shown = [trouble, verdict, ledger, reasons, others, no_suggestion, *suggested, command, force, start, overrides, seen]
+    buttons = [*suggested, command, force, start, compare]
+    shown = [trouble, verdict, ledger, reasons, others, no_suggestion, *buttons, overrides, seen]
     form = [card, length, rank, batch]
     everything = [*shown, text, *form, *(component for _, component in rows)]
     view.rows = [field for field, _ in rows]
@@ -96,7 +98,7 @@ def build(context: Context, page: gr.Blocks) -> None:
             component.blur(functools.partial(view.set_field, field), [component, price], [*shown, text, *form], **QUIET)
     for number, button in enumerate(suggested):
         button.click(functools.partial(view.suggestion, number), [overrides, price], everything, **BUTTON)
-    compare.click(view.compare, price, [trouble, reasons, others], **BUTTON)
+    compare.click(view.compare, price, everything, **BUTTON)
     back.click(view.back_to_auto, price, everything, **BUTTON)
     load.upload(view.load, [load, price], everything, **BUTTON)
     shipped.input(view.start_from, [shipped, price], everything, **BUTTON)
@@ -110,6 +112,7 @@ class _View:
         self.context = context
         self.rows: list[recipe_form.Field] = []
         self._planned: tuple[str, float, dict[str, Any]] | None = None
+        self._compared = ""
 
     def everything(self, price: float | None) -> list[Any]:
         """All that the page shows, from the draft."""
@@ -213,24 +216,18 @@ class _View:
         return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {words}</p>'
 
     def compare(self, price: float | None) -> list[Any]:
-        """Forecasts of the strategies next to the chosen one: seconds, so they are made when they are asked for."""
+        """Forecasts of what is next to the plan: they take seconds, so they are made when asked for and stay for the recipe."""
         edited = self.context.draft.read()
-        if edited.recipe is None or edited.problems:
-            return [problem("The recipe needs a change", edited.problems, edited.fix), gr.skip(), gr.skip()]
-        try:
-            plan = self._plan(edited, compare=True)[0]
-        except FinetuneError as error:
-            return [problem(error.title, error.problems, error.fix), gr.skip(), gr.skip()]
-        return [gr.skip(), plan_view.reasons(plan), plan_view.alternatives(plan, price or 0.0)]
+        if edited.recipe is not None:
+            self._compared, self._planned = write_recipe(edited.recipe), None
+        return self.everything(price)
 
-    def _plan(self, edited: Edited, *, compare: bool = False) -> tuple[Plan, str | None]:
+    def _plan(self, edited: Edited) -> tuple[Plan, str | None]:
         """The plan of the draft. The last one is good for seconds: other tabs ask the same, and free memory changes."""
         key = write_recipe(edited.recipe) if edited.recipe else ""
-        known = self._planned is not None and self._planned[0] == key and time.monotonic() - self._planned[1] <= _PLAN_GOOD_S
-        if compare or not known:
-            answer = self.context.planner.ask("plan", recipe=key, free_bytes=None, compare=compare)
+        if self._planned is None or self._planned[0] != key or time.monotonic() - self._planned[1] > _PLAN_GOOD_S:
+            answer = self.context.planner.ask("plan", recipe=key, free_bytes=None, compare=key == self._compared)
             self._planned = (key, time.monotonic(), answer)
-        assert self._planned is not None
         answer = self._planned[2]
         return Plan.from_json(answer["plan"]), answer["without_data_because"]
 
@@ -255,6 +252,7 @@ class _View:
                 command,
                 gr.Checkbox(visible=False),
                 gr.Button(interactive=False),
+                gr.Button(visible=False),
                 [],
                 stamp,
             ], None
@@ -264,8 +262,9 @@ class _View:
         return [
             trouble + plan_view.data_note(plan, why), plan_view.verdict(plan, price), plan_view.ledger(plan),
             plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
-            gr.Checkbox(visible=plan.verdict == "does not fit"),
-            gr.Button(interactive=True), [item["override"] for item in plan.suggestions[:_SUGGESTIONS]], stamp,
+            gr.Checkbox(visible=plan.verdict == NO_FIT),
+            gr.Button(interactive=True), gr.Button(visible=plan.verdict != NO_FIT),
+            [item["override"] for item in plan.suggestions[:_SUGGESTIONS]], stamp,
         ], plan  # fmt: skip
 
     def _form(self, edited: Edited, plan: Plan | None) -> list[Any]:

@@ -99,10 +99,10 @@ def _print_alternatives(rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
     title = "\n[bold]Alternatives considered[/]"
-    shown = table(">at most", ">tokens/s", "verdict", "plan, and what sets it", title=title)
+    shown = table(">at most", ">tokens/s", "verdict", "plan, and what differs", title=title)
     for row in rows:
         numbers = [_cell(name, row[name]) for name in ("peak_high_bytes", "tokens_per_s")]
-        how = "[bold]chosen[/]" if row["overrides"] == "chosen" else f"[dim]{escape(row['overrides'])}[/]"
+        how = "[bold]chosen[/]" if row["overrides"] == "chosen" else f"[dim]{escape(row['differs'])}[/]"
         shown.add_row(*numbers, f"[{_COLOURS[row['verdict']]}]{row['verdict']}[/]", f"{escape(row['plan'])}\n{how}")
     out.print(shown)
 

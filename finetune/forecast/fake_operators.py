@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-#: Answers that are kept, here and in torch, before all are forgotten; a step of a few layers asks some five hundred.
+#: Questions whose answers are kept, here and in torch, before all are forgotten. A step of a few layers asks some 300.
 MOST_KEPT = 20_000
 #: These look at data, or share storage without saying so.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -63,29 +63,34 @@ def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors
     """All that the results depend on, and the `tensors` among the arguments; None where that isn't known."""
     if func.namespace not in _NAMESPACES or _TAGS.intersection(func.tags):
         return None
-    parts: list[Any] = [func, torch.get_default_dtype()]
-    if not _describe(args, parts, tensors):
+    parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    storages: dict[int, int] = {}
+    if not _describe(args, parts, tensors, storages):
         return None
     for name, value in kwargs.items():
         parts.append(name)
-        if not _describe((value,), parts, tensors):
+        if not _describe((value,), parts, tensors, storages):
             return None
     return tuple(parts) if tensors else None
 
 
-def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
+def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages: dict[int, int]) -> bool:
+    """Add what of these values the results depend on; of tensors also which share a storage, and its size."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None:
                 return False
             tensors.append(value)
+            storage = value.untyped_storage()
+            shared = storages.setdefault(storage._cdata, len(tensors))
             parts += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+            parts += (storage.nbytes(), shared)
         elif kind in _PLAIN:
             parts += (kind, value)  # 1, 1.0 and True are equal
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            if not _describe(value, parts, tensors):
+            if not _describe(value, parts, tensors, storages):
                 return False
         else:
             return False

@@ -36,6 +36,14 @@ def rules_for(capability: Capability) -> dict[Any, Rule]:
     return {_operator(name): rule.make(capability) for rule in RULES for name in rule.operators}
 
 
+def rules_for_processor() -> dict[Any, Rule]:
+    """Operator -> rule where there is no card: what looks for outliers in the data must be told that there are few."""
+    import bitsandbytes  # noqa: F401  # registers its operators
+
+    rules = [rule for rule in RULES if rule.make in (_int8_quantise, _int8_matmul)]
+    return {_operator(name): rule.make((0, 0)) for rule in rules for name in rule.operators}
+
+
 def cublas_workspace_bytes(capability: Capability) -> int:
     """Workspace that torch keeps for each cuBLAS handle: one of the main thread, one of the thread that runs backward.
 

@@ -20,7 +20,7 @@ from transformers.integrations import sdpa_attention
 from finetune.forecast.card_semantics import backward, card_semantics, replaced
 from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
-from finetune.forecast.rules import Capability, rules_for
+from finetune.forecast.rules import Capability, rules_for, rules_for_processor
 from finetune.forecast.tracker import Peak, Place, StorageTracker
 from finetune.model.build import (
     attach_adapters,
@@ -61,7 +61,7 @@ class Simulation:
 
 def simulate(config: PretrainedConfig, settings: Recipe, batch: Batch, capability: Capability | None) -> Simulation:
     """The step on a card of this compute capability; None: the run is on a CPU."""
-    tracker = StorageTracker({} if capability is None else rules_for(capability))
+    tracker = StorageTracker(rules_for_processor() if capability is None else rules_for(capability))
     with _quiet(), same_on_every_processor(), dora_without_data(), no_collection_in_between():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         apply_techniques(model, settings)
@@ -71,7 +71,9 @@ def simulate(config: PretrainedConfig, settings: Recipe, batch: Batch, capabilit
         with _tensors_without_data(settings, capability, batch), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
             _run(model, tracker, settings, batch, on_cpu=capability is None)
-    return Simulation(tracker.peaks, tracker.host, _notes(model, settings))
+        notes = _notes(model, settings)
+        del model
+    return Simulation(tracker.peaks, tracker.host, notes)
 
 
 def _notes(model: torch.nn.Module, settings: Recipe) -> tuple[str, ...]:
@@ -243,6 +245,7 @@ def no_collection_in_between() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # what was made here is in cycles, and would wait among all that there is
         gc.unfreeze()
         if was_on:
             gc.enable()

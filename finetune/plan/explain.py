@@ -8,9 +8,8 @@ from typing import Any
 from finetune.plan.choices import Choices
 from finetune.plan.estimate import Anchor
 from finetune.plan.search import Search, verdict_of
-from finetune.plan.speed import knows_rates
+from finetune.plan.speed import Job, knows_rates
 from finetune.plan.strategy import Strategy
-from finetune.recipe import Recipe
 from finetune.units import format_bytes
 
 
@@ -99,18 +98,17 @@ def _explain_micro(compare: Comparison) -> str:
     return f"{rows}; {compare.against(micro=larger)} against {larger}"
 
 
-def alternatives(search: Search, chosen: Anchor, speed_factor: float, settings: Recipe) -> list[dict[str, Any]]:
-    """Every strategy that was forecast, the chosen one first, then by time; `overrides` sets what differs from it."""
+def alternatives(search: Search, chosen: Anchor, speed_factor: float, choices: Choices) -> list[dict[str, Any]]:
+    """Every strategy that was forecast, the chosen one first, then by time.
+
+    `overrides` makes the plan use it: all that the recipe leaves open is set. `differs` is what of that is not as chosen.
+    """
     times_known = knows_rates(search.job.card)
-    rows = []
+    own, rows = _values_of(chosen, chosen, search.job, choices), []
     for anchor in search.anchors:
         timing = search.timing(anchor.strategy)
-        values = anchor.strategy.settings(search.job.batch, search.job.world)
-        if anchor.width != chosen.width:
-            values["max_length"] = anchor.width
-        if anchor.rank != chosen.rank:
-            values["lora_r"] = anchor.rank
-        changed = {name: values[name] for name in _set_together(values, settings)}
+        values = _values_of(anchor, chosen, search.job, choices)
+        differing = {name: value for name, value in values.items() if own.get(name) != value}
         rows.append(
             {
                 "plan": words(anchor.strategy, search.job.batch, search.job.world),
@@ -119,21 +117,21 @@ def alternatives(search: Search, chosen: Anchor, speed_factor: float, settings: 
                 "step_s": timing.step_s * speed_factor if times_known else None,
                 "tokens_per_s": timing.tokens_per_s / speed_factor if times_known else None,
                 "verdict": verdict_of(anchor.forecast, search.budget_bytes),
-                "overrides": " ".join(f"{name}={_written(value)}" for name, value in changed.items()) or "chosen",
+                "overrides": "chosen" if anchor is chosen else _written(values),
+                "differs": "chosen" if anchor is chosen else _written(differing),
             }
         )
     order = {id(row): search.timing(anchor.strategy).step_s for row, anchor in zip(rows, search.anchors, strict=True)}
     return sorted(rows, key=lambda row: (row["overrides"] != "chosen", order[id(row)], row["overrides"]))
 
 
-def _set_together(values: dict[str, Any], settings: Recipe) -> list[str]:
-    """Names of the values that differ, and of those that the planner would otherwise choose another way beside them."""
-    changed = [name for name, value in values.items() if getattr(settings, name) != value]
-    if "load_in_4bit" in changed or "load_in_8bit" in changed:
-        changed += ["load_in_4bit", "load_in_8bit"]
-    if "activation_checkpointing" in changed and values["activation_checkpointing"] is True:
-        changed.append("activation_checkpointing_every_n_layers")
-    return list(dict.fromkeys(changed))
+def _values_of(anchor: Anchor, chosen: Anchor, job: Job, choices: Choices) -> dict[str, Any]:
+    """The settings that the recipe leaves open, as this strategy has them."""
+    values = anchor.strategy.settings(job.batch, job.world) | {"lora_r": anchor.rank}
+    values["max_length"] = choices.value("max_length") if anchor.width == chosen.width else anchor.width
+    if anchor.strategy.checkpointing is not True:
+        del values["activation_checkpointing_every_n_layers"]
+    return {name: value for name, value in values.items() if not choices.is_set(name)}
 
 
 def words(strategy: Strategy, batch: int, world: int) -> str:
@@ -144,5 +142,6 @@ def words(strategy: Strategy, batch: int, world: int) -> str:
     return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}"
 
 
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _written(values: dict[str, Any]) -> str:
+    """As it is typed behind a command."""
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

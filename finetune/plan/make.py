@@ -44,16 +44,18 @@ def make_plan(
 ) -> Plan:
     """Resolve every `auto` of the recipe for this card and data. Raises RecipeError when the recipe can't be planned.
 
-    `progress` is told each step in words; `forecaster` stands in for the dry run. `compare`: a plan that fits is shown beside
-    forecasts of what is next to it, not only of what the search came by. The same inputs, what was measured on the card among
-    them, give the same settings.
+    `progress` is told each step in words; `forecaster` stands in for the dry run. `compare`: a plan that fits, tightly too, is
+    shown beside forecasts of what is next to it, not only of what the search came by. The same inputs, what was measured on
+    the card among them, give the same settings.
     """
-    inputs = (recipe, card, data, forecaster or make_forecast, progress or (lambda _: None), compare)
-    plan = _Planner(*inputs).plan()
-    if plan.verdict == FITS or recipe.packing != AUTO or plan.settings.packing is False:
-        return plan
-    single = _Planner(*inputs, no_room=True).plan()
-    return single if single.verdict == FITS else plan
+    inputs = (recipe, card, data, forecaster or make_forecast, progress or (lambda _: None))
+    planner = _Planner(*inputs)
+    if planner.settle() != FITS and recipe.packing == AUTO and planner.choices.value("packing"):
+        single = _Planner(*inputs, no_room=True)
+        planner = single if single.settle() == FITS else planner
+    if compare:
+        planner.compare()
+    return planner.plan()
 
 
 class _Planner:
@@ -61,9 +63,8 @@ class _Planner:
 
     def __init__(
         self, recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast, progress: Progress,
-        compare: bool, no_room: bool = False,
+        no_room: bool = False,
     ) -> None:  # fmt: skip
-        self.compare = compare
         self.recipe, self.card, self.data, self.forecaster, self.tell = recipe, card, data, forecaster, progress
         self.choices = Choices(recipe)
         self.budget = choose_budget(self.choices, card)
@@ -81,12 +82,20 @@ class _Planner:
         )  # fmt: skip
         self.search = Search(job, self.budget, self._forecast)
 
+    def settle(self) -> str:
+        """Search. Returns the verdict on what was found, which is what `plan` explains."""
+        self.chosen = self._settle()
+        return verdict_of(self.chosen.forecast, self.budget)
+
+    def compare(self) -> None:
+        """Forecast what is next to the chosen strategy, unless that does not fit."""
+        if verdict_of(self.chosen.forecast, self.budget) != NO_FIT:
+            for strategy in next_to(self.chosen.strategy, self.search.able(self._open_strategies())):
+                self.search.forecast(strategy, self.chosen.width)
+
     def plan(self) -> Plan:
-        """Search, then explain what was found."""
-        chosen = self._settle()
-        if self.compare and verdict_of(chosen.forecast, self.budget) != NO_FIT:
-            for strategy in next_to(chosen.strategy, self.search.able(self._open_strategies())):
-                self.search.forecast(strategy, chosen.width)
+        """The plan with reasons, forecast and alternatives. After `settle`."""
+        chosen = self.chosen
         factor = self.history.speed_factor or 1.0
         explain_strategy(self.choices, self.search, chosen)
         steps = choose_cadence(self.choices, self.data)
@@ -101,7 +110,7 @@ class _Planner:
         verdict = verdict_of(forecast, self.budget)
         return Plan(
             settings=settings, reasons=self.choices.reasons, card=self.card, verdict=verdict, total_steps=steps,
-            forecast=forecast, data=self.data, alternatives=alternatives(self.search, chosen, factor, settings),
+            forecast=forecast, data=self.data, alternatives=alternatives(self.search, chosen, factor, self.choices),
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
             modelled_step_s=timing.step_s if known else None, length_costs=length_costs(self.search, chosen),
             checks=check_resources(settings, self.shape, forecast, self.card), many_cards=self._many_cards(settings, verdict),

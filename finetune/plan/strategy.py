@@ -83,21 +83,33 @@ def strategies(choices: Choices, card: Card, stored_bits: int | None = None) -> 
 def next_to(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
     """What a person would compare the chosen strategy with: `able` ones that differ in one setting, by the nearest steps.
 
-    Other bits of the weights, recomputing a step less, a step more and every layer, 8-bit states, rows a step fewer and more.
+    Other bits of the weights, recomputing a step less, a step more and every layer, fused and 8-bit AdamW, rows a step fewer
+    and more. The chosen one itself need not be `able`: the least is planned where nothing is known to have room.
     """
-    kinds = [(each.checkpointing, each.every_n) for each in able]
-    order = [kind for kind in CHECKPOINTING if kind in kinds]
-    here = order.index((chosen.checkpointing, chosen.every_n)) if (chosen.checkpointing, chosen.every_n) in order else 0
-    near = {*order[max(0, here - 1) : here + 2], (True, 1)}
-    micros = sorted({each.micro for each in able})
-    place = micros.index(chosen.micro)
+    every = [chosen, *able]
+    kinds = sorted({(each.checkpointing, each.every_n) for each in every}, key=_recomputing)
+    micros = sorted({each.micro for each in every})
     wanted = [
-        *(replace(chosen, bits=bits) for bits in sorted({each.bits for each in able})),
-        *(replace(chosen, checkpointing=kind, every_n=every) for kind, every in order if (kind, every) in near),
+        *(replace(chosen, bits=bits) for bits in sorted({each.bits for each in every})),
+        *(
+            replace(chosen, checkpointing=kind, every_n=steps)
+            for kind, steps in [*_beside((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
+        ),
         *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
-        *(replace(chosen, micro=micro) for micro in micros[max(0, place - 1) : place + 2]),
+        *(replace(chosen, micro=micro) for micro in _beside(chosen.micro, micros)),
     ]
     return [strategy for strategy in dict.fromkeys(wanted) if strategy in able and strategy != chosen]
+
+
+def _beside(one: Any, ordered: list[Any]) -> list[Any]:
+    place = ordered.index(one)
+    return ordered[max(0, place - 1) : place + 2]
+
+
+def _recomputing(kind: tuple[bool | str, int]) -> tuple[int, int]:
+    """Orders recomputation from none to most, with any n of every n-th layer."""
+    kinds = [name for name, _ in CHECKPOINTING]
+    return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 
 
 def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, ...]:

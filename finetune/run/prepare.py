@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def plan_only(
     refuse_other_versions(LIBRARIES)
     card = find_card(recipe.gpu, free_bytes=free_bytes)
     _check_settings(recipe, card, here=False)
-    statistics = None
+    statistics, note = None, ""
     if _data_is_here(recipe):
         from finetune import data
 
@@ -80,9 +81,11 @@ def plan_only(
         try:
             statistics = statistics_of(data.prepare(recipe, data.load_tokenizer(recipe), max_length=limit))
         except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
-            progress(f"planning for full rows, {error.problems[0]}")
-    progress("planning")
-    return make_plan(recipe, card, statistics, progress=progress if compare else None, compare=compare)
+            note = f"planned for full rows of max_length: {error.problems[0]}"
+    plan = make_plan(recipe, card, statistics, progress=progress, compare=compare)
+    if note and plan.forecast:
+        plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, notes=(*plan.forecast.notes, note)))
+    return plan
 
 
 def _check_settings(recipe: Recipe, card: Card, *, here: bool) -> None:

@@ -243,13 +243,15 @@ def test_a_slider_changes_recipe_plan_and_command_together(served, visit):
 
 def test_what_is_next_to_the_plan_is_forecast_when_it_is_asked_for(served, visit):
     write_recipe(served, gpu="rtx-3060", activation_checkpointing="auto", optim="auto")
-    page = visit("fit")
-    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    before = page.locator("#fit-alternatives tbody tr").count()
-    page.click("#fit-compare")
-    page.wait_for_function(f"document.querySelectorAll('#fit-alternatives tbody tr').length > {before}")
-    assert "optim=adamw_8bit" in page.inner_text("#fit-alternatives")
-    write_recipe(served)
+    try:
+        page = visit("fit")
+        page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+        before = page.locator("#fit-alternatives tbody tr").count()
+        page.click("#fit-compare")
+        page.wait_for_function(f"document.querySelectorAll('#fit-alternatives tbody tr').length > {before}")
+        assert "optim=adamw_8bit" in page.inner_text("#fit-alternatives")
+    finally:
+        write_recipe(served)
 
 
 def test_remote_code_can_not_be_switched_on_from_the_page(served, visit):

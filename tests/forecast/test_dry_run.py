@@ -115,6 +115,11 @@ def test_a_run_on_the_processor_has_no_card_workspace():
     assert made.parts["loss"] > 0
 
 
+def test_int8_weights_are_forecast_for_a_processor_too():
+    plain = {"capability": None, "dtype": "float32", "load_in_4bit": False, "optim": "adamw_torch"}
+    assert run(**plain, load_in_8bit=True).parts["weights"] < run(**plain).parts["weights"] / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_model_type_is_forecast(kind):

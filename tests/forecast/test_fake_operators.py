@@ -71,9 +71,21 @@ def test_a_remembered_result_looks_as_the_first_one_and_shares_the_same(fake, op
 def test_in_place_operators_return_their_argument(fake):
     tensors = [torch.empty(4) for _ in range(3)]
     assert all(tensor.add_(1) is tensor for tensor in tensors)
-    torch._foreach_add_(tensors, 1.0)
-    torch._foreach_add_(tensors, 1.0)
-    assert all(tensor.shape == (4,) for tensor in tensors)
+
+
+def test_several_results_come_as_they_did(fake):
+    for _ in range(2):
+        values = torch.empty(6, 4)
+        parts = values.split(2)
+        assert [part.storage_offset() for part in parts] == [0, 8, 16] and all(shared(part, values) for part in parts)
+        roots = torch._foreach_sqrt([values, values[0]])
+        assert [root.shape for root in roots] == [(6, 4), (4,)] and not shared(*roots)
+
+
+def test_which_arguments_share_a_storage_is_part_of_the_question(fake):
+    add, out = torch.ops.aten.add.out, [torch.empty(4) for _ in range(3)]
+    assert add(out[0], out[1], out=out[1]) is out[1]
+    assert add(out[0], out[1], out=out[2]) is out[2]
 
 
 def test_equal_numbers_of_different_kinds_are_different_questions(fake):

@@ -14,6 +14,8 @@ from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow
+EPOCHS = ["max_steps=null", "num_train_epochs=2"]
+PADDED = ["effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32"]
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +169,10 @@ def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tm
 
 
 @pytest.mark.parametrize(
-    "overrides", [["packing=true", "max_length=256"], ["dataloader_num_workers=2"], ["max_steps=null", "num_train_epochs=2"]]
+    "overrides",
+    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS],
 )
-def test_resume_is_exact_with_packing_workers_and_epochs(make_run, train, tmp_path, overrides):
+def test_resume_is_exact_with_padding_packing_workers_and_epochs(make_run, train, tmp_path, overrides):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
     assert train(whole) == 0, whole.log.read_text()[-2000:]
