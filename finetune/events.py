@@ -90,7 +90,7 @@ class EventReader:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read(most_bytes)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return []
         whole = data.rfind(b"\n") + 1
         self.offset += whole

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RecipeError
 from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
@@ -31,6 +31,9 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 def process() -> int:
     """Entry point of `finetune`: a process that runs one command and ends."""
     collect_rarely()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that has no such letter shows its number
+            stream.reconfigure(errors="backslashreplace")
     try:
         return main()
     finally:
@@ -52,8 +55,11 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _unread()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer makes an exit of it
+            return _unread()
+        raise
     except Exception as error:  # noqa: BLE001 - click's own usage errors, and what nobody foresaw
         return _unforeseen(error)
 
@@ -68,12 +74,21 @@ def _report(error: FinetuneError) -> int:
     return error.exit_code
 
 
+def _unread() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
+
+
 def _unforeseen(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
+        if "--json" in sys.argv:
+            return _report(RecipeError(error.format_message()))
         error.show()
         return 2
     if os.environ.get("FINETUNE_TRACEBACK"):
         raise error
+    if "--json" in sys.argv:
+        return _report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
     print(
         f"Internal error: {type(error).__name__}: {error}\nRun it again with FINETUNE_TRACEBACK=1 to see where.",
         file=sys.stderr,
@@ -186,7 +201,7 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
 def evaluate(
     run: RunArgument = "latest",
     json: Json = False,
-    rows: Annotated[int | None, typer.Option(help="Score only so many rows.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Score only so many rows.")] = None,
 ) -> None:
     """Score held-out rows by exact match and loss, base against tuned.
 
@@ -203,7 +218,7 @@ def chat(
     base: Annotated[bool, typer.Option("--base", help="Talk to the untouched base model.")] = False,
     prompt: Annotated[str | None, typer.Option(help="One question, one answer.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> None:  # fmt: skip
     """Talk to the result.
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from finetune.cli.app import print_json
-from finetune.cli.render import out, table
+from finetune.cli.render import out, printable, table
 from finetune.recipe import AUTO, load_recipe
 from finetune.units import format_count
 
@@ -33,7 +33,7 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
     out.print("\n[bold]First row as the model sees it[/]; trained tokens are [black on green]marked[/]:")
     shown = Text()
     for text, trained in segments:
-        shown.append(text, style="black on green" if trained else "dim")
+        shown.append(printable(text), style="black on green" if trained else "dim")
     out.print(shown)
 
 
@@ -49,6 +49,7 @@ def _print_report(title: str, report: Any) -> None:
     shown.add_row("trained tokens", f"{report.trained_token_share:.1%}" if report.trained_token_share is not None else "none")
     out.print(shown)
     for refused in report.rows_refused[:_REFUSED_SHOWN]:
-        out.print(f"  {refused.file}:{refused.row} {refused.field or ''}: {refused.reason}", markup=False)
+        place = f"{refused.file}:{refused.row}{f' {refused.field}' if refused.field else ''}"
+        out.print(f"  {place}: {refused.reason}", markup=False)
     for warning in report.warnings:
         out.print(f"note: {warning}", markup=False, style="yellow")

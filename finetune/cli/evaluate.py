@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 
 from finetune.cli.app import print_json
-from finetune.cli.render import doing, out, table
+from finetune.cli.render import doing, out, printable, table
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
@@ -57,11 +57,14 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
         if as_json:
             print_json({"run": str(run.path), "model": "base" if base else "tuned", "prompt": question, "answer": answer})
         else:
-            print(_printable(answer))
+            print(printable(answer))
 
 
 def _questions() -> Any:
     """Lines that a person types; Ctrl-D ends."""
+    if sys.stdin is None:  # closed by whoever started this
+        return
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     while True:
         try:
             question = input("you> " if sys.stdin.isatty() else "")
@@ -72,13 +75,8 @@ def _questions() -> Any:
 
 
 def _one_line(text: str) -> str:
-    flat = " ".join(_printable(text).split())
+    flat = " ".join(printable(text).split())
     return flat if len(flat) <= 160 else flat[:157] + "..."
-
-
-def _printable(text: str) -> str:
-    """A model's words can't move the cursor or colour the terminal."""
-    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
 
 
 def _percent(share: float | None) -> str:

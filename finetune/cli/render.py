@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -64,6 +65,15 @@ def table(*columns: str, title: str | None = None) -> Table:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=place == 0 or justify == "right")
     return made
+
+
+def printable(text: str) -> str:
+    """Words from outside: what would move the cursor, colour the terminal or turn the direction of writing is written out."""
+    return "".join(letter if _is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def _is_shown(letter: str) -> bool:
+    return letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
 
 
 def step_line(event: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import statistics
 import sys
@@ -154,7 +155,8 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     )
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
-        out.print(f"Score it:    finetune eval {run.path}\nTalk to it:  finetune chat {run.path}")
+        typed = escape(shlex.quote(str(run.path)))
+        out.print(f"Score it:    finetune eval {typed}\nTalk to it:  finetune chat {typed}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
 

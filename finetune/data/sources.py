@@ -65,7 +65,7 @@ def bundled_eval(path: str | list[str]) -> list[Source]:
 def _find(text: str, side: str) -> Source | None:
     """The local or bundled source, None for a hub id. Raises DataError."""
     name = shown(text, 200)
-    path = Path(text).expanduser() if text.startswith("~") else Path(text)
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -186,11 +186,20 @@ def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: 
         answer = messages[turn]["content"].split("</think>")[-1].strip().removeprefix("<think>").strip()
         if answer not in learnt and _close(answer) not in _close(learnt):
             raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out or changes its text")
+        for name in _called(messages[turn]):
+            if name not in learnt:
+                raise BadRow(f"messages[{turn}]", f"the chat template leaves out its call of the tool {shown(name)}")
     texts = [one.text for one in rendered]
     for message in messages:
         text = message["content"].strip()
         if not any(text in whole for whole in texts) and not any(_close(text) in _close(whole) for whole in texts):
             rendered[0].notes.add("altered")
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the tools that a message calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
 
 
 def _close(text: str) -> str:

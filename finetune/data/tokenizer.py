@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ _RESAVE = "Save it next to the weights, for example:  AutoTokenizer.from_pretrai
 
 def _place(name: str) -> Path | str:
     """A local folder, or a hub id as it is."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         return path
     from finetune.bundled import model_path
@@ -100,6 +101,7 @@ def _check_folder(folder: Path, name: str) -> None:
 
 
 def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     name = recipe.model_name_or_path
@@ -118,7 +120,9 @@ def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
             f"model_name_or_path: {name} is no local folder and can't be loaded from the hub: {why}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
-    except (ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError) as error:
+    except (
+        StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError, ArithmeticError
+    ) as error:  # fmt: skip
         raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
 
 
@@ -126,7 +130,7 @@ def _read_template(text: str) -> str:
     """The Jinja text that `chat_template` names: a file, or `plain`."""
     if text == "plain":
         return PLAIN_TEMPLATE
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
     try:
         template = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.data import Encoder
@@ -15,7 +16,7 @@ from finetune.model.build import build_base, load_config
 from finetune.model.generate import greedy_answers
 from finetune.model.quiet import quiet_libraries
 from finetune.plan.plan import Plan, read_plan
-from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.seal import newest_verified
 
 
@@ -27,6 +28,7 @@ class Answerer:
         self.run, self.plan = run, read_plan(run.plan)
         folder = _adapter_folder(run, need_adapter)
         self.adapter = folder.name if folder else None
+        require_data(run)
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(run.data / "tokenizer"))
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
@@ -70,5 +72,11 @@ def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
 def _load(plan: Plan, folder: Any, device: str) -> Any:
     settings = plan.settings
     base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True)
-    model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
+    try:
+        model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+        raise RecipeError(
+            f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
+            f"Move {folder} away, so that the newest sealed checkpoint is used; or train again.",
+        ) from None
     return model.eval()

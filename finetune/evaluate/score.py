@@ -13,7 +13,7 @@ from datasets import load_from_disk
 
 from finetune.errors import DataError
 from finetune.evaluate.generate import Answerer
-from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, require_data
 
 _BATCH_ROWS = 32
 
@@ -46,6 +46,7 @@ class Comparison:
 def compare(run: RunDirectory, *, rows: int | None = None, progress: Callable[[str], None] = lambda _: None) -> Comparison:
     """Score a run's held-out rows. Raises DataError when it has none, RecipeError when it has no adapter yet."""
     began = time.perf_counter()
+    require_data(run)
     examples = json.loads((run.data / "eval_examples.json").read_text(encoding="utf-8"))[:rows]
     if not examples:
         raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -75,7 +77,7 @@ def build_base(
             return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     with _explained(settings):
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model_path(settings),
             config=config,
             revision=settings.model_revision,
@@ -84,10 +86,28 @@ def build_base(
             attn_implementation=attention,
             use_safetensors=True,
             device_map={"": device},
+            output_loading_info=True,
             **arguments,
         )
+    model, found = loaded
+    _refuse_other_weights(settings, config, found)
     model.config.use_cache = False
     return model
+
+
+def _refuse_other_weights(settings: Recipe, config: PretrainedConfig, found: dict[str, Any]) -> None:
+    """Layers that the weights lack would be trained from random numbers; layers that config.json lacks would be left out."""
+    missing = sorted(found["missing_keys"])
+    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
+    layers = config.get_text_config().num_hidden_layers
+    extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
+    for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
+        if keys:
+            some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            raise RecipeError(
+                f"model_name_or_path {settings.model_name_or_path}: {what} {some}",
+                "config.json and the weights are not of one model, or not all files are there: download it again.",
+            )
 
 
 def _linear_names(model: torch.nn.Module) -> str:
@@ -104,8 +124,11 @@ def attach_adapters(model: PreTrainedModel, settings: Recipe) -> PeftModel:
         lora_dropout=settings.lora_dropout, target_modules=targets,
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
+    for target in targets if isinstance(targets, list) else []:  # PEFT takes it when one of several is there
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            raise RecipeError(f"target_modules: there is no {target}", f"Linear layers of this model: {_linear_names(model)}")
     try:
-        peft_model = get_peft_model(model, adapters)
+        peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
     except ValueError as error:
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for this model's experts. Set use_dora=false.") from None
@@ -252,6 +275,13 @@ def _explained(settings: Recipe) -> Iterator[None]:
     except (ValueError, ImportError) as error:
         hint = "Set attn_implementation=eager." if "attention implementation" in str(error) else ""
         raise RecipeError(f"model_name_or_path {name}: {str(error).splitlines()[0]}", hint) from None
+    except (SafetensorError, KeyError, AttributeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "mismatch" not in str(error):
+            raise  # out of memory, among others
+        raise RecipeError(
+            f"model_name_or_path {name}: its weights can't be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
+            "config.json and the weights are not of one model, or a file is damaged: download it again.",
+        ) from error
     except OSError as error:
         hint = "The weights must be safetensors files, present or reachable on the hub (gated models: `hf auth login`)."
         raise RecipeError(f"model_name_or_path {name}: {str(error).splitlines()[0]}", hint) from None

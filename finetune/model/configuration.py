@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import urllib.error
 import urllib.request
@@ -33,7 +34,7 @@ def resolve_model_path(settings: Recipe) -> str:
         from finetune.bundled import model_path
 
         return str(model_path("tiny"))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise RecipeError(

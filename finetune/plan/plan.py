@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
+from finetune.errors import RecipeError
 from finetune.forecast.forecast import Forecast
 from finetune.recipe import Recipe
 
@@ -96,5 +97,11 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan of a run directory's plan.json."""
-    return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
+    try:
+        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(
+            f"{path} can't be read: {type(error).__name__}: {error}",
+            f"Put it back, or start anew: finetune run {path.with_name('recipe.yaml')}",
+        ) from None

@@ -54,8 +54,13 @@ def shipped_recipes() -> dict[str, Path]:
 def find_recipe(source: str | Path) -> Path:
     """The file for `source`: a path, or the name of a shipped recipe. Raises RecipeError when there is none."""
     path, shipped = Path(source), shipped_recipes()
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise RecipeError(
+            f"{str(source)[:60]}... is no recipe: {error.strerror}", "`finetune recipes` lists the shipped ones."
+        ) from None
     if path.is_dir():
         raise RecipeError(
             f"{source} is a directory, not a recipe", f"For a run directory type: finetune run {source}/recipe.yaml"
@@ -75,7 +80,9 @@ def _read(path: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise RecipeError(f"{path}: is not UTF-8 text", f"Convert it: iconv -f UTF-16 -t UTF-8 {path} > fixed.yaml") from None
+        raise RecipeError(
+            f"{path}: is not UTF-8 text", f"Convert it: iconv -f UTF-16 (or LATIN1) -t UTF-8 {path} > fixed.yaml"
+        ) from None
 
 
 def _apply(override: str, values: dict[str, Any], origin: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ def _auto_or(value: Any, handler: Any) -> Any:
 AutoOr = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value, return_type=Any)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
+Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Optimizer = Literal[
@@ -84,7 +85,7 @@ class Recipe(_Strict):
     )
     # -- data
     dataset: DatasetRecipe = Field(description="The rows to learn from.")
-    max_length: AutoOr[Annotated[int, Field(ge=8)]] = Field(AUTO, description="Longest row, in tokens.")
+    max_length: AutoOr[Annotated[int, Field(ge=8, le=2**24)]] = Field(AUTO, description="Longest row, in tokens.")
     excess_length: Literal["drop", "truncate", "raise"] = Field(
         "raise", description="Rows longer than max_length; always counted."
     )
@@ -94,17 +95,17 @@ class Recipe(_Strict):
     # -- adapter
     load_in_4bit: AutoOr[bool] = Field(AUTO, description="QLoRA: base weights in NF4 with double quantisation.")
     load_in_8bit: AutoOr[bool] = Field(AUTO, description="Base weights in int8.")
-    lora_r: AutoOr[Positive] = Field(AUTO, description="Rank of the adapters.")
+    lora_r: AutoOr[Annotated[int, Field(ge=1, le=8192)]] = Field(AUTO, description="Rank of the adapters.")
     lora_alpha: AutoOr[Annotated[float, Field(gt=0)]] = Field(AUTO, description="Scale of the adapters: alpha / r.")
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout before the adapters; costs memory.")
     target_modules: AutoOr[str | list[str]] = Field(AUTO, description="Layers that get an adapter: all-linear, or names.")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(r).")
     # -- training
-    effective_batch_size: AutoOr[Positive] = Field(AUTO, description="Rows per optimizer step, over all cards.")
-    per_device_train_batch_size: AutoOr[Positive] = Field(AUTO, description="Micro-batch: rows in memory at once.")
-    gradient_accumulation_steps: AutoOr[Positive] = Field(AUTO, description="Micro-batches per optimizer step.")
-    num_train_epochs: Annotated[float, Field(gt=0)] = Field(2.0, description="Passes over the data.")
+    effective_batch_size: AutoOr[Rows] = Field(AUTO, description="Rows per optimizer step, over all cards.")
+    per_device_train_batch_size: AutoOr[Rows] = Field(AUTO, description="Micro-batch: rows in memory at once.")
+    gradient_accumulation_steps: AutoOr[Rows] = Field(AUTO, description="Micro-batches per optimizer step.")
+    num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = Field(2.0, description="Passes over the data.")
     max_steps: Positive | None = Field(None, description="Optimizer steps; overrides num_train_epochs.")
     learning_rate: AutoOr[Annotated[float, Field(gt=0, lt=1)]] = Field(AUTO, description="Peak learning rate.")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(
@@ -170,6 +171,8 @@ def _disagreements(recipe: Recipe) -> Any:
                 yield f"effective_batch_size {batch} can't be divided by {name} {part} on {world} process(es)"
     if recipe.trust_remote_code and not _is_commit(recipe.model_revision):
         yield "trust_remote_code runs code from the hub: pin it with model_revision set to a full 40-character commit"
+    if any(len(part.encode("utf-8", "replace")) > 255 for part in recipe.output_dir.split("/")):
+        yield "output_dir has a name of more than 255 bytes, which no file system takes"
     if recipe.memory_budget != AUTO:
         from finetune.units import parse_bytes
 

@@ -103,6 +103,8 @@ def create(path: Path, fill: Any) -> RunDirectory:
         fill(RunDirectory(building))
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise RecipeError(f"output_dir {path}: a part of this path is a file", "Set output_dir to another place.") from None
         reason = _DISK_ERRORS.get(error.errno or 0, error.strerror or str(error))
         raise DiskFull(
             f"the run directory {path} can't be written: {reason}",
@@ -139,6 +141,12 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
         if (path / "plan.json").is_file():
             return RunDirectory(path)
     raise RecipeError(f"{source} is not a run directory (it has no plan.json)", "`finetune runs` lists the runs.")
+
+
+def require_data(run: RunDirectory) -> None:
+    """Raises RecipeError when the run's rows or tokenizer are not there any more."""
+    if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
+        raise RecipeError(f"{run.data} is gone or not whole", f"Start anew: finetune run {run.recipe}")
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:

@@ -10,8 +10,9 @@ import time
 
 from finetune.errors import RecipeError
 from finetune.forecast.cache import LIBRARIES
+from finetune.plan.plan import read_plan
 from finetune.requirements import refuse_other_versions
-from finetune.run.directory import RunDirectory, write_json
+from finetune.run.directory import RunDirectory, require_data, write_json
 from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
 
 
@@ -40,6 +41,8 @@ def resume(run: RunDirectory) -> int:
     state = read_state(run)
     if state.state == "finished":
         raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Try it: finetune chat {run.path}")
+    read_plan(run.plan)
+    require_data(run)
     return start(run)
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.card import Card, find_card
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
 from finetune.forecast.cache import LIBRARIES
+from finetune.model.configuration import resolve_model_path
+from finetune.model.weights import check_weights
 from finetune.plan import make_plan
 from finetune.plan.plan import DataStatistics, Plan
 from finetune.recipe import AUTO, Recipe, write_recipe
@@ -45,6 +47,9 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     from finetune import data
 
     progress("reading the data")
+    model = Path(resolve_model_path(recipe))
+    if model.is_dir():
+        check_weights(model)
     tokenizer = data.load_tokenizer(recipe)
     prepared = data.prepare(recipe, tokenizer, max_length=None if recipe.max_length == AUTO else recipe.max_length)
     progress("planning")

@@ -72,3 +72,35 @@ def test_a_run_that_is_not_there_is_said(command):
 
 def test_a_mistyped_option_is_refused():
     assert finetune("run", "tiny-cpu", "--forse").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "tiny-cpu", "--nope"], ["eval", "latest", "--rows", "-1"], ["chat", "--max-new-tokens", "0"]]
+)
+def test_wrong_usage_is_json_too(arguments):
+    done = finetune(*arguments, "--json")
+    assert done.returncode == 2 and json.loads(done.stdout)["problems"]
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [("output_dir=" + "a" * 300, 2, "255 bytes"), ("num_train_epochs=1e308", 2, "num_train_epochs"), ("lora_r=9999", 2, "lora_r"),
+     ("model_name_or_path=~nouser/x", 2, "~nouser/x"), ("dataset.path=~nouser/x.jsonl", 4, "~nouser/x.jsonl"),
+     ("output_dir=a-file/x", 2, "is a file")],
+)  # fmt: skip
+def test_an_override_that_nothing_can_be_done_with_is_named(override, code, said, home):
+    (home / "a-file").touch()
+    done = finetune("run", "tiny-cpu", override)
+    assert (done.returncode, "Internal" in done.stderr) == (code, False)
+    assert said in done.stderr.replace("\n", " ")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m finetune recipes keys | head -1; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["bash", "-c", command], capture_output=True, timeout=60).returncode == 0
+
+
+def test_words_from_outside_do_not_command_the_terminal():
+    from finetune.cli.render import printable
+
+    assert printable("a\x1b[2J\x07\u202eb\u3000é\n") == "a\\x1b[2J\\x07\\u202eb\u3000é\n"

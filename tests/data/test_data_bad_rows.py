@@ -128,3 +128,10 @@ def test_a_row_that_the_template_refuses_is_named_with_the_templates_words(write
     path = write("rows.jsonl", [talk("Hi", "Hello", system="Be brief.")])
     with pytest.raises(DataError, match="row 1: messages: the chat template refuses it: No system role here"):
         prepare(recipe(path), build_tokenizer(picky), max_length=None)
+
+
+def test_a_tool_call_that_the_template_does_not_write_is_a_bad_row(write):
+    call = {"type": "function", "function": {"name": "find_order", "arguments": "{}"}}
+    path = write("rows.jsonl", [{"messages": [U, {"role": "assistant", "content": None, "tool_calls": [call]}]}])
+    with pytest.raises(DataError, match=r"row 1: messages\[1\]: the chat template leaves out its call of the tool find_order"):
+        prepare(recipe(path), build_tokenizer(), max_length=None)

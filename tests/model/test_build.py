@@ -161,6 +161,13 @@ def test_unknown_target_names_the_layers_there_are():
     assert "q_proj" in caught.value.fix
 
 
+def test_one_unknown_name_among_targets_is_refused():
+    recipe = settings(target_modules=["q_proj", "v_porj"])
+    with pytest.raises(RecipeError, match="there is no v_porj") as caught:
+        attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
+    assert "v_proj" in caught.value.fix
+
+
 def test_dora_for_experts_is_refused_with_the_way_out():
     recipe = settings(target_modules="all-linear", use_dora=True)
     values = {**TINY, "model_type": "mixtral", "num_local_experts": 4}

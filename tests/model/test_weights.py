@@ -1,0 +1,94 @@
+"""Weights that are damaged, cut off or of another model are refused: nothing is trained from random numbers."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from finetune.bundled import model_path
+from finetune.errors import RecipeError
+from finetune.model.build import build_base, load_config
+from finetune.model.weights import check_weights
+from finetune.recipe import recipe_from
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the bundled model."""
+    return shutil.copytree(model_path("tiny"), tmp_path / "model")
+
+
+def load(folder, **more):
+    recipe = recipe_from(
+        {"model_name_or_path": str(folder), "dataset": "rows.jsonl", "dtype": "float32", "load_in_4bit": False, **more}
+    )
+    return build_base(recipe, load_config(recipe), device="cpu", weights=True)
+
+
+def set_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_whole_weights_pass(folder):
+    check_weights(folder)
+    load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda whole: whole[: len(whole) // 2], "cut off"),
+        (lambda whole: whole[:100], "cut off"),
+        (lambda whole: b"", "cut off"),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs"),
+        (lambda whole: b"\x10" + bytes(7) + b"not json at all!" + whole, "can't be read"),
+    ],
+)
+def test_a_damaged_file_is_named(folder, content, said):
+    path = folder / "model.safetensors"
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(RecipeError, match=said) as caught:
+        check_weights(folder)
+    assert str(path) in caught.value.problems[0]
+
+
+def test_a_missing_file_of_several_is_named(folder):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "two.safetensors"}})
+    )
+    with pytest.raises(RecipeError, match="two.safetensors: is missing"):
+        check_weights(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(RecipeError, match="index.json can't be read"):
+        check_weights(folder)
+
+
+def test_a_folder_without_weights_says_so(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(RecipeError, match="no weights"):
+        check_weights(folder)
+
+
+@pytest.mark.parametrize("more", [{}, {"load_in_4bit": True}])
+def test_a_tensor_that_the_weights_lack_is_not_made_up(folder, more):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["other.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    check_weights(folder)
+    with pytest.raises(RecipeError, match="not of one model") as caught:
+        load(folder, **more)
+    assert "model_name_or_path" in caught.value.problems[0]
+
+
+def test_layers_that_the_configuration_leaves_out_are_not_dropped(folder):
+    set_config(folder, num_hidden_layers=2)
+    with pytest.raises(RecipeError, match="has 2 layers, the weights have more"):
+        load(folder)
+
+
+def test_a_vocabulary_of_another_size_is_refused(folder):
+    set_config(folder, vocab_size=10)
+    with pytest.raises(RecipeError, match="can't be loaded"):
+        load(folder)
