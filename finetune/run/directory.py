@@ -104,7 +104,7 @@ def create(path: Path, fill: Any) -> RunDirectory:
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise RecipeError(f"output_dir {path}: a part of this path is a file", "Set output_dir to another place.") from None
+            raise DiskFull(f"output_dir {path}: a part of this path is a file", "Set output_dir to another place.") from None
         reason = _DISK_ERRORS.get(error.errno or 0, error.strerror or str(error))
         raise DiskFull(
             f"the run directory {path} can't be written: {reason}",

@@ -84,9 +84,10 @@ def test_wrong_usage_is_json_too(arguments):
 
 @pytest.mark.parametrize(
     ("override", "code", "said"),
-    [("output_dir=" + "a" * 300, 2, "255 bytes"), ("num_train_epochs=1e308", 2, "num_train_epochs"), ("lora_r=9999", 2, "lora_r"),
+    [("output_dir=" + "a" * 300, 2, "255 bytes"), ("num_train_epochs=1e308", 2, "num_train_epochs"),
+     ("lora_r=9999", 2, "lora_r"),
      ("model_name_or_path=~nouser/x", 2, "~nouser/x"), ("dataset.path=~nouser/x.jsonl", 4, "~nouser/x.jsonl"),
-     ("output_dir=a-file/x", 2, "is a file")],
+     ("output_dir=a-file/x", 7, "is a file")],
 )  # fmt: skip
 def test_an_override_that_nothing_can_be_done_with_is_named(override, code, said, home):
     (home / "a-file").touch()
