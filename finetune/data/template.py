@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +23,10 @@ Span = tuple[int, int]
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 #: Llama's templates write today's date unless they are given one; this is the date they fall back to themselves.
 _FIXED = {"date_string": "26 Jul 2024"}
+
+
+#: Seconds that a template may take for a conversation; usual ones take a thousandth.
+RENDER_S = 20.0
 
 
 @dataclass
@@ -126,14 +134,19 @@ class Template:
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
         values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.fixed}
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[messages],
-                tools=list(tools) or None,
-                chat_template=self.source,
-                return_assistant_tokens_mask=tracked,
-                add_generation_prompt=prompt,
-                **values,
-            )
+            with _at_most(RENDER_S):
+                rendered: Any = render_jinja_template(
+                    conversations=[messages],
+                    tools=list(tools) or None,
+                    chat_template=self.source,
+                    return_assistant_tokens_mask=tracked,
+                    add_generation_prompt=prompt,
+                    **values,
+                )
+        except TimeoutError:
+            raise RecipeError(
+                f"the chat template takes more than {RENDER_S:.0f} s for one row", "Set chat_template to the path of another."
+            ) from None
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BadRow("messages", f"the chat template refuses it: {shown(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
@@ -170,6 +183,25 @@ def _source(tokenizer: PreTrainedTokenizerBase) -> str:
         problem = f"the chat template is not valid Jinja: line {error.lineno}: {shown(error.message or '', 200)}"
         raise RecipeError(problem, "Correct it, or set chat_template to the path of another.") from None
     return source
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside when it takes longer. Only the main thread hears a timer; elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(_number: int, _frame: Any) -> None:
+        raise TimeoutError
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)  # another timer, such as a test's, goes on afterwards
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left_s, again_s)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _common(one: str, other: str) -> int:

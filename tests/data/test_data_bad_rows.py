@@ -3,8 +3,8 @@
 import pytest
 from small_data import build_tokenizer, recipe, talk
 
-from finetune.data import prepare, read_examples
-from finetune.errors import DataError
+from finetune.data import prepare, read_examples, template
+from finetune.errors import DataError, RecipeError
 
 GOOD = talk("Hi", "Hello")
 U, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -128,6 +128,13 @@ def test_a_row_that_the_template_refuses_is_named_with_the_templates_words(write
     path = write("rows.jsonl", [talk("Hi", "Hello", system="Be brief.")])
     with pytest.raises(DataError, match="row 1: messages: the chat template refuses it: No system role here"):
         prepare(recipe(path), build_tokenizer(picky), max_length=None)
+
+
+def test_a_template_that_never_ends_is_ended(write, monkeypatch):
+    monkeypatch.setattr(template, "RENDER_S", 0.5)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(RecipeError, match="the chat template takes more than"):
+        prepare(recipe(write("rows.jsonl", [GOOD])), build_tokenizer(endless), max_length=None)
 
 
 def test_a_tool_call_that_the_template_does_not_write_is_a_bad_row(write):

@@ -131,6 +131,7 @@ def test_tables_of_what_fits_are_up_to_date(forecasts):
             assert generate.need_row(row[0]) == row
 
 
+@pytest.mark.exhaustive
 def test_errors_against_measurements_are_up_to_date(tmp_path):
     """Every eighth row of the table, by the benchmark itself; `python docs/generate.py --check` makes all rows."""
     on_page = generate.cells(generate.block("docs/accuracy.md", "accuracy").rsplit("\n\n", 1)[0])

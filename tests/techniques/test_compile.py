@@ -16,7 +16,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in ("every-2", "selective") else pytest.mark.exhaustive) for form in FORMS]
+)
 def test_layers_compile_without_graph_breaks_and_train_alike(base, form):
     torch._dynamo.reset()
     dynamo.counters.clear()
