@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
-from finetune.model.build import build_base, load_config
+from finetune.model.build import build_base, config_from, load_config
 from finetune.model.weights import check_weights
 from finetune.recipe import recipe_from
 
@@ -92,3 +93,18 @@ def test_a_vocabulary_of_another_size_is_refused(folder):
     set_config(folder, vocab_size=10)
     with pytest.raises(RecipeError, match="can't be loaded"):
         load(folder)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize(
+    "values", [{"model_type": "llama", "tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4}]
+)
+def test_what_transformers_ties_or_stores_under_other_names_is_not_missed(tmp_path, values, four_bit):
+    small = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 256,
+    }  # fmt: skip
+    recipe = recipe_from({"model_name_or_path": "m", "dataset": "rows.jsonl"})
+    AutoModelForCausalLM.from_config(config_from({**small, **values}, recipe)).save_pretrained(tmp_path)
+    check_weights(tmp_path)
+    load(tmp_path, load_in_4bit=four_bit)
