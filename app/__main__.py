@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from app.server import serve
+from app.web.server import serve
 from finetune.errors import FinetuneError
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.series import Series
+from app.views.series import Series
 from finetune.events import EventReader
+from finetune.files import write_json
 from finetune.plan.plan import Plan, read_plan
-from finetune.run.directory import RunDirectory, write_json
+from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
 
 #: Read in one tick; what is more waits for the background reader, so that a tick stays short.

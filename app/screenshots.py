@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from app.server import serving
+from app.web.server import serving
 from app.workspace import Workspace
 
 ADDRESSES = {"model": "", "fit": "fit", "run": "run", "runs": "runs", "try": "try", "result": "result"}

@@ -18,14 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app import run_view
 from app.live import LiveRun
+from app.views import run as run_view
 from finetune.card.card import Card
 from finetune.events import EventWriter
+from finetune.files import write_json
 from finetune.forecast.forecast import Forecast
 from finetune.plan.plan import Plan
 from finetune.recipe import DatasetRecipe, Recipe
-from finetune.run.directory import RunDirectory, write_json
+from finetune.run.directory import RunDirectory
 
 TICKS, NEW_STEPS = 60, 11
 GIB = 2**30

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.planner import Planner
+from app.planning.planner import Planner
 from app.workspace import Workspace
 
 RECIPE = "model_name_or_path: Qwen/Qwen2.5-7B-Instruct\ndataset: support\ngpu: rtx-4090\n"

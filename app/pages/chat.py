@@ -6,9 +6,9 @@ from typing import Any
 
 import gradio as gr
 
-from app.binding import BUTTON, QUIET, show
 from app.context import Context
-from app.markup import inert, note, problem
+from app.views.binding import BUTTON, QUIET, show
+from app.views.markup import inert, note, problem
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes

@@ -11,11 +11,12 @@ from urllib.parse import quote
 
 import gradio as gr
 
-from app import plan_view, recipe_form
-from app.binding import BUTTON, QUIET, show
 from app.context import Context
-from app.draft import Edited, command_line
-from app.markup import inert, note, problem
+from app.planning.draft import Edited, command_line
+from app.views import plan as plan_view
+from app.views import recipe_form
+from app.views.binding import BUTTON, QUIET, show
+from app.views.markup import inert, note, problem
 from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
 from finetune.plan.plan import Plan

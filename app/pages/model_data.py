@@ -10,11 +10,11 @@ from typing import Any
 
 import gradio as gr
 
-from app import data_view
-from app.binding import BUTTON, QUIET, show
-from app.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
 from app.context import Context
-from app.markup import Safe, inert, note, problem, table
+from app.planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
+from app.views import data as data_view
+from app.views.binding import BUTTON, QUIET, show
+from app.views.markup import Safe, inert, note, problem, table
 from finetune.errors import FinetuneError
 from finetune.units import format_bytes, format_count
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import gradio as gr
 
-from app.binding import BUTTON, QUIET, show
 from app.context import Context
-from app.markup import inert, note, problem, table
+from app.views.binding import BUTTON, QUIET, show
+from app.views.markup import inert, note, problem, table
 from finetune.errors import FinetuneError
 from finetune.units import format_seconds
 

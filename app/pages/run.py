@@ -6,13 +6,13 @@ from typing import Any
 
 import gradio as gr
 
-from app import run_view
-from app.binding import BUTTON, QUIET, show
 from app.context import Context
-from app.markup import note, problem
+from app.views import run as run_view
+from app.views.binding import BUTTON, QUIET, show
+from app.views.markup import note, problem
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe
-from finetune.run import launch
+from finetune.run import control
 from finetune.run.state import RunState
 
 _TICK_S = 1.0
@@ -94,7 +94,7 @@ class _View:
         run = self.context.workspace.run(name)
         if run is None:
             return ""
-        asked = launch.stop(run)
+        asked = control.stop(run)
         return note("Stopping after this step, with a checkpoint." if asked else "Nothing of this run is at work.")
 
     def resume(self, name: str | None) -> str:

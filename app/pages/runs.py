@@ -8,12 +8,12 @@ from urllib.parse import quote
 
 import gradio as gr
 
-from app.binding import BUTTON, QUIET, show
-from app.charts import Line, Panel, chart, sparkline
 from app.context import Context
 from app.live import LiveRun
-from app.markup import Safe, inert, note, problem, table
-from app.series import smoothed
+from app.views.binding import BUTTON, QUIET, show
+from app.views.charts import Line, Panel, chart, sparkline
+from app.views.markup import Safe, inert, note, problem, table
+from app.views.series import smoothed
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 from finetune.units import GIB, format_bytes

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
+from finetune.card.context import measured_context
 from finetune.card.host import host_card
-from finetune.card.measured import measured_context
 from finetune.card.nvidia import Device, read_device
 from finetune.errors import RecipeError
 from finetune.units import GIB, format_bytes

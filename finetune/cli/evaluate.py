@@ -42,7 +42,7 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
-        from finetune.evaluate.generate import Answerer
+        from finetune.evaluate.answerer import Answerer
 
         answerer = Answerer(run, need_adapter=not base)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

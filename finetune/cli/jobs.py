@@ -16,8 +16,8 @@ def export_launch(
     engine: str, source: str, overrides: list[str], *, output: str | None, image: str, hours: int, volume: str, as_json: bool
 ) -> None:
     """Write the job file to `output`, or print it."""
+    from finetune.distributed.configuration import launch_problems
     from finetune.jobs import ENGINES, Job, job_file
-    from finetune.run.launch_config import launch_problems
 
     if engine not in ENGINES:
         raise RecipeError(f"export-launch {engine}: this engine is not known", f"Use {', '.join(ENGINES)}.")

@@ -18,7 +18,7 @@ from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.events import EventReader
 from finetune.recipe import load_recipe
-from finetune.run import launch
+from finetune.run import control
 from finetune.run.directory import RunDirectory, list_runs, open_run
 from finetune.run.state import RunState, read_state
 from finetune.units import format_bytes, format_count, format_seconds
@@ -36,7 +36,7 @@ def run_recipe(source: str, overrides: list[str], *, as_json: bool, force: bool,
     run = create_run(prepared)
     if not as_json:
         _introduce(run, prepared)
-    launch.start(run)
+    control.start(run)
     if detach:
         _tell_end(run, read_state(run), as_json)
         return 0
@@ -47,7 +47,7 @@ def resume_run(source: str, *, as_json: bool) -> int:
     """Start a run again and follow it."""
     run = open_run(source)
     offset = run.events.stat().st_size if run.events.exists() else 0
-    launch.resume(run)
+    control.resume(run)
     return _follow(run, offset, as_json)
 
 
@@ -59,22 +59,22 @@ def watch_run(source: str, *, as_json: bool) -> int:
 def stop_run(source: str, *, now: bool, as_json: bool) -> int:
     """Ask a run to stop and wait until it has."""
     run = open_run(source)
-    if not launch.stop(run):
+    if not control.stop(run):
         _tell_end(run, read_state(run), as_json)
         return 0
     if now:
         time.sleep(0.3)
-        launch.stop(run)
-    launch.wait(run, deadline_s=300)
+        control.stop(run)
+    control.wait(run, deadline_s=300)
     _tell_end(run, read_state(run), as_json)
     return 0
 
 
 def stop_all(*, as_json: bool) -> int:
     """Ask every run below runs/ that is at work to stop, all at once, and wait until all have."""
-    asked = [run for run in list_runs() if launch.stop(run)]
+    asked = [run for run in list_runs() if control.stop(run)]
     for run in asked:
-        launch.wait(run, deadline_s=300)
+        control.wait(run, deadline_s=300)
         _tell_end(run, read_state(run), as_json)
     return 0
 
@@ -132,7 +132,7 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
             if not owner:
                 return
             err.print("\n[yellow]stopping after this step, with a checkpoint; Ctrl-C again ends it at once[/]")
-            launch.stop(run, interrupts[-1])
+            control.stop(run, interrupts[-1])
         if time.monotonic() > alive_s and read_state(run).ended:
             yield from reader.new()
             return

@@ -33,7 +33,7 @@ class Source:
         """Its rows in order, and those that can't be read as a row. Raises DataError when none can."""
         if self.path is not None:
             return read_file(self.path, self.name)
-        from finetune.data.hub import read_hub
+        from finetune.data.hub_datasets import read_hub
 
         return read_hub(self.name, self.config, self.split, self.revision)
 

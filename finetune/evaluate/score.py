@@ -12,7 +12,7 @@ import torch
 from datasets import load_from_disk
 
 from finetune.errors import DataError
-from finetune.evaluate.generate import Answerer
+from finetune.evaluate.answerer import Answerer
 from finetune.run.directory import RunDirectory, require_data
 
 _BATCH_ROWS = 32

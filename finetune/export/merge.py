@@ -10,10 +10,11 @@ from typing import Any
 import psutil
 
 from finetune.errors import DiskFull, OutOfMemory, RecipeError
+from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.run.directory import RunDirectory
-from finetune.run.disk import is_disk_full
+from finetune.run.failures import is_disk_full
 from finetune.units import format_bytes
 
 _MARGIN_BYTES = 2**30  # for python, torch and the shard being written
@@ -73,8 +74,7 @@ def _check_room(settings: Any, target: Path) -> None:
             f"merging holds the whole model in host memory: {format_bytes(needed)}, {format_bytes(free_ram)} are free",
             "Close other programs, or use the adapter without merging: every server loads base + adapter.",
         )
-    place = next(parent for parent in target.absolute().parents if parent.exists())
-    free_disk = shutil.disk_usage(place).free
+    place, free_disk = existing_parent(target), free_disk_bytes(target)
     if needed > free_disk:
         raise DiskFull(
             f"the merged model needs {format_bytes(needed)}, {place} has {format_bytes(free_disk)} free",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finetune.card.measured import cache_dir
+from finetune.files import cache_dir, write_text
 
 #: Libraries whose code decides where the bytes are.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -47,13 +47,9 @@ def read(key: str) -> dict[str, Any] | None:
 def write(key: str, values: dict[str, Any]) -> None:
     """Keep `values`. A cache that can't be written costs time, not the forecast."""
     path = _path(key)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(values), encoding="utf-8")
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
+        write_text(path, json.dumps(values))
 
 
 def _path(key: str) -> Path:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetune.forecast.dry_run import DryRun
-from finetune.forecast.units import EMBEDDING, HEAD, REST, Parameter, Unit
+from finetune.forecast.ledger import DryRun
+from finetune.forecast.shard_units import EMBEDDING, HEAD, REST, Parameter, Unit
 from finetune.recipe import Recipe
 
 #: The caching allocator's smallest block, as in tracker.py, which needs torch.
@@ -99,7 +99,7 @@ RULES = {
         ShardingRule(
             "loading",
             "each card first holds the whole model, and its own part beside it until all is split (zero3_init_flag is off)",
-            "finetune/run/worker.py, Worker._build; finetune/run/launch_config.py, accelerate_configuration",
+            "finetune/run/worker.py, Worker._build; finetune/distributed/configuration.py, accelerate_configuration",
         ),
         ShardingRule(
             "offload",

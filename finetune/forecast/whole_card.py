@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
+from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
-from finetune.forecast.dry_run import USUAL_CAPABILITY, DryRun, dry_run
 from finetune.forecast.forecast import Forecast
+from finetune.forecast.ledger import USUAL_CAPABILITY, DryRun, dry_run
+from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import per_card
-from finetune.forecast.units import units_of
 from finetune.recipe import AUTO, Recipe
 from finetune.units import MIB
 
@@ -55,19 +55,6 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Recipe, c
         versions=run.versions,
         notes=run.notes + _notes(settings, card, tokens, micro),
     )
-
-
-def expandable_segments(platform: str = sys.platform) -> bool:
-    """Whether the launch can ask for expandable segments: not on native Windows, nor under WSL (pytorch#192330)."""
-    if platform == "win32":
-        return False
-    return not (platform == sys.platform and _under_wsl())
-
-
-def _under_wsl() -> bool:
-    import platform
-
-    return "microsoft" in platform.release().lower()
 
 
 def _reserved(allocated: int, card: Card) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ _EAGER_ONLY = {
     "granitemoe_swa", "hy_v4", "mimo_v2_flash", "mpt", "openai-gpt", "vaultgemma", "xglm",
 }  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_CATALOGUE = Path(__file__).resolve().parents[1] / "forecast" / "model_configs.json"
+_CATALOGUE = Path(__file__).resolve().parent / "configurations.json"
 
 
 def resolve_model_path(settings: Recipe) -> str:

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from finetune.plan.choices import Choices
-from finetune.plan.estimate import Anchor
-from finetune.plan.search import Search, verdict_of
+from finetune.plan.search import Anchor, Search, verdict_of
 from finetune.plan.speed import Job, knows_rates
 from finetune.plan.strategy import Strategy
 from finetune.units import format_bytes

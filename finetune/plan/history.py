@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.card.measured import cache_dir
+from finetune.files import cache_dir, write_text
 from finetune.plan.plan import Plan
 
 #: Runs on a card that count; older ones are forgotten.
@@ -50,11 +50,8 @@ def record_run(plan: Plan, *, step_s: float | None, allocated_bytes: int | None,
     forgotten = mine[: max(0, len(mine) - KEPT + 1)]
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(
-        "".join(json.dumps(old) + "\n" for old in [*(old for old in rows if old not in forgotten), row]), encoding="utf-8"
-    )
-    fresh.replace(path)
+    kept = [*(old for old in rows if old not in forgotten), row]
+    write_text(path, "".join(json.dumps(old) + "\n" for old in kept))
 
 
 def read_history(card_name: str) -> History:

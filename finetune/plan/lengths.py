@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.plan.batches import Batches
 from finetune.plan.choices import Choices
-from finetune.plan.estimate import Anchor
 from finetune.plan.plan import DataStatistics
-from finetune.plan.search import Search
+from finetune.plan.search import Anchor, Search
+from finetune.plan.speed import Batches
 
 #: No limit below this is planned unasked, and limits are multiples of the step.
 LEAST_LENGTH, LENGTH_STEP = 256, 64

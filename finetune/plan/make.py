@@ -11,17 +11,16 @@ from finetune.card.card import Card
 from finetune.forecast import Forecast, make_forecast
 from finetune.model.configuration import read_config
 from finetune.plan.advice import RANKS, advise_alpha
-from finetune.plan.basics import choose_basics, choose_cadence, total_steps
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
-from finetune.plan.estimate import Anchor
+from finetune.plan.defaults import choose_basics, choose_cadence, total_steps
 from finetune.plan.explain import alternatives, explain_strategy, words
 from finetune.plan.history import History, read_history
 from finetune.plan.lengths import Lengths, length_costs
 from finetune.plan.many_cards import needs_of_each_card
 from finetune.plan.plan import DataStatistics, Plan
 from finetune.plan.resources import check_resources
-from finetune.plan.search import FITS, NO_FIT, Search, verdict_of
+from finetune.plan.search import FITS, NO_FIT, Anchor, Search, verdict_of
 from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates
 from finetune.plan.strategy import Strategy, next_to, strategies

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from finetune.card.card import Card
+from finetune.files import free_disk_bytes
 from finetune.forecast.forecast import Forecast
 from finetune.plan.shape import ModelShape
 from finetune.recipe import Recipe
@@ -21,7 +21,7 @@ def check_resources(settings: Recipe, shape: ModelShape, forecast: Forecast, car
     """
     here = card.source != "catalogue"
     host_free = psutil.virtual_memory().available if here else None
-    disk_free = _disk_free(Path(settings.output_dir)) if here else None
+    disk_free = free_disk_bytes(Path(settings.output_dir)) if here else None
     return [
         _row("host memory", forecast.host_bytes, None if card.is_cpu else host_free),
         _row("disk", max(forecast.disk_bytes, disk_bytes(settings, shape)), disk_free),
@@ -37,8 +37,3 @@ def disk_bytes(settings: Recipe, shape: ModelShape) -> int:
 
 def _row(what: str, needed: int, free: int | None) -> dict[str, Any]:
     return {"what": what, "needs_bytes": needed, "free_bytes": free, "enough": None if free is None else needed <= free}
-
-
-def _disk_free(path: Path) -> int:
-    place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(place).free

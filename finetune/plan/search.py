@@ -1,4 +1,7 @@
-"""Find the fastest strategy whose forecast fits, with few forecasts: scaled estimates say which one to forecast next."""
+"""Find the fastest strategy whose forecast fits, with few forecasts: scaled estimates say which one to forecast next.
+
+An estimate scales another strategy's forecast. It orders the search; a verdict has a forecast of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,101 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from finetune.forecast.forecast import Forecast
-from finetune.plan.estimate import Anchor, estimate_high_bytes, least_bytes
+from finetune.plan.shape import ModelShape
 from finetune.plan.speed import Job, Timing, time_step
 from finetune.plan.strategy import Strategy
+from finetune.units import GIB
+
+#: Bytes of optimizer state for each trained fp32 parameter, on the card at the step.
+STATE_BYTES = {
+    "adamw_torch_fused": 8.0, "adamw_torch": 8.0, "adamw_8bit": 2.1, "paged_adamw_8bit": 2.1, "paged_adamw_32bit": 8.0,
+    "adamw_cpu_offload": 0.0, "adafactor": 0.1,
+}  # fmt: skip
+#: Bytes saved for each input and output element of a layer's linear layers, when nothing has been forecast yet: 2.4 were
+#: measured with 16-bit adapters and 2.8 with fp32 ones.
+USUAL_SAVED_BYTES = 2.7
+#: Loss tile, workspace, context and allocator, likewise.
+USUAL_REST_BYTES = 1.2 * GIB
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A strategy whose forecast was made, with adapters of `rank` and rows of `width` tokens."""
+
+    strategy: Strategy
+    width: int
+    rank: int
+    forecast: Forecast
+
+
+def estimate_high_bytes(strategy: Strategy, width: int, anchors: list[Anchor], job: Job) -> int:
+    """Upper end of the whole card's peak, scaled from the nearest anchor, or guessed when there is none. Bytes."""
+    if not anchors:
+        return _guess_bytes(strategy, width, job)
+    anchor = min(anchors, key=lambda anchor: _distance(anchor, strategy, width))
+    forecast = anchor.forecast
+    context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
+    share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
+    load = forecast.peaks.get("load", 0) if strategy.bits == anchor.strategy.bits else 0
+    return round(max(load, sum(_parts(strategy, width, anchor, job).values())) * share + context)
+
+
+def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
+    shape, tokens = job.shape, strategy.micro * width
+    activations = _activation_bytes(strategy, USUAL_SAVED_BYTES * shape.layer_width * tokens, tokens, shape)
+    adapters = (8 + STATE_BYTES[strategy.optim]) * job.rank * shape.adapter_per_rank
+    return round(shape.weight_bytes(strategy.bits) + adapters + activations + USUAL_REST_BYTES)
+
+
+def least_bytes(strategy: Strategy, job: Job) -> int:
+    """No plan with this strategy takes less: the weights and the context. Bytes."""
+    return job.shape.weight_bytes(strategy.bits) + (job.card.context_bytes or 0)
+
+
+def _parts(strategy: Strategy, width: int, anchor: Anchor, job: Job) -> dict[str, float]:
+    parts = {name: float(count) for name, count in anchor.forecast.parts.items()}
+    shape, made, growth = job.shape, anchor.strategy, strategy.micro * width / (anchor.strategy.micro * anchor.width)
+    parts["weights"] = parts.get("weights", 0.0) + shape.weight_bytes(strategy.bits) - shape.weight_bytes(made.bits)
+    for name in ("adapters", "gradients", "optimizer"):
+        parts[name] = parts.get(name, 0.0) * job.rank / anchor.rank
+    states = (STATE_BYTES[strategy.optim] - STATE_BYTES[made.optim]) * job.rank * shape.adapter_per_rank
+    parts["optimizer"] = max(0.0, parts["optimizer"] + states)
+    parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
+    kept = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
+    tokens = strategy.micro * width
+    layer = _layer_bytes(made, kept, tokens, shape)
+    parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
+    return parts
+
+
+def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: ModelShape) -> float:
+    """Activations of all layers when one layer saves `layer` bytes: recomputed layers keep only their input."""
+    again = strategy.recomputed_layers(shape.layers)
+    kept_input = 0 if strategy.checkpointing == "offload" else 2 * shape.hidden * tokens
+    if strategy.checkpointing == "selective":
+        kept_input += 2 * shape.attention_width * tokens
+    return (shape.layers - again) * layer + again * kept_input + (layer if again else 0)
+
+
+def _layer_bytes(made: Strategy, kept: float, tokens: int, shape: ModelShape) -> float:
+    """The same relation the other way round: what one layer saves, from what all of them kept."""
+    again = made.recomputed_layers(shape.layers)
+    whole = shape.layers - again + (1 if again else 0)
+    fixed = _activation_bytes(made, 0.0, tokens, shape)
+    return max((kept - fixed) / whole, 2 * shape.hidden * tokens)
+
+
+def _distance(anchor: Anchor, strategy: Strategy, width: int) -> tuple:
+    made = anchor.strategy
+    return (
+        made.bits != strategy.bits,
+        (made.checkpointing is False) != (strategy.checkpointing is False),
+        made.checkpointing != strategy.checkpointing or made.every_n != strategy.every_n,
+        abs(made.micro * anchor.width - strategy.micro * width),
+        made.optim != strategy.optim,
+        made.micro,
+    )
+
 
 FITS, TIGHT, NO_FIT = "fits", "tight", "does not fit"
 #: Forecasts in one search; each costs up to a second.

@@ -6,8 +6,6 @@ recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapt
 from __future__ import annotations
 
 import errno
-import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -153,16 +151,3 @@ def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:
     """Runs below a folder, newest first."""
     found = [RunDirectory(path.parent) for path in runs.glob("*/plan.json") if not path.parent.name.startswith(".")]
     return sorted(found, key=lambda run: (run.plan.stat().st_mtime, run.path.name), reverse=True)
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never half, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(values, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
+from finetune.distributed.configuration import launch_problems, machine_problems
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
+from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.forecast.cache import LIBRARIES
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
@@ -18,8 +19,7 @@ from finetune.plan import make_plan
 from finetune.plan.plan import DataStatistics, Plan
 from finetune.recipe import AUTO, Recipe, write_recipe
 from finetune.requirements import refuse_other_versions
-from finetune.run.directory import RunDirectory, create, write_json
-from finetune.run.launch_config import launch_problems, machine_problems
+from finetune.run.directory import RunDirectory, create
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
@@ -163,8 +163,7 @@ def _data_is_here(recipe: Recipe) -> bool:
 
 def _check_disk(path: Path, plan: Plan) -> None:
     needed = plan.forecast.disk_bytes if plan.forecast else 0
-    place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    place, free = existing_parent(path), free_disk_bytes(path)
     if needed > free:
         raise DiskFull(
             f"{place} has {format_bytes(free)} free, the run needs {format_bytes(needed)} for checkpoints and the adapter",

@@ -6,9 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
+from finetune.files import write_json
 from finetune.plan.plan import Plan, read_plan
 from finetune.recipe import resolved
-from finetune.run.directory import RunDirectory, write_json
+from finetune.run.directory import RunDirectory
 
 MOST_RETRIES = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.events import EventWriter
 from finetune.plan.plan import Plan
 from finetune.run.directory import RunDirectory
-from finetune.run.out_of_memory import is_out_of_memory
+from finetune.run.failures import is_out_of_memory
 
 #: Longer prompts are left out and answers end here: the attention cache of an 8B stays below 300 MB.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64

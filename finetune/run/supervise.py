@@ -17,11 +17,13 @@ from typing import Any
 
 import psutil
 
+from finetune.card.allocator import allocator_environment
+from finetune.distributed.processes import many_processes
 from finetune.events import EventReader, EventWriter
+from finetune.files import write_json
 from finetune.plan.plan import read_plan
-from finetune.run.directory import RunDirectory, write_json
-from finetune.run.distributed import many_processes
-from finetune.run.queue import Queue, card_queue
+from finetune.run.card_queue import Queue, card_queue
+from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record, take_lock
 
@@ -89,7 +91,7 @@ class Supervisor:
             return self._last_word(code)
 
     def _attempt(self) -> int:
-        many = many_processes(self.run, adjusted_plan(self.run))
+        many = many_processes(self.run.path, self.run.log, adjusted_plan(self.run))
         if many is not None:
             many.prepare()
         with self.run.log.open("ab") as log:
@@ -212,9 +214,7 @@ def worker_environment() -> dict[str, str]:
     """The launch policy's part that must stand before torch is imported."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    if sys.platform == "linux" and "microsoft" not in os.uname().release.lower():  # not on Windows or WSL
-        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    return environment
+    return {**allocator_environment(), **environment}
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

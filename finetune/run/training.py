@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
+from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import EventWriter
 from finetune.model.techniques import step_context, training_arguments
 from finetune.plan.plan import Plan
-from finetune.run import ranks
 from finetune.run.directory import RunDirectory
-from finetune.run.disk import is_disk_full
+from finetune.run.failures import is_disk_full
 from finetune.run.memory import MemorySampler
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal

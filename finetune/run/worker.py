@@ -13,15 +13,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.plan.plan import Plan
-from finetune.run import ranks
+from finetune.run.accuracy import remember
 from finetune.run.directory import RunDirectory
-from finetune.run.disk import is_disk_full
-from finetune.run.measured import remember
+from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
-from finetune.run.out_of_memory import describe, is_out_of_memory
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import Checkpoint, facts_differ, newest_verified
 from finetune.run.snapshot import free_blocks, start_recording, write_snapshot
@@ -42,7 +41,7 @@ class Worker:
         self.device: str | int = "cpu" if self.plan.card.is_cpu else self.rank.local
         ranks.join(self.rank, self.plan.card.is_cpu)
         self.stop = StopRequest()
-        self.events = ranks.event_writer(run, self.rank)
+        self.events = ranks.event_writer(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
             self.events.listeners.append(self.trackers.hear)
@@ -118,11 +117,11 @@ class Worker:
         from datasets import load_from_disk
         from transformers import AutoTokenizer, set_seed
 
+        from finetune.distributed.fsdp_layers import keep_layers_apart
         from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.run.callbacks import RunCallback
-        from finetune.run.fsdp_units import keep_layers_apart
         from finetune.run.training import RunTrainer, sft_config
 
         collect_as_usual()

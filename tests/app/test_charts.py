@@ -3,8 +3,8 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
-from app.charts import Level, Line, Mark, Panel, chart, histogram, sparkline, stacked_bar
-from app.markup import Safe, inert, plain, table
+from app.views.charts import Level, Line, Mark, Panel, chart, histogram, sparkline, stacked_bar
+from app.views.markup import Safe, inert, plain, table
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m‮"
 

@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from app.draft import Draft, command_line
-from app.queue import Queue
-from app.recipe_form import fields, typed
+from app.planning.draft import Draft, command_line
+from app.starts.waiting import Queue
+from app.views.recipe_form import fields, typed
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, parse_recipe, shipped_recipes

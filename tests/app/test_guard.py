@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from starlette.routing import Mount, Route
 
-from app.guard import LOOPBACK, READ, UPLOAD_PATH, WRITE, Door
-from app.server import choose_token, listen, make_door
+from app.web.guard import LOOPBACK, READ, UPLOAD_PATH, WRITE, Door
+from app.web.server import choose_token, listen, make_door
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 
@@ -27,7 +27,7 @@ def app(tmp_path_factory):
     """The whole application, served in a thread: guard, uploads, filter, FastAPI, Gradio."""
     import uvicorn
 
-    from app.server import build
+    from app.web.server import build
 
     before, root = Path.cwd(), tmp_path_factory.mktemp("workspace")
     (root / "secret.txt").write_text(SECRET)
@@ -332,14 +332,14 @@ def test_an_upload_flood_is_refused(app, monkeypatch):
     folder = Path(os.environ["GRADIO_TEMP_DIR"])
     (folder / "old").mkdir()
     there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    monkeypatch.setattr("app.uploads.ROOM_BYTES", there + 1000)
+    monkeypatch.setattr("app.web.uploads.ROOM_BYTES", there + 1000)
     (folder / "old" / "x").write_bytes(b"x" * 2000)
     body, headers = multipart("a.jsonl", b"{}")
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 507
     os.utime(folder / "old", (0, 0))
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 200
     assert not (folder / "old").exists()
-    monkeypatch.setattr("app.uploads.AT_ONCE", 0)
+    monkeypatch.setattr("app.web.uploads.AT_ONCE", 0)
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 429
 
 

@@ -66,11 +66,11 @@ def served(tmp_path_factory, forecasts, warm_python):
     one = Served(folder).start(warm_python)
     yield one
     one.kill()
-    from finetune.run import launch
+    from finetune.run import control
     from finetune.run.directory import list_runs
 
     for run in list_runs(folder / "runs"):
-        launch.stop(run, signal.SIGKILL)
+        control.stop(run, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from app.ahead import USUAL, Ahead, neighbours
-from app.planner import Planner
+from app.planning.ahead import USUAL, Ahead, neighbours
+from app.planning.planner import Planner
 from app.workspace import Workspace
 from finetune.recipe import load_recipe, resolved
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.series import MOST_BINS, Series, smoothed
+from app.views.series import MOST_BINS, Series, smoothed
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.none(), st.just("nan")), min_size=1, max_size=400)
 

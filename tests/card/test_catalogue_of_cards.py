@@ -2,10 +2,11 @@
 
 import pytest
 
-from finetune.card import cache_dir, catalogue, find_card, measured_context, record_measurement
+from finetune.card import catalogue, find_card, measured_context, record_measurement
 from finetune.card.find import _entry_of
 from finetune.card.nvidia import Device
 from finetune.errors import RecipeError
+from finetune.files import cache_dir
 from finetune.units import GIB, MIB
 
 

@@ -200,7 +200,7 @@ def test_a_dataset_that_is_nowhere_is_looked_for_on_the_hub_and_said_so(tmp_path
 
 
 def test_datasets_are_loaded_like_hub_ones_and_only_in_known_formats(tmp_path, monkeypatch):
-    from finetune.data.hub import read_hub
+    from finetune.data.hub_datasets import read_hub
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "good").mkdir()

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tiny_models import TYPES, config_values, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
 from finetune.errors import RecipeError
-from finetune.forecast import PARTS, cache, dry_run, expandable_segments, make_forecast
+from finetune.forecast import PARTS, cache, dry_run, make_forecast
 from finetune.forecast.fake_model import own_quantisation_maps
 from finetune.forecast.tracker import StorageTracker, block_bytes
 from finetune.units import GIB, MIB

@@ -5,7 +5,7 @@ import argparse
 import pytest
 from launch_settings import DEEPSPEED, settings
 
-from finetune.run.launch_config import deepspeed_configuration
+from finetune.distributed.configuration import deepspeed_configuration
 
 
 def filled_in(wanted):

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 from launch_settings import DEEPSPEED, settings
 
-from finetune.errors import RecipeError
-from finetune.recipe import resolved
-from finetune.run.launch_config import (
+from finetune.distributed.configuration import (
     accelerate_configuration,
     deepspeed_configuration,
     fsdp_configuration,
@@ -16,6 +14,8 @@ from finetune.run.launch_config import (
     launch_problems,
     machine_problems,
 )
+from finetune.errors import RecipeError
+from finetune.recipe import resolved
 
 LAUNCHES = [
     {"num_processes": 2},
@@ -85,7 +85,7 @@ def test_accelerate_makes_an_fsdp2_plugin_of_it(tmp_path, monkeypatch, offload):
 def test_accelerate_reads_the_deepspeed_configuration(tmp_path, launch):
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-    from finetune.run.directory import write_json
+    from finetune.files import write_json
 
     wanted = settings(num_processes=2, strategy="deepspeed", **launch)
     arguments = parsed(tmp_path, wanted)

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.card import Card
 from finetune.forecast.forecast import Forecast
-from finetune.plan.estimate import STATE_BYTES
+from finetune.plan.search import STATE_BYTES
 from finetune.plan.shape import shape_of
 from finetune.recipe import Recipe
 from finetune.units import GIB, MIB

@@ -2,7 +2,8 @@
 
 import pytest
 
-from finetune.card import cache_dir, find_card
+from finetune.card import find_card
+from finetune.files import cache_dir
 from finetune.plan import make_plan
 from finetune.plan.history import KEPT, read_history, record_run
 from finetune.recipe import parse_recipe

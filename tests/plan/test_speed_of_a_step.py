@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from finetune.card import find_card
-from finetune.plan.batches import Batches
 from finetune.plan.plan import DataStatistics
 from finetune.plan.shape import ModelShape
-from finetune.plan.speed import Job, knows_rates, time_step
+from finetune.plan.speed import Batches, Job, knows_rates, time_step
 from finetune.plan.strategy import CHECKPOINTING, OPTIMIZERS, Strategy
 
 LLAMA_8B = ModelShape(

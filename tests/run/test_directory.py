@@ -9,7 +9,8 @@ import pytest
 
 from finetune.errors import DiskFull, RecipeError
 from finetune.events import EventWriter
-from finetune.run.directory import RunDirectory, create, list_runs, open_run, write_json
+from finetune.files import write_json
+from finetune.run.directory import RunDirectory, create, list_runs, open_run
 from finetune.run.state import is_alive, process_is, process_record, read_state, take_lock
 
 

@@ -9,7 +9,7 @@ from conftest import adapter_hash
 from forked import supervise
 
 from finetune.events import read_events
-from finetune.run import launch
+from finetune.run import control
 from finetune.run.state import is_alive, read_processes, read_state
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,8 @@ def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
     assert supervise(run, "step5:kill").wait(timeout=120) == 1
     state = read_state(run)
     assert state.state == "failed" and "finetune resume" in state.message
-    launch.resume(run)
-    assert launch.wait(run, 120)
+    control.resume(run)
+    assert control.wait(run, 120)
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 
@@ -85,7 +85,7 @@ def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     process.kill()
     process.wait()
     assert read_state(run).state == "running"  # the worker goes on, and every command sees it
-    assert launch.stop(run) and launch.wait(run, 60)
+    assert control.stop(run) and control.wait(run, 60)
     assert read_state(run).state == "stopped"
 
 

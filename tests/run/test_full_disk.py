@@ -10,8 +10,9 @@ from conftest import adapter_hash
 
 from finetune.errors import DiskFull
 from finetune.events import EventWriter, read_events
-from finetune.run import launch
-from finetune.run.directory import RunDirectory, write_json
+from finetune.files import write_json
+from finetune.run import control
+from finetune.run.directory import RunDirectory
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
@@ -94,13 +95,13 @@ def waiting_after(step, filled):
 def test_the_supervisor_says_paused_and_resume_continues(make_run, finished, disk):
     run = on_disk(make_run(), disk)
     ballast = fill(disk, 60_000)
-    launch.start(run)
-    assert launch.wait(run, 120)
+    control.start(run)
+    assert control.wait(run, 120)
     ballast.unlink()
     state = read_state(run)
     assert state.state in ("paused", "lost") and "finetune resume" in state.message  # lost: not even the state could be written
-    launch.resume(run)
-    assert launch.wait(run, 120)
+    control.resume(run)
+    assert control.wait(run, 120)
     assert adapter_hash(run) == adapter_hash(finished)
 
 

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from finetune.run.queue import Queue
+from finetune.run.card_queue import Queue
 
-JOIN = "import sys, time; from pathlib import Path; from finetune.run.queue import Queue; q = Queue(Path(sys.argv[1]));"
+JOIN = "import sys, time; from pathlib import Path; from finetune.run.card_queue import Queue; q = Queue(Path(sys.argv[1]));"
 JOIN += "q.join(Path(sys.argv[2])); print('joined', flush=True); time.sleep(60)"
 
 

@@ -1,0 +1,100 @@
+"""Conversations with a run's base and tuned model. Generation is a process of its own; what was said is in a file.
+
+The page sends a question to the process, which writes it and the answers to RUNS/.app/chat/<run>.jsonl; every tab reads the
+same file, and closing one loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from app.process import converse
+from app.workspace import Workspace
+from finetune.events import EventWriter, read_events
+from finetune.run.directory import RunDirectory
+
+#: An idle chat gives its memory back.
+IDLE_S = 600.0
+
+
+class Chats:
+    """At most one model is in memory: asking another run ends the former's process."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace, self._folder = workspace, workspace.folder("chat")
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._name = ""
+
+    def ask(self, run: RunDirectory, question: str, max_new_tokens: int) -> None:
+        """Send a question; returns at once. The answers appear in `turns`."""
+        with self._lock:
+            process = self._running(run)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"question": question, "max_new_tokens": max_new_tokens}) + "\n")
+            process.stdin.flush()
+
+    def turns(self, run: RunDirectory) -> list[dict[str, Any]]:
+        """Questions with `base` and `tuned` answers as far as they are, oldest first."""
+        found: dict[str, dict[str, Any]] = {}
+        for event in read_events(self.path(run)):
+            if event["kind"] == "question":
+                found[event["id"]] = {"question": event["text"], "base": None, "tuned": None, "error": None, "done": False}
+            elif event.get("id") in found:
+                turn = found[event["id"]]
+                if event["kind"] == "answer":
+                    turn[event["model"]] = event["text"]
+                elif event["kind"] == "error":
+                    turn["error"] = event["text"]
+                turn["done"] = turn["done"] or event["kind"] in ("done", "error")
+        return list(found.values())
+
+    def clear(self, run: RunDirectory) -> None:
+        """Begin a new conversation; the old one is kept beside."""
+        with self._lock:
+            self._end()
+            if self.path(run).exists():
+                self.path(run).rename(self._folder / f"{run.path.name}-{time.time_ns()}.old")
+
+    def path(self, run: RunDirectory) -> Path:
+        """The file of this run's conversation."""
+        return self._folder / f"{run.path.name}.jsonl"
+
+    def at_work(self, run: RunDirectory) -> bool:
+        """True while this run's process lives."""
+        return self._name == run.path.name and self._process is not None and self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _running(self, run: RunDirectory) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None or self._name != run.path.name:
+            self._end()
+            log = self._folder / "log.txt"
+            self._process = converse(self._workspace, "app.chat.process", str(run.path), str(self.path(run)), log=log)
+            self._name = run.path.name
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class Writer:
+    """What the chat process writes; one line each, see `Chats.turns`."""
+
+    def __init__(self, path: Path) -> None:
+        self._events = EventWriter(path)
+
+    def say(self, kind: str, identity: str, **values: Any) -> None:
+        """Append one event."""
+        self._events.emit(kind, id=identity, **values)

@@ -1,0 +1,176 @@
+"""The recipe that the form edits: a YAML file, so that every tab, browser and restart of the app shows the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from app.workspace import Workspace
+from finetune.errors import RecipeError
+from finetune.files import write_text
+from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
+from finetune.recipe import yaml as recipe_yaml
+
+#: What a stranger finds: the bundled model and data, which train on any machine.
+FIRST = "tiny-cpu"
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The text as it stands, and the recipe it says; None with problems when it says none."""
+
+    text: str
+    recipe: Recipe | None
+    problems: tuple[str, ...] = ()
+    fix: str = ""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is set, by name; empty when the text is no recipe."""
+        return self.recipe.model_dump(exclude_unset=True, mode="json") if self.recipe else {}
+
+
+class Draft:
+    """Reads and writes the file. Text that is no recipe is kept with its problems; until then the form can't change it."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.Lock()
+
+    @property
+    def stamp(self) -> int:
+        """Changes when the file does."""
+        try:
+            return self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def read(self) -> Edited:
+        """The draft; the first recipe when there is none yet."""
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            text = write_recipe(load_recipe(FIRST))
+        return understood(text)
+
+    def write(self, text: str) -> Edited:
+        """Replace the whole text, as the YAML box does."""
+        edited = understood(text)
+        if len(text) <= recipe_yaml.MAX_BYTES:
+            self._store(text)
+        return edited
+
+    def start_from(self, name: str) -> Edited:
+        """Take a shipped recipe as it stands. Raises RecipeError when there is none of this name."""
+        if name not in shipped_recipes():
+            raise RecipeError(f"there is no shipped recipe {name!r}")
+        return self.write(find_recipe(name).read_text(encoding="utf-8"))
+
+    def change(self, **settings: Any) -> Edited:
+        """Set (or, with None, unset) settings by dotted name written with `__`. When they don't agree, nothing is changed.
+
+        `trust_remote_code` is not changed here: running other people's code takes more than a click, it takes the file.
+        """
+        with self._lock:
+            now = self.read()
+            if now.recipe is None:
+                return now
+            values = now.values
+            for dotted, value in settings.items():
+                if dotted != "trust_remote_code":
+                    _put(values, dotted.split("__"), value)
+            try:
+                recipe = recipe_from(values)
+            except RecipeError as error:
+                return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
+            text = write_recipe(recipe)
+            if text != now.text:
+                self._store(text)
+            return understood(text)
+
+    def apply(self, override: str) -> Edited:
+        """One `key=value` of a suggestion, by the command line's rules."""
+        with self._lock:
+            now = self.read()
+            if now.recipe is None or override.partition("=")[0].strip() == "trust_remote_code":
+                return now
+            try:
+                recipe = parse_recipe(now.text, "recipe", shlex.split(override))
+            except RecipeError as error:
+                return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
+            self._store(write_recipe(recipe))
+            return understood(write_recipe(recipe))
+
+    def _store(self, text: str) -> None:
+        write_text(self._path, text)
+
+
+def understood(text: str) -> Edited:
+    """What a text says as a recipe. Remote code is refused here as it would run from a page."""
+    try:
+        recipe = parse_recipe(text, "recipe")
+    except RecipeError as error:
+        return Edited(text, None, tuple(error.problems), error.fix)
+    if recipe.trust_remote_code:
+        return Edited(
+            text, None, ("trust_remote_code: the page does not run a model's own code",),
+            "Start it from the command line, where you can see what you allow: finetune run RECIPE.yaml",
+        )  # fmt: skip
+    return Edited(text, recipe)
+
+
+def command_line(recipe: Recipe) -> str:
+    """The command that does the same: the shipped recipe that needs fewest changes, and those; else a file to save first."""
+    wanted = recipe.model_dump(exclude_unset=True, mode="json")
+    best: list[str] | None = None
+    for name in shipped_recipes():
+        with contextlib.suppress(RecipeError):
+            base = load_recipe(name).model_dump(exclude_unset=True, mode="json")
+            words = [name, *_differences(base, wanted)]
+            if (best is None or len(words) < len(best)) and load_recipe(name, words[1:]).model_dump() == recipe.model_dump():
+                best = words
+    if best is None or len(best) > 8:
+        return "finetune run recipe.yaml"
+    return "finetune run " + " ".join(shlex.quote(word) for word in best)
+
+
+def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
+    """Overrides that turn `base` into `wanted`; what only `base` has goes back to the schema's default."""
+    found = []
+    for key in [*wanted, *(key for key in base if key not in wanted)]:
+        if key in wanted and wanted[key] == base.get(key):
+            continue
+        if isinstance(wanted.get(key), dict) and isinstance(base.get(key), dict) and key != "columns":
+            found += _differences(base[key], wanted[key], f"{prefix}{key}.")
+            continue
+        value = wanted[key] if key in wanted else _default(prefix, key)
+        found.append(f"{prefix}{key}={_written(value)}")
+    return found
+
+
+def _default(prefix: str, key: str) -> Any:
+    from finetune.recipe import DatasetRecipe
+
+    model: Any = DatasetRecipe if prefix == "dataset." else Recipe
+    return model.model_fields[key].get_default(call_default_factory=True)
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, (dict, list)):
+        import json
+
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    if value is None:
+        values.pop(path[-1], None)
+    else:
+        values[path[-1]] = value

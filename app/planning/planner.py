@@ -1,0 +1,78 @@
+"""Questions to the planner process: what is in the data, what would fit. The app itself imports no torch and opens no GPU."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import threading
+from typing import Any
+
+from app.process import converse
+from app.workspace import Workspace
+from finetune.errors import FinetuneError
+
+DEADLINE_S = 300.0
+
+
+class PlannerError(FinetuneError):
+    """What the planner process reported; the kind of the first error is in `title`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values.get("problems", ["the planner gave no answer"]), values.get("fix", ""))
+        self.title = values.get("title", "Something went wrong")
+
+
+class Planner:
+    """One process, one question at a time; it keeps models' shapes, data and forecasts in memory between questions."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._log = workspace.folder("planner") / "log.txt"
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def warm(self) -> None:
+        """Start the process ahead of the first question: importing the libraries takes seconds."""
+        with self._lock:
+            self._running()
+
+    def ask(self, kind: str, **values: Any) -> dict[str, Any]:
+        """The answer to a question (see app.planning.process). Raises PlannerError."""
+        with self._lock:
+            process = self._running()
+            try:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps({"kind": kind, **values}) + "\n")
+                process.stdin.flush()
+                line = self._answer(process)
+            except BrokenPipeError:
+                line = ""
+            if not line:
+                self._end()
+                raise PlannerError({"problems": ["the planner ended without an answer"], "fix": f"See {self._log}"})
+        answer = json.loads(line)
+        if "problems" in answer:
+            raise PlannerError(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = converse(self._workspace, "app.planning.process", log=self._log)
+        return self._process
+
+    def _answer(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
+        return process.stdout.readline() if ready else ""
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,1 @@
+"""Starts: what waits to be started, and the process that starts it."""

@@ -1,0 +1,115 @@
+"""Takes queued starts in order: `python -m app.starts.starter RUNS`. Prepares in a child, starts what the command line starts.
+
+`python -m app.starts.starter RUNS ENTRY` is that child: finetune.run.prepare, then finetune.run.control, status into the entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from app.process import command, environment
+from app.starts.waiting import Entry, Queue
+from app.workspace import Workspace
+from finetune.errors import FinetuneError
+from finetune.garbage import collect_rarely
+from finetune.recipe import AUTO, load_recipe
+from finetune.run import control
+from finetune.run.directory import RunDirectory
+from finetune.run.state import is_alive
+
+_POLL_S = 0.3
+
+
+def main() -> int:
+    """Work until the queue is empty; leave at once when another starter works."""
+    collect_rarely()
+    workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
+    if len(sys.argv) > 2:
+        return start(workspace, Entry(Path(sys.argv[2])))
+    queue = Queue(workspace)
+    with (queue.folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        while waiting := queue.waiting():
+            _take(workspace, waiting[0])
+    return 0
+
+
+def _take(workspace: Workspace, entry: Entry) -> None:
+    busy = next((run.path.name for run in workspace.list_runs() if is_alive(run)), None)
+    if busy:
+        status = entry.status()
+        message = f"waiting until {busy} has ended"
+        if status["message"] != message and entry.path.exists():
+            entry.say("waiting", message, **_kept(status))
+        time.sleep(_POLL_S)
+        return
+    entry.say("preparing", "loading the libraries", **_kept(entry.status()))
+    with entry.log.open("ab") as log:
+        code = subprocess.run(
+            command("app.starts.starter", str(workspace.runs), str(entry.path)),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env=environment(), check=False,
+        ).returncode  # fmt: skip
+    if entry.status()["state"] == "preparing":  # it died without a word
+        entry.say("failed", f"the preparation ended with status {code}", problems=[_last_line(entry.log)], fix="")
+
+
+def start(workspace: Workspace, entry: Entry) -> int:
+    """Prepare and start one entry. Every problem goes into its status."""
+    status = entry.status()
+    try:
+        if status.get("resume"):
+            run = RunDirectory(workspace.runs / status["resume"])
+            control.resume(run)
+        else:
+            run = _prepare(workspace, entry, bool(status.get("force")))
+            control.start(run)
+    except FinetuneError as error:
+        entry.say("failed", error.title, problems=error.problems, fix=error.fix)
+        return error.exit_code
+    _wait_for_life(run)
+    entry.say("started", "", run=run.path.name)
+    return 0
+
+
+def _prepare(workspace: Workspace, entry: Entry, force: bool) -> RunDirectory:
+    from finetune.run.prepare import create_run, prepare
+
+    recipe = load_recipe(entry.recipe)
+    kept = _kept(entry.status())
+    prepared = prepare(recipe, force=force, progress=lambda text: entry.say("preparing", text, **kept))
+    if recipe.output_dir == AUTO:  # the name is the plan's, the folder is the one that this page shows
+        name = Path(str(prepared.plan.settings.output_dir)).name
+        settings = prepared.plan.settings.model_copy(update={"output_dir": str(workspace.runs / name)})
+        prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, settings=settings))
+    entry.say("preparing", "writing the run directory", **kept)
+    return create_run(prepared)
+
+
+def _wait_for_life(run: RunDirectory) -> None:
+    """The next entry must see that this run is at work; its supervisor needs a moment to take the lock."""
+    for _ in range(100):
+        if is_alive(run):
+            return
+        time.sleep(0.1)
+
+
+def _kept(status: dict[str, object]) -> dict[str, object]:
+    return {name: status.get(name) for name in ("resume", "force", "asked_s")}
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:500] if lines else "it left no message"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What is done with a result (evaluate, merge, export, publish) as the command line does it: detached, output in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.process import detach
+from app.workspace import Workspace
+from finetune.errors import RecipeError
+from finetune.files import write_json
+from finetune.run.directory import RunDirectory
+from finetune.run.state import process_is, process_record
+
+#: Commands of `finetune` that take a run and change or publish its result; only those that this version has are offered.
+VERBS = ("eval", "merge", "export", "publish")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One command on one run: where its output is, and how it stands."""
+
+    path: Path
+
+    def status(self) -> dict[str, Any] | None:
+        """None when it was never started; `state` is running, done or failed."""
+        try:
+            values = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        if values["state"] == "running" and not process_is(values["process"]):
+            return {**values, "state": "failed", "exit_code": None}
+        return values
+
+    def output(self) -> str:
+        """Standard output so far."""
+        return _read(self.path / "output.txt")
+
+    def log(self) -> str:
+        """Standard error so far."""
+        return _read(self.path / "log.txt")
+
+    def result(self) -> Any:
+        """The JSON that the command printed last; None when there is none."""
+        for line in reversed(self.output().strip().splitlines()):
+            try:
+                return json.loads(line)
+            except ValueError:
+                continue
+        return None
+
+
+class Tasks:
+    """Commands on results."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    def offered(self) -> list[str]:
+        """The verbs that the installed command line has."""
+        from finetune.cli.app import cli
+
+        known = {command.name or getattr(command.callback, "__name__", "") for command in cli.registered_commands}
+        return [verb for verb in VERBS if verb in known]
+
+    def of(self, run: RunDirectory, verb: str) -> Task:
+        """The last task of this kind on this run."""
+        return Task(self._workspace.folder("tasks") / run.path.name / verb)
+
+    def start(self, run: RunDirectory, verb: str, options: str = "") -> Task:
+        """Start one. Raises RecipeError when it runs already, or is not a command."""
+        if verb not in self.offered():
+            raise RecipeError(f"{verb[:40]!r} is not a command for a result")
+        task = self.of(run, verb)
+        status = task.status()
+        if status and status["state"] == "running":
+            raise RecipeError(f"finetune {verb} is at work on {run.path.name} already")
+        task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in ("output.txt", "log.txt"):
+            (task.path / name).write_bytes(b"")
+        arguments = [verb, str(run.path), *shlex.split(options), "--json"]
+        status = {"state": "running", "command": f"finetune {shlex.join(arguments)}", "began_s": time.time()}
+        write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
+        detach(self._workspace, "app.starts.tasks", str(task.path), *arguments, log=task.path / "log.txt")
+        return task
+
+
+def _read(path: Path, most: int = 2**20) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(most).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def main() -> int:
+    """The detached process: `python -m app.starts.tasks FOLDER VERB RUN ...` runs the command and writes how it ended."""
+    task, arguments = Task(Path(sys.argv[1])), sys.argv[2:]
+    status = {**(task.status() or {}), "process": process_record(os.getpid())}
+    write_json(task.path / "status.json", status)
+    with (task.path / "output.txt").open("wb") as output:
+        code = subprocess.run([sys.executable, "-P", "-m", "finetune", *arguments], stdout=output, check=False).returncode
+    ended = {"state": "done" if code == 0 else "failed", "exit_code": code, "ended_s": time.time()}
+    write_json(task.path / "status.json", {**status, **ended})
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Starts wait here, one folder each, and one process takes them in order when no other run is at work.
+
+A folder has recipe.yaml and status.json: `{"state": waiting | preparing | started | failed, "message": ..., "run": ...}`. The
+page that asked may be closed and the app may end: the starter (app.starts.starter) is a process of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.process import detach
+from app.workspace import Workspace
+from finetune.files import write_json
+from finetune.recipe import Recipe, write_recipe
+
+OPEN = ("waiting", "preparing")
+#: Entries that are done are shown for a while and then removed.
+_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One start that was asked for."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """What was asked for."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def log(self) -> Path:
+        """Output of the preparation."""
+        return self.path / "log.txt"
+
+    def status(self) -> dict[str, Any]:
+        """How far it is; `failed` when its file can't be read."""
+        try:
+            return json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {"state": "failed", "message": "its status can't be read", "problems": [], "fix": ""}
+
+    def say(self, state: str, message: str = "", **values: Any) -> None:
+        """Write the status; readers see the old or the new one, never half."""
+        write_json(self.path / "status.json", {"state": state, "message": message, **values})
+
+
+class Queue:
+    """The entries, oldest first."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace, self.folder = workspace, workspace.folder("queue")
+
+    def entries(self) -> list[Entry]:
+        """All that are there, oldest first."""
+        return [Entry(path) for path in sorted(self.folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+
+    def waiting(self) -> list[Entry]:
+        """Those that have not started."""
+        return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
+
+    def newest(self) -> Entry | None:
+        """The last one asked for."""
+        found = self.entries()
+        return found[-1] if found else None
+
+    def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
+        """Ask for a start (or that `resume` goes on); returns at once."""
+        building = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
+        building.mkdir(mode=0o700)
+        entry = Entry(building)
+        entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
+        entry.say("waiting", "waiting for the starter", resume=resume, force=force, asked_s=time.time())
+        entry = Entry(building.rename(self.folder / building.name[1:]))
+        self.forget_old()
+        self.ensure()
+        return entry
+
+    def cancel(self, name: str) -> bool:
+        """Take an entry that waits out of the queue; False when it has begun or is not there."""
+        for entry in self.entries():
+            if entry.path.name == name and entry.status()["state"] == "waiting":
+                shutil.rmtree(entry.path, ignore_errors=True)
+                return True
+        return False
+
+    def ensure(self) -> None:
+        """Start the starter when there is work and none is running. Two at once do no harm: the second one leaves."""
+        if self.waiting() and not is_locked(self.folder / ".lock"):
+            detach(self.workspace, "app.starts.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
+
+    def forget_old(self) -> None:
+        """Remove all but the newest entries that are done."""
+        done = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
+        for entry in done[:-_KEPT]:
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def is_locked(path: Path) -> bool:
+    """True while a process holds the lock file."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Views: HTML and components made from values; nothing here reads files or starts anything."""

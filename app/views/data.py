@@ -1,0 +1,81 @@
+"""What is in the data, as HTML: counts, refused rows and why, lengths with the limit, conversations, trained tokens marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.views.charts import histogram
+from app.views.markup import inert, note, table
+from finetune.recipe import AUTO, Recipe
+from finetune.units import format_count
+
+_REFUSED_SHOWN = 20
+_MARKED_CHARACTERS = 6000
+
+
+def report(answer: dict[str, Any], recipe: Recipe) -> str:
+    """Counts in words, warnings, the rows that can't be trained on."""
+    found = answer["report"]
+    share = found["trained_token_share"]
+    trained = "no tokens are trained on" if share is None else f"{share:.0%} of the tokens are trained on"
+    words = f"{found['rows_read']:,} rows read ({found['format']}), {found['rows_used']:,} can be trained on; {trained}."
+    held = answer["eval_report"]
+    words += f" {held['rows_used']:,} rows are held out." if held else " No rows are held out."
+    parts = [f'<p class="ft-summary" role="status">{inert(words)}</p>']
+    parts += [note(text, "warn") for text in found["warnings"]]
+    refused = found["rows_refused"]
+    if refused:
+        rows = [[row["file"], row["row"], row["field"], row["reason"]] for row in refused[:_REFUSED_SHOWN]]
+        more = f" The first {_REFUSED_SHOWN} are shown." if len(refused) > _REFUSED_SHOWN else ""
+        way = (
+            "They are left out."
+            if recipe.dataset.on_bad_rows == "skip"
+            else "A run refuses to start with them: correct them, or set dataset.on_bad_rows=skip."
+        )
+        parts.append(note(f"{len(refused):,} rows can't be trained on. {way}{more}", "bad"))
+        parts.append(table(["file", ">row", "field", "reason"], rows, "Refused rows", hidden_caption=True))
+    return "".join(parts)
+
+
+def lengths(answer: dict[str, Any], recipe: Recipe) -> str:
+    """Histogram of tokens per row with the limit of length, and the same in words."""
+    counts, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
+    if not counts:
+        return note("There are no rows to measure.")
+    marks = answer["report"]["lengths"]
+    words = ", ".join(f"{name} {format_count(value)}" for name, value in marks.items())
+    over = sum(length > limit for length in counts) if limit else 0
+    said = f"limit {limit:,}: {over:,} rows are longer" if limit else "no limit is set: auto takes what the rows need"
+    label = f"Tokens in a row: {words}; {said}."
+    return f'{histogram(counts, limit, label)}<p class="ft-summary">{inert(label)}</p>'
+
+
+def conversations(answer: dict[str, Any]) -> str:
+    """The first rows as conversations."""
+    shown = []
+    for number, messages in enumerate(answer["conversations"], 1):
+        turns = "".join(
+            f'<div class="ft-turn {_side(turn["role"])}"><b>{inert(turn["role"], 40)}</b><p>{inert(turn["text"])}</p></div>'
+            for turn in messages
+        )
+        shown.append(f"<li><h3>Row {number}</h3>{turns}</li>")
+    return f'<ol class="ft-conversations">{"".join(shown)}</ol>' if shown else note("There is no row to show.")
+
+
+def marked(answer: dict[str, Any]) -> str:
+    """The first row as the model sees it, trained tokens marked: by colour and underline, and for screen readers by `mark`."""
+    pieces, left = [], _MARKED_CHARACTERS
+    for text, trained in answer["marked"]:
+        shown = inert(text[:left], left + 1)
+        pieces.append(f"<mark>{shown}</mark>" if trained else shown)
+        left -= len(text)
+        if left <= 0:
+            pieces.append("…")
+            break
+    return (
+        f'<pre class="ft-marked" tabindex="0" role="region" aria-label="First row as the model sees it">{"".join(pieces)}</pre>'
+    )
+
+
+def _side(role: str) -> str:
+    return role if role in ("user", "assistant", "system", "tool") else "other"

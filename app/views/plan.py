@@ -1,0 +1,121 @@
+"""What the fit page shows, as HTML made from a plan: verdict, ledger, reasons, alternatives with hours and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.views.charts import stacked_bar
+from app.views.markup import Safe, inert, note, table
+from finetune.forecast.forecast import PARTS
+from finetune.plan.plan import Plan
+from finetune.units import format_bytes, format_count, format_seconds
+
+_VERDICTS = {"fits": "ok", "tight": "warn", "does not fit": "bad"}
+
+
+def verdict(plan: Plan, price_per_hour: float) -> str:
+    """The verdict in words: what is needed of what is free, how long it takes and costs."""
+    card, forecast = plan.card, plan.forecast
+    css = _VERDICTS.get(plan.verdict, "unknown")
+    if forecast is None:
+        words = f"There is no memory forecast for {card.name}; whether it fits is not known."
+        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p></div>'
+    budget = plan.budget_bytes or card.free_bytes
+    low, high = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
+    words = (
+        f"{format_bytes(forecast.peak_bytes)} at the peak (between {low} and {high}) of {format_bytes(budget)} on {card.name}."
+    )
+    if plan.headroom_bytes is not None:
+        words += (
+            f" {format_bytes(plan.headroom_bytes)} to spare at the upper end." if plan.headroom_bytes >= 0
+            else f" {format_bytes(-plan.headroom_bytes)} short at the upper end."
+        )  # fmt: skip
+    if plan.shortfall:
+        fits = plan.shortfall["largest_model_that_fits"]
+        words += f" Most of it is {plan.shortfall['part']}."
+        words += f" The largest model of the catalogue that fits this card: {fits}." if fits else ""
+    time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
+    return (
+        f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p>{time}</div>'
+    )
+
+
+def _duration(plan: Plan, price_per_hour: float) -> str:
+    seconds = _seconds(plan.forecast.step_s if plan.forecast else None, plan.total_steps)
+    if seconds is None:
+        return f"{plan.total_steps:,} steps; the time is not known for this card."
+    speed = plan.forecast.tokens_per_s if plan.forecast else None
+    words = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
+    words += f" at {format_count(round(speed))} tokens/s" if speed else ""
+    return words + (f", {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} per hour." if price_per_hour else ".")
+
+
+def ledger(plan: Plan) -> str:
+    """A stacked bar against the card's memory, and the same as a table."""
+    forecast, card = plan.forecast, plan.card
+    if forecast is None:
+        return note(f"{format_bytes(card.free_bytes)} of {format_bytes(card.total_bytes)} are free on {card.name}.")
+    held = max(0, card.total_bytes - card.free_bytes)
+    parts = [("held by other programs", held, "part-held")]
+    parts += [(part, forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
+    parts.append(("allocator and context", max(0, forecast.peak_bytes - forecast.allocated_bytes), "part-overhead"))
+    spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
+    parts.append(("uncertainty of the forecast", spread, "part-spread"))
+    free = card.total_bytes - sum(size for _, size, _ in parts)
+    shown = [(name, size, css) for name, size, css in parts if size > 0]
+    words = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
+    bar = stacked_bar(shown, card.total_bytes, f"Memory of {card.name}: {words}; {_free(free)}")
+    rows = [
+        [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
+        for name, size, css in shown
+    ]
+    rows.append(["headroom" if free >= 0 else "over the card", format_bytes(abs(free)), f"{abs(free) / card.total_bytes:.1%}"])
+    peaks = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
+    notes = "".join(note(text) for text in forecast.notes)
+    return (
+        bar + table(["at the training peak", ">memory", ">share of the card"], rows, "Memory by part", hidden_caption=True)
+        + note(f"Allocated peaks by phase: {peaks}. Made by: {forecast.method}.") + notes
+    )  # fmt: skip
+
+
+def reasons(plan: Plan) -> str:
+    """Each setting with the reason for it."""
+    rows = [[name, _value(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
+    return table(["setting", "value", "because"], rows, "Settings and reasons", hidden_caption=True)
+
+
+def alternatives(plan: Plan, price_per_hour: float) -> str:
+    """Other plans: memory at most, speed, time and cost, and under each what is not as in the chosen one."""
+    if not plan.alternatives:
+        return note("No other plans were compared.")
+    columns, rows = ["plan, and what differs", ">at most", ">tokens/s", "verdict"], []
+    times = bool(plan.total_steps) and any(row["step_s"] for row in plan.alternatives)
+    for row in plan.alternatives:
+        rate, seconds = row["tokens_per_s"], _seconds(row["step_s"], plan.total_steps)
+        plan_cell = Safe(f"{inert(row['plan'])}<br><small>{inert(row['differs'])}</small>")
+        cells = [plan_cell, format_bytes(row["peak_high_bytes"]), format_count(round(rate)) if rate else None, row["verdict"]]
+        cost = f"{seconds / 3600 * price_per_hour:,.2f}" if seconds is not None and price_per_hour else None
+        rows.append([*cells, *([format_seconds(seconds), cost] if times else [])])
+    return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
+
+
+def data_note(plan: Plan, without_data_because: str | None) -> str:
+    """What the plan knows of the rows."""
+    if without_data_because:
+        return note(f"Planned for full rows of max_length, because the data was not read: {without_data_because}", "warn")
+    if plan.data is None:
+        return ""
+    longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
+    return note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
+
+
+def _seconds(step_s: float | None, steps: int | None) -> float | None:
+    return step_s * steps if step_s is not None and steps else None
+
+
+def _free(size: float) -> str:
+    return f"{format_bytes(size)} left" if size >= 0 else f"{format_bytes(-size)} more than there is"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,270 @@
+"""What the run page shows, as HTML made from a followed run: headline, tiles, charts, memory, samples, messages, tables."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from app.live import Digest, LiveRun
+from app.views.charts import Level, Line, Mark, Panel, chart, stacked_bar
+from app.views.markup import Safe, inert, note, table
+from app.views.series import smoothed
+from finetune.forecast.forecast import PARTS
+from finetune.plan.plan import Plan
+from finetune.run.state import RunState
+from finetune.units import GIB, format_bytes, format_count, format_seconds
+
+_MARK_CSS = {
+    "first step": "first",
+    "evaluation": "evaluation",
+    "save": "save",
+    "retry": "retry",
+    "resume": "resume",
+    "start": "start",
+}
+_MARKS_SHOWN = 60
+_LOG_BYTES = 16 * 2**10
+_TABLE_ROWS = 12
+
+
+def headline(live: LiveRun, state: RunState) -> str:
+    """State in words with the numbers of now, and what the page's title says."""
+    digest, step = live.digest, live.digest.newest.get("step", {})
+    total = step.get("total_steps") or live.plan().total_steps
+    done = f"{digest.step:,} of {total:,} steps" if total else f"{digest.step:,} steps"
+    title = f"{state.state} {100 * digest.step // total} %" if total and not state.ended else state.state
+    tiles = [("Step", done), ("Loss", _loss(step.get("loss"))), *_memory_tiles(digest), ("Speed", _speed(step))]
+    if not state.ended:
+        tiles.append(("Time left", format_seconds(digest.left_s)))
+    if step.get("temperature_c") is not None:
+        tiles.append(("Card", f"{step['temperature_c']:.0f} °C, {_number(step.get('power_w'), 0)} W"))
+    shown = "".join(f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd></div>" for name, value in tiles)
+    share = min(1.0, digest.step / total) if total else 0.0
+    bar = f'<progress max="1" value="{share:.4f}" aria-label="Progress: {inert(done)}"></progress>'
+    name = inert(f"{title} · {live.run.path.name}")
+    said = f"<strong>{inert(state.state)}</strong> {inert(state.message)}"
+    return (
+        f'<div class="ft-head" data-title="{name}"><p class="ft-state {inert(state.state)}" role="status">{said}</p>'
+        f'{bar}<dl class="ft-tiles">{shown}</dl></div>'
+    )
+
+
+def curves(live: LiveRun, factor: float) -> str:
+    """Loss and memory over the same steps, with forecast, budget and card, and marks for what happened."""
+    digest, plan = live.digest, live.plan()
+    panels = [_loss_panel(digest, factor), _memory_panel(digest, plan)]
+    shown_marks = [mark for mark in digest.marks if mark["name"] not in ("start",)][-_MARKS_SHOWN:]
+    marks = [Mark(f"{mark['name']}, step {mark['step']}", mark["step"], _MARK_CSS[mark["name"]]) for mark in shown_marks]
+    summary = summary_of(digest, plan)
+    legend = "".join(
+        f'<li class="{css}">{name}</li>' for name, css in _MARK_CSS.items() if any(mark["name"] == name for mark in shown_marks)
+    )
+    marked = f'<ul class="ft-legend marks">{legend}</ul>' if legend else ""
+    return f'{chart(panels, marks, digest.step, summary)}{marked}<p class="ft-summary">{inert(summary)}</p>'
+
+
+def summary_of(digest: Digest, plan: Plan) -> str:
+    """The chart in words."""
+    loss = digest.series.get("loss")
+    if loss is None or loss.last is None:
+        return "No step has ended yet."
+    words = f"At step {digest.step:,} the loss is {_loss(loss.last)}"
+    if loss.first is not None and loss.first_step != loss.last_step:
+        words += f", from {_loss(loss.first)} at step {loss.first_step:,}; lowest {_loss(loss.low)}"
+    name, peak = _peak(digest)
+    if peak is not None:
+        words += f". {name} at its peak: {format_bytes(peak)}"
+        if plan.forecast:
+            words += f", forecast {format_bytes(_forecast_for(name, plan))}"
+    return f"{words}."
+
+
+def more_curves(digest: Digest) -> str:
+    """Held-out loss, learning rate, gradient norm, speed, sensors: small, over the same steps."""
+    wanted = (
+        ("eval_loss", "Held-out loss", _loss), ("learning_rate", "Learning rate", lambda value: f"{value:.3g}"),
+        ("grad_norm", "Gradient norm", lambda value: f"{value:.3g}"), ("tokens_per_s", "Tokens per second", format_count),
+        ("token_accuracy", "Share of tokens predicted", lambda value: f"{value:.0%}"),
+        ("temperature_c", "Temperature", lambda value: f"{value:.0f} °C"), ("power_w", "Power", lambda value: f"{value:.0f} W"),
+    )  # fmt: skip
+    found = []
+    for name, title, show in wanted:
+        series = digest.series.get(name)
+        if series is None or series.last is None:
+            continue
+        spread = f"between {show(series.low or 0)} and {show(series.high or 0)}"
+        label = f"{title}: {show(series.last)} at step {series.last_step:,}, {spread}"
+        panel = Panel(f"{title} {show(series.last)}", [Line(title, series.means(), "loss")], show, css="small")
+        found.append(chart([panel], [], digest.step, label))
+    return f'<div class="ft-grid">{"".join(found)}</div>' if found else note("These curves begin with the first step.")
+
+
+def memory(digest: Digest, plan: Plan) -> str:
+    """The forecast by part and what was measured, side by side."""
+    step = digest.newest.get("step", {})
+    rows: list[list[Any]] = []
+    bar = ""
+    if plan.forecast:
+        parts = [(part, plan.forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
+        parts.append(("allocator and context", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
+        whole = plan.budget_bytes or plan.card.free_bytes
+        words = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
+        bar = stacked_bar(parts, whole, f"Forecast by part: {words}; of {format_bytes(whole)}")
+        rows += [
+            [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), None]
+            for name, size, css in parts
+            if size > 0
+        ]
+        rows.append(["whole, forecast at the peak", format_bytes(plan.forecast.peak_bytes), _measured_peak(digest)])
+    for name, key in (
+        ("allocated now", "allocated_bytes"), ("reserved by the allocator, peak of the step", "peak_reserved_bytes"),
+        ("whole card now", "card_used_bytes"), ("other processes on the card", "other_processes_bytes"),
+        ("this process in host memory now", "process_rss_bytes"),
+    ):  # fmt: skip
+        if step.get(key) is not None:
+            rows.append([name, None, format_bytes(step[key])])
+    for name, size in digest.peaks.items():
+        rows.append(
+            [f"{name.removesuffix('_bytes').replace('_', ' ').removeprefix('peak ')}, peak overall", None, format_bytes(size)]
+        )
+    if not rows:
+        return note("Memory is measured from the first step on.")
+    return bar + table(["memory", ">forecast", ">measured"], rows, "Memory by part", hidden_caption=True)
+
+
+def samples(digest: Digest) -> str:
+    """Answers to the same prompts as they change, newest first."""
+    if not digest.samples:
+        return note("This run has written no sample answers yet: held-out prompts are answered at each evaluation.")
+    names = ("prompt", "expected", "answer")
+    rows = [[f"{event.get('step', 0):,}", *(event.get(name) or "" for name in names)] for event in reversed(digest.samples)]
+    return table([">step", *names], rows, "Sample answers", hidden_caption=True)
+
+
+def messages(digest: Digest) -> str:
+    """What the run said about itself: states, retries, warnings."""
+    rows = []
+    for event in reversed(digest.messages):
+        words = event.get("message") or event.get("reason") or event.get("state") or ""
+        if event["kind"] == "start":
+            source = event.get("resumed_from")
+            words = f"training {f'from {source}' if source else 'from the beginning'}"
+        if event["kind"] == "retry":
+            words += ": " + ", ".join(f"{name}={value}" for name, value in (event.get("changes") or {}).items())
+        rows.append([time.strftime("%H:%M:%S", time.localtime(event.get("time_s", 0))), event["kind"].replace("_", " "), words])
+    return (
+        table(["time", "what", "message"], rows, "Messages", hidden_caption=True)
+        if rows
+        else note("Nothing has been said yet.")
+    )
+
+
+def log_tail(live: LiveRun) -> str:
+    """The end of log.txt."""
+    try:
+        with live.run.log.open("rb") as file:
+            file.seek(max(0, live.run.log.stat().st_size - _LOG_BYTES))
+            text = file.read(_LOG_BYTES).decode("utf-8", "replace")
+    except FileNotFoundError:
+        text = ""
+    shown = inert(text, _LOG_BYTES) or "The log is empty."
+    return f'<pre class="ft-log" tabindex="0" role="region" aria-label="End of the log">{shown}</pre>'
+
+
+def numbers(digest: Digest) -> str:
+    """The chart as a table: steps evenly spaced, with loss and memory."""
+    loss = digest.series.get("loss")
+    if loss is None or not loss.bins:
+        return note("No step has ended yet.")
+    name = _memory_lines(digest)[-1][0] if _memory_lines(digest) else None
+    held = dict(digest.series[name].means()) if name else {}
+    points = [point for point in loss.means() if point[1] is not None]
+    chosen = points[:: max(1, len(points) // _TABLE_ROWS)]
+    if points[-1] not in chosen:
+        chosen.append(points[-1])
+    rows = [[f"{step:,.0f}", _loss(value), format_bytes(held.get(step))] for step, value in chosen]
+    return table([">step", ">loss", ">memory"], rows, "Loss and memory by step", hidden_caption=True)
+
+
+def _loss_panel(digest: Digest, factor: float) -> Panel:
+    lines = []
+    if "loss" in digest.series:
+        raw = digest.series["loss"]
+        lines.append(Line("loss, raw" if factor else "loss", raw.points(), "loss raw" if factor else "loss"))
+        if factor:
+            lines.append(Line("loss, smoothed", smoothed(raw.means(), factor), "loss"))
+    if "eval_loss" in digest.series:
+        lines.append(Line("held-out loss", digest.series["eval_loss"].points(), "eval"))
+    return Panel("Loss", lines, lambda value: f"{value:.3g}")
+
+
+def _memory_panel(digest: Digest, plan: Plan) -> Panel:
+    lines = [Line(label, digest.series[name].points(), css) for name, label, css in _memory_lines(digest)]
+    levels = []
+    if plan.forecast:
+        on_card = "peak_allocated_bytes" in digest.series
+        forecast = plan.forecast
+        band = None if on_card else (float(forecast.peak_low_bytes), float(forecast.peak_high_bytes))
+        levels.append(Level("forecast", float(forecast.peak_bytes), "forecast", band))
+    if plan.budget_bytes:
+        levels.append(Level("budget", float(plan.budget_bytes), "budget"))
+    levels.append(Level("card" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
+    title = "Memory of the card" if not plan.card.is_cpu else "Memory of the process"
+    return Panel(title, lines, lambda value: f"{value / GIB:.3g} GiB", levels, zero=True, unit=GIB)
+
+
+def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
+    card = [
+        ("card_used_bytes", "whole card", "whole"), ("peak_reserved_bytes", "reserved", "reserved"),
+        ("peak_allocated_bytes", "allocated, peak of the step", "memory"),
+    ]  # fmt: skip
+    host = [("process_rss_bytes", "process", "memory")]
+    found = [line for line in card if line[0] in digest.series]
+    return found or [line for line in host if line[0] in digest.series]
+
+
+def _peak(digest: Digest) -> tuple[str, int | None]:
+    for name, key in (
+        ("The whole card", "card_used_bytes"), ("Reserved memory", "peak_reserved_bytes"),
+        ("Allocated memory", "peak_allocated_bytes"), ("The process", "process_peak_rss_bytes"),
+    ):  # fmt: skip
+        if key in digest.peaks:
+            return name, digest.peaks[key]
+    return "Memory", None
+
+
+def _forecast_for(name: str, plan: Plan) -> int | None:
+    if plan.forecast is None:
+        return None
+    if name == "Reserved memory":
+        return plan.forecast.reserved_bytes
+    return plan.forecast.allocated_bytes if name == "Allocated memory" else plan.forecast.peak_bytes
+
+
+def _measured_peak(digest: Digest) -> str | None:
+    for key in ("card_used_bytes", "process_peak_rss_bytes"):
+        if key in digest.peaks:
+            return format_bytes(digest.peaks[key])
+    return None
+
+
+def _memory_tiles(digest: Digest) -> list[tuple[str, str]]:
+    step = digest.newest.get("step", {})
+    if step.get("peak_allocated_bytes") is not None:
+        now, peak = step.get("allocated_bytes"), digest.peaks.get("peak_allocated_bytes")
+    else:
+        now, peak = step.get("process_rss_bytes"), digest.peaks.get("process_peak_rss_bytes")
+    return [("Memory now", format_bytes(now)), ("Memory, peak", format_bytes(peak))]
+
+
+def _speed(step: dict[str, Any]) -> str:
+    rate = step.get("tokens_per_s")
+    return f"{format_count(round(rate))} tokens/s" if isinstance(rate, (int, float)) else "not measured"
+
+
+def _loss(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, (int, float)) else "not measured" if value is None else str(value)
+
+
+def _number(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "–"

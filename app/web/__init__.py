@@ -1,0 +1,1 @@
+"""Web: the server, who may talk to it, and what it accepts."""

@@ -1,0 +1,73 @@
+"""Gradio's page made to load nothing from elsewhere: foreign links out, our script in, and a policy that only runs both.
+
+Inline scripts run by a nonce that is new for each page; markup that slipped in through data could not run even if it tried.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from app.web.guard import Asgi, Message, Receive, Scope, Send
+
+_FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
+_HEAD = b'<link rel="stylesheet" href="/ft/theme.css"><script type="module" src="/ft/page.js"></script></head>'
+
+
+def policy(nonce: str) -> bytes:
+    """The content security policy of a page. Styles are inline in Gradio; scripts only from here or with the nonce.
+
+    Gradio compiles its templates with eval, which takes a script that runs already; markup alone can't reach it.
+    """
+    return (
+        f"default-src 'none'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; manifest-src 'self'; base-uri 'self'; "
+        "form-action 'none'; frame-src 'none'; frame-ancestors 'none'; object-src 'none'"
+    ).encode()
+
+
+class PageFilter:
+    """Rewrites HTML answers; everything else passes unbuffered."""
+
+    def __init__(self, app: Asgi) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        nonce = secrets.token_urlsafe(16)
+        start: Message | None = None
+        body = b""
+
+        async def filtered(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"content-security-policy", policy(nonce))]}
+                if _is_html(message):
+                    start = message
+                    return
+            elif start is not None:
+                body += message.get("body", b"")
+                if message.get("more_body"):
+                    return
+                page = rewritten(body, nonce)
+                headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
+                await send({**start, "headers": [*headers, (b"content-length", str(len(page)).encode())]})
+                message = {"type": "http.response.body", "body": page}
+            await send(message)
+
+        plain = [(key, value) for key, value in scope["headers"] if key.lower() != b"accept-encoding"]
+        compressible = scope["path"].startswith(("/assets/", "/static/"))
+        await self.app(scope if compressible else {**scope, "headers": plain}, receive, filtered)
+
+
+def rewritten(page: bytes, nonce: str) -> bytes:
+    """The page without foreign tags, with our style and script, each script with the nonce."""
+    page = _FOREIGN.sub(b"", page).replace(b"</head>", _HEAD, 1)
+    return re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
+
+
+def _is_html(message: Message) -> bool:
+    return any(key.lower() == b"content-type" and value.startswith(b"text/html") for key, value in message["headers"])

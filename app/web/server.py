@@ -1,0 +1,154 @@
+"""The server: FastAPI with Gradio mounted, guarded, on a socket of its own; prints its link when it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from app.web.guard import LOOPBACK, Door, Guard
+from app.web.page_filter import PageFilter
+from app.web.uploads import UploadLimit
+from app.workspace import Workspace
+from finetune.errors import RecipeError
+
+_LEAST_TOKEN = 16
+_HERE = Path(__file__).resolve().parents[1]
+
+
+def choose_token() -> str:
+    """FINETUNE_UI_TOKEN, or a new random one. Raises RecipeError when the given one is too short to keep anybody out."""
+    given = os.environ.get("FINETUNE_UI_TOKEN")
+    if given is None:
+        return secrets.token_urlsafe(32)
+    if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or set(given) & set(' ;,"\\'):
+        raise RecipeError(
+            f"FINETUNE_UI_TOKEN must have at least {_LEAST_TOKEN} letters and digits",
+            'Unset it for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"',
+        )
+    return given
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket: at `port`, or the next free one of twenty; 0 takes any. Raises RecipeError when none is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in range(port, port + 20) if port else [0]:
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, number))
+        except OSError as error:
+            found.close()
+            if error.errno not in (98, 48, 13):  # taken (Linux, macOS), or not ours to take
+                raise RecipeError(f"can't listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from None
+            continue
+        return found
+    raise RecipeError(f"ports {port} to {port + 19} are taken", "Choose another: finetune ui --port 8000")
+
+
+def make_door(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Door:
+    """Loopback names, the address that is listened on, and what --allow-host adds."""
+    names = [*LOOPBACK, *(name.lower() for name in allowed)]
+    wide = host in ("0.0.0.0", "::")
+    if not wide:
+        names.append(f"[{host}]" if ":" in host else host.lower())
+    return Door(token, port, tuple(dict.fromkeys(names)), any_port=wide)
+
+
+def build(workspace: Workspace, door: Door) -> tuple[Any, Any]:
+    """The guarded application, and the app's context, which has to be closed at the end."""
+    temporary = Path(tempfile.mkdtemp(prefix="finetune-ui-"))  # mode 0700
+    os.environ.update(
+        GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=str(temporary / "files"), HF_HUB_DISABLE_TELEMETRY="1",
+        GRADIO_SSR_MODE="False", DO_NOT_TRACK="1",
+    )  # fmt: skip
+    (temporary / "files").mkdir(mode=0o700)
+    (temporary / "empty").mkdir(mode=0o700)
+    os.chdir(temporary / "empty")  # Gradio would serve files of the working directory
+    warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
+    import gradio
+    from fastapi import FastAPI
+    from fastapi.responses import FileResponse, PlainTextResponse
+
+    from app.context import Context
+    from app.page import build_page
+
+    context = Context(workspace, temporary)
+    api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    api.get("/healthz")(lambda: {"ok": True})
+    for name, kind in (("page.js", "text/javascript"), ("theme.css", "text/css")):
+        api.get(f"/ft/{name}")(lambda name=name, kind=kind: FileResponse(_HERE / name, media_type=kind))
+    attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
+    api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
+    page, looks = build_page(context)
+    api = gradio.mount_gradio_app(
+        api, page, path="/", ssr_mode=False, max_file_size=door.upload_bytes, footer_links=[], allowed_paths=[],
+        show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
+    )  # fmt: skip
+    return Guard(UploadLimit(PageFilter(api), temporary / "files"), door), context
+
+
+def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
+    """Serve until Ctrl-C. Runs go on when it ends."""
+    import uvicorn
+
+    token = choose_token()
+    bound = listen(host, port)
+    port = bound.getsockname()[1]
+    workspace = Workspace(Path.cwd(), runs.absolute())
+    application, context = build(workspace, make_door(host, port, token, allowed))
+    config = uvicorn.Config(
+        application, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    threading.Thread(target=_announce, args=(shown, port, token, workspace), daemon=True).start()
+    try:
+        uvicorn.Server(config).run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        context.close()
+    return 0
+
+
+def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
+    """Print the link when the server answers, not before."""
+    for _ in range(600):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{host}:{port}/healthz", timeout=1):
+            print(f"finetune ui: http://{host}:{port}/?token={token}", flush=True)  # noqa: T201
+            print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs go on.", flush=True)  # noqa: T201
+            return
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving(workspace: Workspace, token: str) -> Iterator[str]:
+    """A server on a free port for the block, in a thread; yields its address. For tests and screenshots."""
+    import uvicorn
+
+    bound = listen("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    application, context = build(workspace, make_door("127.0.0.1", port, token))
+    server = uvicorn.Server(
+        uvicorn.Config(application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(5)
+        context.close()

@@ -1,0 +1,1 @@
+"""Distributed: many processes that train together, on one machine or several."""

@@ -1,0 +1,158 @@
+"""What accelerate and DeepSpeed are told of a recipe's `launch` section: as values, checked, written into the run directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from finetune.card.nvidia import read_devices
+from finetune.files import write_json
+from finetune.plan.plan import Plan
+from finetune.recipe import Recipe
+from finetune.recipe.yaml import dump
+
+_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+#: Optimizers that work on split parameters: bitsandbytes' kernels take neither FSDP's nor DeepSpeed's.
+_SPLIT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def is_distributed(settings: Recipe) -> bool:
+    """Whether more than a plain process is needed: several of them, or an engine that splits or offloads."""
+    return settings.launch.num_processes > 1 or settings.launch.strategy != "ddp"
+
+
+def launch_problems(settings: Recipe, *, on_cpu: bool) -> list[str]:
+    """What of the `launch` section can't work, one line each; empty when all is well. `auto` settings are not judged."""
+    launch, problems = settings.launch, []
+    processes, machines, strategy = launch.num_processes, launch.num_machines, launch.strategy
+    if processes % machines:
+        problems.append(f"launch.num_processes {processes} can't be spread evenly over launch.num_machines {machines}")
+    if launch.machine_rank >= machines:
+        problems.append(f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it is below {machines}")
+    if machines > 1 and launch.main_process_ip == "127.0.0.1":
+        problems.append("launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0")
+    if on_cpu and strategy != "ddp":
+        problems.append(f"launch.strategy {strategy} needs NVIDIA cards; on a processor use ddp")
+    if strategy == "fsdp" and processes == 1:
+        problems.append("launch.strategy fsdp splits the weights over several processes; launch.num_processes is 1")
+    problems += _offload_problems(settings)
+    if strategy != "ddp" and settings.load_in_8bit is True:
+        problems.append(f"load_in_8bit can't be split by launch.strategy {strategy}; use load_in_4bit, or neither")
+    if strategy != "ddp" and settings.optim not in ("auto", *_SPLIT_OPTIMIZERS):
+        problems.append(f"optim {settings.optim} can't work on parameters that {strategy} splits; use adamw_torch")
+    return problems
+
+
+def machine_problems(settings: Recipe, *, on_cpu: bool) -> list[str]:
+    """What this machine lacks for the `launch` section: cards, or DeepSpeed."""
+    launch, problems = settings.launch, []
+    if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
+    here = launch.num_processes // launch.num_machines
+    if not on_cpu and here > 1 and (cards := _visible_cards()) < here:
+        problems.append(f"launch.num_processes asks for {here} cards on this machine; {cards} can be used")
+    return problems
+
+
+def _visible_cards() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return len(read_devices())
+
+
+def _offload_problems(settings: Recipe) -> list[str]:
+    launch, problems = settings.launch, []
+    if launch.offload != "none" and launch.strategy == "ddp":
+        problems.append(f"launch.offload {launch.offload} is done by fsdp or deepspeed; launch.strategy is ddp")
+    if launch.offload == "nvme" and (launch.strategy, launch.zero_stage) != ("deepspeed", 3):
+        problems.append("launch.offload nvme is done by DeepSpeed ZeRO-3 only: launch.strategy=deepspeed launch.zero_stage=3")
+    if launch.offload == "nvme" and not launch.nvme_path:
+        problems.append("launch.offload nvme needs launch.nvme_path, a directory on the drive")
+    if launch.offload != "nvme" and launch.nvme_path:
+        problems.append(f"launch.nvme_path is set, launch.offload is {launch.offload}")
+    return problems
+
+
+def write_configuration(run: Path, plan: Plan) -> Path:
+    """Write `launch/accelerate.yaml` (and `launch/deepspeed.json`) into a run directory; returns the path of the first."""
+    folder = run.absolute() / "launch"
+    folder.mkdir(exist_ok=True)
+    deepspeed = folder / "deepspeed.json"
+    if plan.settings.launch.strategy == "deepspeed":
+        write_json(deepspeed, deepspeed_configuration(plan.settings))
+    path = folder / "accelerate.yaml"
+    path.write_text(dump(accelerate_configuration(plan.settings, deepspeed)), encoding="utf-8")
+    return path
+
+
+def accelerate_configuration(settings: Recipe, deepspeed: Path) -> dict[str, Any]:
+    """The content of accelerate's configuration file; `deepspeed` is where DeepSpeed's own lies."""
+    launch = settings.launch
+    kind = {"ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}[launch.strategy]
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "use_cpu": False, "debug": False,
+        "num_processes": launch.num_processes, "num_machines": launch.num_machines, "machine_rank": launch.machine_rank,
+        "main_process_ip": launch.main_process_ip, "rdzv_backend": "static",
+        # on one machine 0 lets accelerate find a port that is free
+        "main_process_port": launch.main_process_port if launch.num_machines > 1 else 0,
+    }  # fmt: skip
+    if launch.strategy != "deepspeed":  # DeepSpeed's own file says it
+        values["mixed_precision"] = _PRECISION[settings.dtype]
+    if launch.strategy == "fsdp":
+        values["fsdp_config"] = fsdp_configuration(settings)
+    if launch.strategy == "deepspeed":
+        values["deepspeed_config"] = {
+            "deepspeed_config_file": str(deepspeed), "zero3_init_flag": False, "deepspeed_multinode_launcher": "standard",
+        }  # fmt: skip
+    return values
+
+
+def fsdp_configuration(settings: Recipe) -> dict[str, Any]:
+    """FSDP2: each decoder layer is gathered when it computes and split again after.
+
+    Checkpointing is the project's own, in the model; the weights are read by every process, as 4-bit ones can't be sent.
+    """
+    return {
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": settings.launch.offload == "cpu", "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": False,
+    }  # fmt: skip
+
+
+def deepspeed_configuration(settings: Recipe) -> dict[str, Any]:
+    """DeepSpeed ZeRO-2 (splits gradients and optimizer) or ZeRO-3 (weights, too). `auto` is filled in by transformers."""
+    launch = settings.launch
+    micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    optimizer = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    return {
+        "train_batch_size": micro * steps * launch.num_processes, "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps, "gradient_clipping": settings.max_grad_norm,
+        "bf16": {"enabled": settings.dtype == "bfloat16"}, "fp16": {"enabled": settings.dtype == "float16"},
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "zero_optimization": _zero(settings), "steps_per_print": 10**9, "wall_clock_breakdown": False,
+    }  # fmt: skip
+
+
+def _zero(settings: Recipe) -> dict[str, Any]:
+    launch = settings.launch
+    place: dict[str, Any] = {"device": launch.offload, "pin_memory": True}
+    if launch.offload == "nvme":
+        place["nvme_path"] = launch.nvme_path
+    values: dict[str, Any] = {
+        "stage": launch.zero_stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto",
+    }  # fmt: skip
+    if launch.zero_stage == 2:
+        values |= {"allgather_bucket_size": 2 * 10**8, "reduce_scatter": True}
+    else:
+        values |= {
+            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }  # fmt: skip
+    if launch.offload != "none":
+        values["offload_optimizer"] = place
+        if launch.zero_stage == 3:
+            values["offload_param"] = place
+    return values

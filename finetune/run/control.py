@@ -1,0 +1,68 @@
+"""Starting, stopping and resuming runs. What the command line and the page both call; whoever calls may die afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from finetune.errors import RecipeError
+from finetune.files import write_json
+from finetune.forecast.cache import LIBRARIES
+from finetune.plan.plan import read_plan
+from finetune.requirements import refuse_other_versions
+from finetune.run.directory import RunDirectory, require_data
+from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
+
+
+def start(run: RunDirectory) -> int:
+    """Start a run's supervisor in its own session, output to log.txt. Returns its process id.
+
+    Raises RecipeError when the run is at work already.
+    """
+    if is_alive(run):
+        raise RecipeError(f"{run.path} is being run already", f"Watch it: finetune watch {run.path}")
+    with run.log.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "finetune.run.supervise", str(run.path)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env={**os.environ},
+        )  # fmt: skip
+    write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees it
+    return process.pid
+
+
+def resume(run: RunDirectory) -> int:
+    """Go on from the newest checkpoint that verifies.
+
+    Raises RecipeError when the run is at work or already finished, PackagesError when the stack has changed beyond its bounds.
+    """
+    refuse_other_versions(LIBRARIES)
+    state = read_state(run)
+    if state.state == "finished":
+        raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Try it: finetune chat {run.path}")
+    read_plan(run.plan)
+    require_data(run)
+    return start(run)
+
+
+def stop(run: RunDirectory, number: int = signal.SIGTERM) -> bool:
+    """Ask a run to stop after its step, with a checkpoint; asked twice, it ends at once. False when nothing was running."""
+    processes = read_processes(run)
+    for role in ("supervisor", "worker"):  # a worker whose supervisor was killed is stopped itself
+        record = processes.get(role)
+        if record and process_is(record):
+            os.kill(int(record["pid"]), number)
+            return True
+    return False
+
+
+def wait(run: RunDirectory, deadline_s: float) -> bool:
+    """Wait until nothing of the run lives; False when it still does after the deadline."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if not is_alive(run):
+            return True
+        time.sleep(0.05)
+    return False
