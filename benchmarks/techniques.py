@@ -26,7 +26,7 @@ from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import attach_adapters, build_base, load_config, model_dtype, prepare_for_training
 from finetune.model.host_memory import is_forecast
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context, training_arguments
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, Settings, plainest
 from finetune.units import KIB, format_bytes
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -84,14 +84,14 @@ def _save_base(folder: str, arguments: argparse.Namespace) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def _settings(folder: str, arguments: argparse.Namespace, **changes: Any) -> Recipe:
+def _settings(folder: str, arguments: argparse.Namespace, **changes: Any) -> Settings:
     values = {
         "model_name_or_path": folder, "dataset": {"path": "unused.jsonl"}, "gpu": "cpu", "dtype": "bfloat16",
         "attn_implementation": "sdpa", "load_in_4bit": arguments.base == "nf4", "load_in_8bit": False, "lora_r": arguments.rank,
         "lora_alpha": 2.0 * arguments.rank, "target_modules": "all-linear", "learning_rate": 1e-3, "optim": "adamw_torch_fused",
         "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1,
     }  # fmt: skip
-    return Recipe.model_validate(values | changes)
+    return plainest(Recipe.model_validate(values | changes))
 
 
 def _measure(settings: Recipe, arguments: argparse.Namespace) -> Row:

@@ -24,6 +24,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.recipe.reference import Setting
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
@@ -93,14 +97,14 @@ def cells(table: str) -> list[list[str]]:
 
 
 def settings() -> str:
-    """Every setting of the schema, by section."""
+    """Every setting of the schema, by group."""
     from finetune.recipe.reference import settings_reference
+    from finetune.recipe.schema import GROUPS
 
     rows = settings_reference()
     shown = ""
-    for title, section in (("The recipe", ""), ("dataset", "dataset."), ("launch", "launch.")):
-        meant = [row for row in rows if (row["name"].startswith(section) if section else "." not in row["name"])]
-        table = [(f"`{row['name']}`", row["type"], _default(row["default"]), _described(row)) for row in meant]
+    for title in GROUPS:
+        table = [(f"`{row.name}`", row.type, _default(row.default), _described(row)) for row in rows if row.group == title]
         shown += f"\n### {title}\n\n{markdown(('setting', 'value', 'default', 'what it is'), table)}"
     return f"{shown}\n"
 
@@ -111,9 +115,9 @@ def _default(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "empty" if value in ([], {}, "") else str(value)
 
 
-def _described(row: dict) -> str:
-    also = f" Also: {', '.join(f'`{alias}`' for alias in row['aliases'])}." if row["aliases"] else ""
-    return row["description"] + also
+def _described(row: Setting) -> str:
+    also = f" Also: {', '.join(f'`{alias}`' for alias in row.aliases)}." if row.aliases else ""
+    return row.description + also
 
 
 def exits() -> str:
@@ -159,7 +163,7 @@ def recipe_row(name: str) -> list[str]:
     plan = plan_only(load_recipe(name))
     forecast, max_length = plan.forecast, plan.settings.max_length
     assert forecast is not None  # only a processor has none
-    chosen = next(row["plan"] for row in plan.alternatives if row["overrides"] == "chosen")
+    chosen = next(row.plan for row in plan.alternatives if row.chosen)
     peak = f"{_gib(forecast.peak_bytes)} (at most {_gib(forecast.peak_high_bytes)}) of {_gib(plan.card.free_bytes)}"
     speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "unknown"
     model = plan.settings.model_name_or_path.rpartition("/")[2]

@@ -19,8 +19,7 @@ from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem
 from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
-from finetune.plan.plan import Plan
-from finetune.plan.search import NO_FIT
+from finetune.plan.plan import Plan, Suggestion, Verdict
 from finetune.recipe import AUTO, shipped_recipes, write_recipe
 
 _SUGGESTIONS = 5
@@ -178,7 +177,7 @@ class _View:
     def reprice(self, price: float | None) -> list[Any]:
         """The cost column only."""
         edited = self.context.draft.read()
-        plan = self._plan(edited)[0] if edited.recipe else None
+        plan = self._plan(edited) if edited.recipe else None
         return (
             [plan_view.verdict(plan, price or 0.0), plan_view.alternatives(plan, price or 0.0)]
             if plan
@@ -223,23 +222,23 @@ class _View:
             self._compared, self._planned = write_recipe(edited.recipe), None
         return self.everything(price)
 
-    def _plan(self, edited: Edited) -> tuple[Plan, str | None]:
+    def _plan(self, edited: Edited) -> Plan:
         """The plan of the draft. The last one is good for seconds: other tabs ask the same, and free memory changes."""
         key = write_recipe(edited.recipe) if edited.recipe else ""
         if self._planned is None or self._planned[0] != key or time.monotonic() - self._planned[1] > _PLAN_GOOD_S:
             answer = self.context.planner.ask("plan", recipe=key, free_bytes=None, compare=key == self._compared)
             self._planned = (key, time.monotonic(), answer)
         answer = self._planned[2]
-        return Plan.from_json(answer["plan"]), answer["without_data_because"]
+        return Plan.from_json(answer["plan"])
 
     def _shown(self, edited: Edited, price: float) -> tuple[list[Any], Plan | None]:
         """Values for `shown`, and the plan when there is one."""
         stamp = self.context.draft.stamp
         trouble = problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
-        plan, why = None, None
+        plan = None
         if edited.recipe is not None and not edited.problems:
             try:
-                plan, why = self._plan(edited)
+                plan = self._plan(edited)
             except FinetuneError as error:
                 trouble = problem(error.title, error.problems, error.fix)
         command = command_line(edited.recipe) if edited.recipe else ""
@@ -261,11 +260,11 @@ class _View:
         buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
         nothing = "" if plan.suggestions else note("There is nothing to suggest.")
         return [
-            trouble + plan_view.data_note(plan, why), plan_view.verdict(plan, price), plan_view.ledger(plan),
+            trouble + plan_view.data_note(plan), plan_view.verdict(plan, price), plan_view.ledger(plan),
             plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
-            gr.Checkbox(visible=plan.verdict == NO_FIT),
-            gr.Button(interactive=True), gr.Button(visible=plan.verdict != NO_FIT),
-            [item["override"] for item in plan.suggestions[:_SUGGESTIONS]], stamp,
+            gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT),
+            gr.Button(interactive=True), gr.Button(visible=plan.verdict != Verdict.NO_FIT),
+            [item.override for item in plan.suggestions[:_SUGGESTIONS]], stamp,
         ], plan  # fmt: skip
 
     def _form(self, edited: Edited, plan: Plan | None) -> list[Any]:
@@ -278,9 +277,8 @@ class _View:
         return [gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
 
 
-def _suggestion_button(item: dict[str, Any]) -> Any:
+def _suggestion_button(item: Suggestion) -> Any:
     from finetune.units import format_bytes
 
-    saves = f" saves {format_bytes(item['saves_bytes'])}" if item.get("saves_bytes") else ""
-    cost = f"; {item['cost']}" if item.get("cost") else ""
-    return gr.Button(value=f"{item['override']} {saves}{cost}".replace("  ", " "), visible=True)
+    saves, cost = f" saves {format_bytes(item.saves_bytes)}", f"; {item.cost}"
+    return gr.Button(value=f"{item.override} {saves}{cost}".replace("  ", " "), visible=True)

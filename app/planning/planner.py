@@ -20,7 +20,7 @@ class PlannerError(FinetuneError):
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values.get("problems", ["the planner gave no answer"]), values.get("fix", ""))
-        self.title = values.get("title", "Something went wrong")
+        self.title, self.exit_code = values.get("title", "Something went wrong"), values.get("exit_code", 1)
 
 
 class Planner:

@@ -8,6 +8,7 @@ badges  {"recipe": yaml, "models": [id, ...]}             whether each of these 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -19,19 +20,23 @@ from app.planning.ahead import Ahead
 from app.process import claim_stdout
 from finetune.errors import FinetuneError
 from finetune.garbage import collect_rarely
-from finetune.recipe import AUTO, Recipe, parse_recipe, resolved
+from finetune.plan.plan import Plan, Verdict
+from finetune.recipe import Recipe, Settings, parse_recipe
+from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
+    from finetune.data import EncodedRows
 
 _DATASETS, _LENGTHS_SENT, _EXAMPLES = 3, 20_000, 5
+#: Settings that decide which tokens are trained on when the rows are tokens already.
+_APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
 
 class Questions:
     """Answers, with the data of the last few recipes in memory."""
 
     def __init__(self) -> None:
-        self._looked: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """One answer. FinetuneErrors are answers, too."""
@@ -39,122 +44,86 @@ class Questions:
             recipe = parse_recipe(question["recipe"], "recipe")
             kind = question["kind"]
             if kind == "look":
-                return {key: value for key, value in self._look(recipe).items() if key != "statistics"}
+                return _described(self._encode(recipe), recipe)
             if kind == "plan":
-                return self._plan(recipe, question.get("free_bytes"), question.get("compare", False))
-            return {"badges": {name: self._badge(recipe, name) for name in question["models"]}}
+                free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
+                return {"plan": self.plan(recipe, free_bytes=free_bytes, compare=compare).as_json()}
+            return {"badges": {name: _badge(recipe, name) for name in question["models"]}}
         except FinetuneError as error:
             return {**error.as_json(), "title": error.title}
         except Exception as error:  # noqa: BLE001 - the page says what it was, and the next question gets its answer
             import traceback
 
             traceback.print_exc()
-            return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": ""}
+            return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": "", "exit_code": 1}
 
-    def _look(self, recipe: Recipe) -> dict[str, Any]:
-        key = _data_key(recipe)
-        if key not in self._looked:
-            self._looked[key] = _read(recipe)
-            while len(self._looked) > _DATASETS:
-                self._looked.popitem(last=False)
-        self._looked.move_to_end(key)
-        return self._looked[key]
-
-    def _plan(self, recipe: Recipe, free_bytes: int | None, compare: bool) -> dict[str, Any]:
-        plan, why = self._made(recipe, free_bytes, None, compare)
-        return {"plan": plan.as_json(), "without_data_because": why}
-
-    def plan(self, recipe: Recipe, progress: Callable[[str], None]) -> Plan:
-        """A plan that nobody has asked for yet. `progress` may raise to end it."""
-        return self._made(recipe, None, progress)[0]
-
-    def _made(
-        self, recipe: Recipe, free_bytes: int | None, progress: Callable[[str], None] | None, compare: bool = False
-    ) -> tuple[Plan, str | None]:
+    def plan(
+        self,
+        recipe: Recipe,
+        progress: Callable[[str], None] | None = None,
+        *,
+        free_bytes: int | None = None,
+        compare: bool = False,
+    ) -> Plan:
+        """The plan of a recipe; `progress` may raise to end it."""
         from finetune.card import find_card
-        from finetune.plan import make_plan
+        from finetune.plan.planning import plan_recipe, read_rows
 
         card = find_card(recipe.gpu, free_bytes=free_bytes)
-        data, why = None, None
-        try:
-            data = _limited(self._look(recipe)["statistics"], recipe)
-        except FinetuneError as error:
-            why = " ".join(error.problems[:3])
-        return make_plan(recipe, card, data, progress=progress, compare=compare), why
+        rows = functools.partial(read_rows, encode=self._encode)
+        return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
 
-    def _badge(self, recipe: Recipe, name: str) -> dict[str, Any]:
-        """Verdict for this model in place of the recipe's, with its own settings left to the planner; and its size."""
-        from finetune.card import find_card
-        from finetune.model.configuration import read_config
-        from finetune.plan import make_plan
-        from finetune.plan.shape import shape_of
+    def _encode(self, recipe: Recipe) -> EncodedRows:
+        """The rows as tokens; the limit of length is applied afterwards."""
+        from finetune.plan.planning import encode_rows
 
-        kept: dict[str, Any] = {
-            "dataset": recipe.dataset,
-            "gpu": recipe.gpu,
-            "max_length": recipe.max_length,
-            "model_name_or_path": name,
-        }
-        try:
-            plan = make_plan(Recipe(**kept), find_card(recipe.gpu), None)
-            parameters = shape_of(read_config(plan.settings), plan.settings).parameters
-        except FinetuneError as error:
-            return {"verdict": "unknown", "because": error.problems[0]}
-        peak, four_bit = plan.forecast.peak_bytes if plan.forecast else None, plan.settings.load_in_4bit
-        return {"verdict": plan.verdict, "peak_bytes": peak, "load_in_4bit": four_bit, "parameters": parameters}
+        chosen = recipe.model_dump(mode="json")
+        key = json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
+        if key not in self._encoded:
+            self._encoded[key] = encode_rows(recipe)
+            while len(self._encoded) > _DATASETS:
+                self._encoded.popitem(last=False)
+        self._encoded.move_to_end(key)
+        return self._encoded[key]
 
 
-def _data_key(recipe: Recipe) -> str:
-    """What the rows' tokens depend on; the limit of length is applied afterwards."""
-    names = ("model_name_or_path", "model_revision", "train_on_inputs", "chat_template", "seed")
-    return json.dumps([recipe.dataset.model_dump(mode="json"), *(getattr(recipe, name) for name in names)])
+def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Verdict for this model in place of the recipe's, with its own settings left to the planner; and its size."""
+    from finetune.card import find_card
+    from finetune.model.configuration import read_config
+    from finetune.plan.planning import plan_recipe, without_rows
+    from finetune.plan.shape import shape_of
+
+    kept: dict[str, Any] = {name: getattr(recipe, name) for name in ("dataset", "gpu", "max_length")}
+    try:
+        plan = plan_recipe(Recipe(**kept, model_name_or_path=name), find_card(recipe.gpu), without_rows)
+        parameters = shape_of(read_config(plan.settings), plan.settings).parameters
+    except FinetuneError as error:
+        return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
+    peak, four_bit = plan.forecast.peak_bytes if plan.forecast else None, plan.settings.load_in_4bit
+    return {"verdict": plan.verdict, "peak_bytes": peak, "load_in_4bit": four_bit, "parameters": parameters}
 
 
-def _read(recipe: Recipe) -> dict[str, Any]:
-    """Read and tokenise. Rows that can't be trained on are shown, not raised; the start still refuses them."""
+def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:
+    """What is in the data. Rows that can't be trained on are shown, not raised; the start still refuses them."""
     from finetune import data
-    from finetune.run.prepare import statistics_of
 
-    lenient = resolved(recipe, max_length=AUTO, dataset=recipe.dataset.model_copy(update={"on_bad_rows": "skip"}))
-    tokenizer = data.load_tokenizer(lenient)
-    prepared = data.prepare(lenient, tokenizer, max_length=None)
+    prepared = encoded.within(recipe, None).prepared()
     lengths = sorted(prepared.lengths)
     sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
     return {
         "report": prepared.report.as_json(),
         "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
         "lengths": sent,
-        "marked": [[text, bool(trained)] for text, trained in data.mark_example(prepared, tokenizer)],
-        "conversations": _conversations(recipe),
-        "statistics": statistics_of(prepared),
+        "marked": [[text, bool(trained)] for text, trained in data.mark_example(prepared, encoded.encoder.tokenizer)],
+        "conversations": [_conversation(example) for example in encoded.examples.train.examples[:_EXAMPLES]],
     }
 
 
-def _conversations(recipe: Recipe) -> list[list[dict[str, str]]]:
-    """The first rows as messages: role and text."""
-    from finetune.data.examples import read_examples
-
-    found = []
-    for example in read_examples(recipe.dataset, recipe.seed).train.examples[:_EXAMPLES]:
-        messages = getattr(example, "messages", None) or [{"role": "text", "content": getattr(example, "text", None) or ""}]
-        found.append([{"role": str(message["role"]), "text": str(message.get("content") or "")[:4000]} for message in messages])
-    return found
-
-
-def _limited(statistics: Any, recipe: Recipe) -> Any:
-    """The statistics with the recipe's limit of length: what is over it is cut or left out, as `excess_length` says."""
-    import dataclasses
-
-    limit = recipe.max_length
-    if limit == AUTO or not statistics.lengths or statistics.lengths[-1] <= limit:
-        return statistics
-    if recipe.excess_length == "truncate":
-        lengths = tuple(min(length, limit) for length in statistics.lengths)
-    else:
-        lengths = tuple(length for length in statistics.lengths if length <= limit)
-    tokens = sum(lengths)
-    trained = round(statistics.trained_tokens * tokens / max(1, statistics.total_tokens))
-    return dataclasses.replace(statistics, rows=len(lengths), lengths=lengths, total_tokens=tokens, trained_tokens=trained)
+def _conversation(example: Any) -> list[dict[str, str]]:
+    """A row as messages: role and text."""
+    messages = getattr(example, "messages", None) or [{"role": "text", "content": getattr(example, "text", None) or ""}]
+    return [{"role": str(message["role"]), "text": str(message.get("content") or "")[:4000]} for message in messages]
 
 
 def main() -> int:
@@ -171,7 +140,7 @@ def main() -> int:
         out.write(json.dumps(answer, default=str) + "\n")
         out.flush()
         if "plan" in answer:
-            ahead.start_from(parse_recipe(question["recipe"], "recipe"), Recipe.model_validate(answer["plan"]["plan"]))
+            ahead.start_from(parse_recipe(question["recipe"], "recipe"), Settings.model_validate(answer["plan"]["plan"]))
     ahead.end()
     return 0
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from app.views.charts import stacked_bar
-from app.views.markup import Safe, inert, note, table
+from app.views.markup import Safe, inert, note, problem, table
+from finetune.errors import DataError
 from finetune.forecast.forecast import PARTS
-from finetune.plan.plan import Plan
+from finetune.plan.plan import Plan, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
-_VERDICTS = {"fits": "ok", "tight": "warn", "does not fit": "bad"}
+_VERDICTS = {Verdict.FITS: "ok", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
 
 
 def verdict(plan: Plan, price_per_hour: float) -> str:
@@ -31,8 +32,8 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
             else f" {format_bytes(-plan.headroom_bytes)} short at the upper end."
         )  # fmt: skip
     if plan.shortfall:
-        fits = plan.shortfall["largest_model_that_fits"]
-        words += f" Most of it is {plan.shortfall['part']}."
+        fits = plan.shortfall.largest_model_that_fits
+        words += f" Most of it is {plan.shortfall.part}."
         words += f" The largest model of the catalogue that fits this card: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
     return (
@@ -89,24 +90,25 @@ def alternatives(plan: Plan, price_per_hour: float) -> str:
     if not plan.alternatives:
         return note("No other plans were compared.")
     columns, rows = ["plan, and what differs", ">at most", ">tokens/s", "verdict"], []
-    times = bool(plan.total_steps) and any(row["step_s"] for row in plan.alternatives)
+    times = bool(plan.total_steps) and any(row.step_s for row in plan.alternatives)
     for row in plan.alternatives:
-        rate, seconds = row["tokens_per_s"], _seconds(row["step_s"], plan.total_steps)
-        plan_cell = Safe(f"{inert(row['plan'])}<br><small>{inert(row['differs'])}</small>")
-        cells = [plan_cell, format_bytes(row["peak_high_bytes"]), format_count(round(rate)) if rate else None, row["verdict"]]
+        rate, seconds = row.tokens_per_s, _seconds(row.step_s, plan.total_steps)
+        plan_cell = Safe(f"{inert(row.plan)}<br><small>{inert('chosen' if row.chosen else row.differs)}</small>")
+        cells = [plan_cell, format_bytes(row.peak_high_bytes), format_count(round(rate)) if rate else None, row.verdict]
         cost = f"{seconds / 3600 * price_per_hour:,.2f}" if seconds is not None and price_per_hour else None
         rows.append([*cells, *([format_seconds(seconds), cost] if times else [])])
     return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
 
 
-def data_note(plan: Plan, without_data_because: str | None) -> str:
-    """What the plan knows of the rows."""
-    if without_data_because:
-        return note(f"Planned for full rows of max_length, because the data was not read: {without_data_because}", "warn")
-    if plan.data is None:
-        return ""
-    longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
-    return note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
+def data_note(plan: Plan) -> str:
+    """What the plan knows of the rows, and why a run would refuse them."""
+    shown = ""
+    if plan.data_problem:
+        shown += problem(DataError.title, plan.data_problem.problems, plan.data_problem.fix)
+    if plan.data is not None:
+        longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
+        shown += note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
+    return shown
 
 
 def _seconds(step_s: float | None, steps: int | None) -> float | None:

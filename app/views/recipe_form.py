@@ -9,13 +9,9 @@ import gradio as gr
 from app.planning.draft import Edited
 from finetune.errors import RecipeError
 from finetune.recipe import yaml as recipe_yaml
-from finetune.recipe.reference import settings_reference
+from finetune.recipe.reference import Setting, settings_reference
+from finetune.recipe.schema import GROUPS
 
-#: First key of each group -> its title, in the schema's order.
-_GROUPS = {
-    "model_name_or_path": "Model", "dataset.path": "Data", "load_in_4bit": "Adapter", "effective_batch_size": "Training",
-    "optim": "Memory", "output_dir": "Run", "launch.num_processes": "Many cards or machines",
-}  # fmt: skip
 #: Running a model's own code can't be switched on from a page.
 _LEFT_OUT = ("trust_remote_code",)
 
@@ -23,20 +19,20 @@ _LEFT_OUT = ("trust_remote_code",)
 class Field:
     """One setting: how it is shown, and how what was typed becomes a value."""
 
-    def __init__(self, row: dict[str, Any]) -> None:
-        self.name, self.row = row["name"], row
-        self.choices = [_shown(choice) for choice in row["choices"]]
-        if row["type"].endswith("| auto") and self.choices:
+    def __init__(self, row: Setting) -> None:
+        self.name, self.row = row.name, row
+        self.choices = [_shown(choice) for choice in row.choices]
+        if row.type.endswith("| auto") and self.choices:
             self.choices.append("auto")
 
     @property
     def default(self) -> str:
         """The schema's default as it is shown; empty when there is none."""
-        return "" if self.row["default"] in ("required", None, [], {}) else _shown(self.row["default"])
+        return "" if self.row.default in ("required", None, [], {}) else _shown(self.row.default)
 
     def component(self) -> Any:
         """A dropdown where the schema lists the choices, else a text field."""
-        info = f"{self.row['description']} Default: {self.default or 'none'}."
+        info = f"{self.row.description} Default: {self.default or 'none'}."
         identity = f"key-{self.name.replace('.', '-')}"
         if self.choices:
             choices = [*self.choices] if self.default in self.choices else ["", *self.choices]
@@ -56,23 +52,19 @@ class Field:
         if written in ("", self.default):
             return None
         value = recipe_yaml.parse_value(written)
-        return str(written) if self.row["type"].startswith("text") and not isinstance(value, (list, dict)) else value
+        return str(written) if self.row.type.startswith("text") and not isinstance(value, (list, dict)) else value
 
 
 def fields() -> list[Field]:
     """All settings in the schema's order."""
-    return [Field(row) for row in settings_reference() if row["name"] not in _LEFT_OUT]
+    return [Field(row) for row in settings_reference() if row.name not in _LEFT_OUT]
 
 
 def build() -> list[tuple[Field, Any]]:
     """Lay out the fields in groups. Returns fields with their components."""
     made: list[tuple[Field, Any]] = []
-    grouped: list[tuple[str, list[Field]]] = []
-    for field in fields():
-        if field.name in _GROUPS:
-            grouped.append((_GROUPS[field.name], []))
-        grouped[-1][1].append(field)
-    for title, members in grouped:
+    for title in GROUPS:
+        members = [field for field in fields() if field.row.group == title]
         with gr.Accordion(title, open=False), gr.Row(elem_classes="ft-fields"):
             made += [(field, field.component()) for field in members]
     return made

@@ -47,7 +47,7 @@ def main() -> int:
     try:
         return int(cli(standalone_mode=False) or 0)  # what a command ended with; of typer.Exit only the code comes out here
     except FinetuneError as error:
-        return _report(error)
+        return report(error)
     except typer.Exit as ended:
         return int(ended.exit_code)
     except typer.Abort:
@@ -64,7 +64,8 @@ def main() -> int:
         return _unforeseen(error)
 
 
-def _report(error: FinetuneError) -> int:
+def report(error: FinetuneError) -> int:
+    """Say what is wrong and what to type. Returns the exit code."""
     if "--json" in sys.argv:
         print(json.dumps(error.as_json()))
         return error.exit_code
@@ -82,13 +83,13 @@ def _unread() -> int:
 def _unforeseen(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
         if "--json" in sys.argv:
-            return _report(RecipeError(error.format_message()))
+            return report(RecipeError(error.format_message()))
         error.show()
         return 2
     if os.environ.get("FINETUNE_TRACEBACK"):
         raise error
     if "--json" in sys.argv:
-        return _report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
+        return report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
     print(
         f"Internal error: {type(error).__name__}: {error}\nRun it again with FINETUNE_TRACEBACK=1 to see where.",
         file=sys.stderr,

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.markup import escape
 from rich.padding import Padding
 
-from finetune.cli.app import print_json
+from finetune.cli.app import print_json, report
 from finetune.cli.render import doing, out, table
+from finetune.errors import DataError
 from finetune.forecast.forecast import PARTS, Forecast
-from finetune.plan.plan import Plan
+from finetune.plan.plan import Alternative, ManyCards, Plan, Shortfall, Verdict
 from finetune.recipe import load_recipe
 from finetune.units import format_bytes, format_count, format_seconds, parse_bytes
 
 _BAR = 28
-_COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
 
 
 def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str | None, as_json: bool) -> int:
-    """Plan without starting. Returns 0 when it fits (tightly, too), 3 when it doesn't."""
+    """Plan without starting. Returns 0 when it fits (tightly, too), 3 when it doesn't, 4 when a run would refuse the data."""
     recipe = load_recipe(source, [*overrides, *([f"gpu={gpu}"] if gpu else [])])
     from finetune.errors import RecipeError
 
@@ -27,15 +26,16 @@ def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str |
         free_bytes = parse_bytes(free) if free else None
     except ValueError as error:
         raise RecipeError(f"--free: {error}") from None
-    from finetune.run.prepare import plan_only
+    from finetune.card import find_card
+    from finetune.plan.planning import plan_recipe, read_rows
 
     with doing(quiet=as_json) as say:
-        plan = plan_only(recipe, free_bytes=free_bytes, progress=say, compare=True)
+        plan = plan_recipe(recipe, find_card(recipe.gpu, free_bytes=free_bytes), read_rows, progress=say, compare=True)
     if as_json:
         print_json(plan.as_json())
     else:
         _print_plan(plan)
-    return 3 if plan.verdict == "does not fit" else 0
+    return plan.exit_code
 
 
 def _print_plan(plan: Plan) -> None:
@@ -46,7 +46,7 @@ def _print_plan(plan: Plan) -> None:
     if plan.forecast:
         _print_ledger(plan.forecast, card.free_bytes)
         low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
-        verdict = f"[bold {_COLOURS.get(plan.verdict, '')}]{plan.verdict}[/]"
+        verdict = f"[bold]{_coloured(plan.verdict)}[/]"
         out.print(f"\n{verdict}: between {low} and {high} of {format_bytes(card.free_bytes)}")
         if plan.shortfall:
             _print_shortfall(plan.shortfall)
@@ -63,11 +63,12 @@ def _print_plan(plan: Plan) -> None:
         out.print(f"[bold]{name}[/] = {escape(str(getattr(settings, name, '')))}")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
     _print_alternatives(plan.alternatives)
-    if plan.verdict == "does not fit":
-        enough = any(row["peak_bytes"] <= (plan.budget_bytes or 0) for row in plan.suggestions)
-        _print_rows(f"What would make it {'fit' if enough else 'smaller'}", plan.suggestions)
+    if plan.verdict == Verdict.NO_FIT:
+        _print_suggestions(plan)
     if plan.many_cards:
         _print_many_cards(plan.many_cards)
+    if plan.data_problem:
+        report(DataError(list(plan.data_problem.problems), plan.data_problem.fix))
 
 
 def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
@@ -88,60 +89,55 @@ def _bar(size: int, whole: int) -> str:
     return "█" * filled if filled else "▏"
 
 
-def _print_shortfall(lacking: dict[str, Any]) -> None:
-    missing, part = format_bytes(lacking["missing_bytes"]), f"{lacking['part']}, {format_bytes(lacking['part_bytes'])}"
+def _print_shortfall(lacking: Shortfall) -> None:
+    missing, part = format_bytes(lacking.missing_bytes), f"{lacking.part}, {format_bytes(lacking.part_bytes)}"
     out.print(f"{missing} short at the upper end; most is for the {part}")
-    if lacking["largest_model_that_fits"]:
-        out.print(f"the largest model of the catalogue that fits this card: {escape(lacking['largest_model_that_fits'])}")
+    if lacking.largest_model_that_fits:
+        out.print(f"the largest model of the catalogue that fits this card: {escape(lacking.largest_model_that_fits)}")
 
 
-def _print_alternatives(rows: list[dict[str, Any]]) -> None:
+def _print_alternatives(rows: tuple[Alternative, ...]) -> None:
     if not rows:
         return
     title = "\n[bold]Alternatives considered[/]"
     shown = table(">at most", ">tokens/s", "verdict", "plan, and what differs", title=title)
     for row in rows:
-        numbers = [_cell(name, row[name]) for name in ("peak_high_bytes", "tokens_per_s")]
-        how = "[bold]chosen[/]" if row["overrides"] == "chosen" else f"[dim]{escape(row['differs'])}[/]"
-        shown.add_row(*numbers, f"[{_COLOURS[row['verdict']]}]{row['verdict']}[/]", f"{escape(row['plan'])}\n{how}")
+        speed = format_count(round(row.tokens_per_s)) if row.tokens_per_s is not None else "-"
+        how = "[bold]chosen[/]" if row.chosen else f"[dim]{escape(row.differs)}[/]"
+        shown.add_row(_bytes(row.peak_high_bytes), speed, _coloured(row.verdict), f"{escape(row.plan)}\n{how}")
     out.print(shown)
 
 
-def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    if not rows:
+def _print_suggestions(plan: Plan) -> None:
+    if not plan.suggestions:
         return
-    columns = list(rows[0])
-    shown = table(*(column.removesuffix("_bytes").replace("_", " ") for column in columns), title=f"\n[bold]{title}[/]")
-    for row in rows:
-        shown.add_row(*(_cell(column, row.get(column)) for column in columns))
+    enough = any(row.peak_bytes <= (plan.budget_bytes or 0) for row in plan.suggestions)
+    title = f"\n[bold]What would make it {'fit' if enough else 'smaller'}[/]"
+    shown = table("override", "saves", "peak", "cost", title=title)
+    for row in plan.suggestions:
+        shown.add_row(escape(row.override), _bytes(row.saves_bytes), _bytes(row.peak_bytes), escape(row.cost))
     out.print(shown)
 
 
-def _print_many_cards(needs: dict[str, Any]) -> None:
-    cards, room, rows = needs["cards"], needs["budget_bytes"], needs["rows"]
+def _print_many_cards(needs: ManyCards) -> None:
+    cards, room = needs.cards, needs.budget_bytes
     out.print(f"\n[bold]{cards} cards with {format_bytes(room)} each are not one with {format_bytes(cards * room)}[/]")
     out.print("Each holds its own rows' activations, and the whole model while it loads. With this plan's settings:")
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
-    for row in rows:
-        sizes = [_cell(name, row[name]) for name in ("load_bytes", "train_bytes", "peak_high_bytes", "host_bytes")]
-        verdict = f"[{_COLOURS.get(row['verdict'], 'red')}]{row['verdict']}[/]"
-        shown.add_row(row["strategy"], *sizes, verdict)
+    for row in needs.rows:
+        sizes = (_bytes(size) for size in (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes))
+        shown.add_row(row.strategy, *sizes, _coloured(row.verdict))
     out.print(shown)
-    reasons = dict.fromkeys(row["cost"] for row in rows if row["cost"])
-    for reason in reasons:
+    for reason in dict.fromkeys(row.cost for row in needs.rows if row.cost):
         out.print(f"[dim]{escape(reason)}[/]")
-    first = next((row["override"] for row in rows if row["verdict"] == "fits"), None)
+    first = next((row.override for row in needs.rows if row.verdict == Verdict.FITS), None)
     out.print(f"fits with: {escape(first)}" if first else "none of these fits")
     out.print("[dim]ddp is forecast, the others are by rule: not measured on several cards[/]")
 
 
-def _cell(column: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if column.endswith("_bytes"):
-        return format_bytes(value)
-    if column.endswith("tokens_per_s"):
-        return format_count(round(value))
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return escape(str(value))
+def _coloured(verdict: Verdict) -> str:
+    return f"[{_COLOURS.get(verdict, 'red')}]{verdict}[/]"
+
+
+def _bytes(size: int | None) -> str:
+    return "-" if size is None else format_bytes(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from finetune.cli.app import print_json
@@ -51,9 +52,9 @@ def _copy(path: Path) -> None:
 def _show_keys(as_json: bool) -> None:
     rows = settings_reference()
     if as_json:
-        print_json(rows)
+        print_json([asdict(row) for row in rows])
         return
     shown = table("setting", "default", "what it is")
     for row in rows:
-        shown.add_row(row["name"], str(row["default"]), row["description"])
+        shown.add_row(row.name, str(row.default), row.description)
     out.print(shown)

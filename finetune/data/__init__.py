@@ -6,23 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.data.examples import Examples, read_examples
-    from finetune.data.formats import Example
+    from finetune.data.examples import read_examples
     from finetune.data.marks import mark_example
     from finetune.data.packing import pack
-    from finetune.data.preparation import PreparedData, prepare
-    from finetune.data.report import DataReport, Refused
+    from finetune.data.preparation import EncodedRows, PreparedData, SelectedRows, encode, prepare
     from finetune.data.tokenizer import load_tokenizer
     from finetune.data.tokens import Encoder
 
 _HOMES = {
-    "DataReport": "report", "Encoder": "tokens", "Example": "formats", "Examples": "examples", "PreparedData": "preparation",
-    "Refused": "report", "load_tokenizer": "tokenizer", "mark_example": "marks", "pack": "packing", "prepare": "preparation",
+    "Encoder": "tokens", "PreparedData": "preparation", "EncodedRows": "preparation",
+    "SelectedRows": "preparation", "encode": "preparation",
+    "load_tokenizer": "tokenizer", "mark_example": "marks", "pack": "packing", "prepare": "preparation",
     "read_examples": "examples",
 }  # fmt: skip
 
 __all__ = [
-    "DataReport", "Encoder", "Example", "Examples", "PreparedData", "Refused", "load_tokenizer", "mark_example", "pack",
+    "Encoder", "EncodedRows", "PreparedData", "SelectedRows", "encode", "load_tokenizer", "mark_example", "pack",
     "prepare", "read_examples",
 ]  # fmt: skip
 

@@ -103,6 +103,94 @@ class _Side:
         )
 
 
+@dataclass
+class EncodedRows:
+    """Every row of a recipe's dataset as tokens, or why it has none, before any limit of length. Costs the reading and the
+    tokenising; `within` is cheap."""
+
+    examples: Examples
+    encoder: Encoder
+    sides: list[tuple[Rows, list[list[Encoded] | BadRow]]]
+
+    def within(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
+        """The rows that the recipe trains on under this limit; None is no limit."""
+        sides = []
+        for rows, results in self.sides:
+            side = _Side(rows)
+            for example, result in zip(rows.examples, results, strict=True):
+                side.add(example, result, max_length, recipe.excess_length)
+            sides.append(side)
+        return SelectedRows(self, recipe, max_length, sides)
+
+
+@dataclass
+class SelectedRows:
+    """The rows that are trained on and held out, and what became of the others."""
+
+    encoded: EncodedRows
+    recipe: Recipe
+    max_length: int | None
+    sides: list[_Side]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each training sequence."""
+        return self.sides[0].lengths
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of the training rows that are learnt."""
+        return sum(one.trained for one in self.sides[0].sequences)
+
+    @property
+    def eval_rows(self) -> int:
+        """Held-out sequences."""
+        return len(self.sides[1].sequences) if len(self.sides) > 1 else 0
+
+    def refuse(self) -> None:
+        """Raises DataError with every reason for which there can be no training."""
+        _refuse(self.sides, self.recipe, self.max_length)
+
+    def prepared(self) -> PreparedData:
+        """What the trainer is given."""
+        train, held_out = self.sides[0], self.sides[1] if len(self.sides) > 1 else None
+        encoder = self.encoded.encoder
+        return PreparedData(
+            train=train.dataset(),
+            eval=held_out.dataset() if held_out else None,
+            report=_report(train, encoder, _shared(self.encoded.examples)),
+            eval_report=_report(held_out, encoder, []) if held_out else None,
+            fingerprint=_fingerprint(self.sides, self.recipe, encoder, self.max_length),
+            lengths=train.lengths,
+            eval_lengths=held_out.lengths if held_out else [],
+            examples=train.used,
+            eval_examples=held_out.used if held_out else [],
+        )
+
+
+def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, progress: Progress | None = None) -> EncodedRows:
+    """Read and tokenise the recipe's dataset. `progress(done, total)` counts rows.
+
+    Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
+    """
+    examples = read_examples(recipe.dataset, recipe.seed)
+    rows = [side for side in (examples.train, examples.eval) if side is not None]
+    conversations = any(example.messages for side in rows for example in side.examples)
+    encoder = Encoder(tokenizer, conversations=conversations, train_on_inputs=recipe.train_on_inputs)
+    total, done = sum(len(side.examples) for side in rows), 0
+    sides: list[tuple[Rows, list[list[Encoded] | BadRow]]] = []
+    for part in rows:
+        results: list[list[Encoded] | BadRow] = []
+        for start in range(0, len(part.examples), _BATCH):
+            batch = part.examples[start : start + _BATCH]
+            results += encoder.encode(batch)
+            done += len(batch)
+            if progress is not None:
+                progress(done, total)
+        sides.append((part, results))
+    return EncodedRows(examples, encoder, sides)
+
+
 def prepare(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
@@ -117,36 +205,10 @@ def prepare(
     if `excess_length` is raise, and when nothing is left to train on; RecipeError for conversations without a chat template.
     With `report_only` rows are never an error: all is in the report, and `train` may be empty.
     """
-    examples = read_examples(recipe.dataset, recipe.seed)
-    rows = [side for side in (examples.train, examples.eval) if side is not None]
-    conversations = any(example.messages for side in rows for example in side.examples)
-    encoder = Encoder(tokenizer, conversations=conversations, train_on_inputs=recipe.train_on_inputs)
-    total, done = sum(len(side.examples) for side in rows), 0
-    sides = []
-    for part in rows:
-        side = _Side(part)
-        for start in range(0, len(part.examples), _BATCH):
-            batch = part.examples[start : start + _BATCH]
-            for example, result in zip(batch, encoder.encode(batch), strict=True):
-                side.add(example, result, max_length, recipe.excess_length)
-            done += len(batch)
-            if progress is not None:
-                progress(done, total)
-        sides.append(side)
+    selected = encode(recipe, tokenizer, progress=progress).within(recipe, max_length)
     if not report_only:
-        _refuse(sides, recipe, max_length)
-    train, held_out = sides[0], sides[1] if len(sides) > 1 else None
-    return PreparedData(
-        train=train.dataset(),
-        eval=held_out.dataset() if held_out else None,
-        report=_report(train, encoder, _shared(examples)),
-        eval_report=_report(held_out, encoder, []) if held_out else None,
-        fingerprint=_fingerprint(sides, recipe, encoder, max_length),
-        lengths=train.lengths,
-        eval_lengths=held_out.lengths if held_out else [],
-        examples=train.used,
-        eval_examples=held_out.used if held_out else [],
-    )
+        selected.refuse()
+    return selected.prepared()
 
 
 def _cut_away(result: list[Encoded], max_length: int) -> str:

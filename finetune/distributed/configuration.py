@@ -10,44 +10,20 @@ from typing import Any
 from finetune.card.nvidia import read_devices
 from finetune.files import write_json
 from finetune.plan.plan import Plan
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, Settings
 from finetune.recipe.yaml import dump
 
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
-#: Optimizers that work on split parameters: bitsandbytes' kernels take neither FSDP's nor DeepSpeed's.
-_SPLIT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
-def is_distributed(settings: Recipe) -> bool:
+def is_distributed(settings: Settings) -> bool:
     """Whether more than a plain process is needed: several of them, or an engine that splits or offloads."""
     return settings.launch.num_processes > 1 or settings.launch.strategy != "ddp"
 
 
-def launch_problems(settings: Recipe, *, on_cpu: bool) -> list[str]:
-    """What of the `launch` section can't work, one line each; empty when all is well. `auto` settings are not judged."""
-    launch, problems = settings.launch, []
-    processes, machines, strategy = launch.num_processes, launch.num_machines, launch.strategy
-    if processes % machines:
-        problems.append(f"launch.num_processes {processes} can't be spread evenly over launch.num_machines {machines}")
-    if launch.machine_rank >= machines:
-        problems.append(f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it is below {machines}")
-    if machines > 1 and launch.main_process_ip == "127.0.0.1":
-        problems.append("launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0")
-    if on_cpu and strategy != "ddp":
-        problems.append(f"launch.strategy {strategy} needs NVIDIA cards; on a processor use ddp")
-    if strategy == "fsdp" and processes == 1:
-        problems.append("launch.strategy fsdp splits the weights over several processes; launch.num_processes is 1")
-    problems += _offload_problems(settings)
-    if strategy != "ddp" and settings.load_in_8bit is True:
-        problems.append(f"load_in_8bit can't be split by launch.strategy {strategy}; use load_in_4bit, or neither")
-    if strategy != "ddp" and settings.optim not in ("auto", *_SPLIT_OPTIMIZERS):
-        problems.append(f"optim {settings.optim} can't work on parameters that {strategy} splits; use adamw_torch")
-    return problems
-
-
-def machine_problems(settings: Recipe, *, on_cpu: bool) -> list[str]:
+def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     """What this machine lacks for the `launch` section: cards, or DeepSpeed."""
-    launch, problems = settings.launch, []
+    launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
     here = launch.num_processes // launch.num_machines
@@ -63,19 +39,6 @@ def _visible_cards() -> int:
     return len(read_devices())
 
 
-def _offload_problems(settings: Recipe) -> list[str]:
-    launch, problems = settings.launch, []
-    if launch.offload != "none" and launch.strategy == "ddp":
-        problems.append(f"launch.offload {launch.offload} is done by fsdp or deepspeed; launch.strategy is ddp")
-    if launch.offload == "nvme" and (launch.strategy, launch.zero_stage) != ("deepspeed", 3):
-        problems.append("launch.offload nvme is done by DeepSpeed ZeRO-3 only: launch.strategy=deepspeed launch.zero_stage=3")
-    if launch.offload == "nvme" and not launch.nvme_path:
-        problems.append("launch.offload nvme needs launch.nvme_path, a directory on the drive")
-    if launch.offload != "nvme" and launch.nvme_path:
-        problems.append(f"launch.nvme_path is set, launch.offload is {launch.offload}")
-    return problems
-
-
 def write_configuration(run: Path, plan: Plan) -> Path:
     """Write `launch/accelerate.yaml` (and `launch/deepspeed.json`) into a run directory; returns the path of the first."""
     folder = run.absolute() / "launch"
@@ -88,7 +51,7 @@ def write_configuration(run: Path, plan: Plan) -> Path:
     return path
 
 
-def accelerate_configuration(settings: Recipe, deepspeed: Path) -> dict[str, Any]:
+def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, Any]:
     """The content of accelerate's configuration file; `deepspeed` is where DeepSpeed's own lies."""
     launch = settings.launch
     kind = {"ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}[launch.strategy]
@@ -110,7 +73,7 @@ def accelerate_configuration(settings: Recipe, deepspeed: Path) -> dict[str, Any
     return values
 
 
-def fsdp_configuration(settings: Recipe) -> dict[str, Any]:
+def fsdp_configuration(settings: Settings) -> dict[str, Any]:
     """FSDP2: each decoder layer is gathered when it computes and split again after.
 
     Checkpointing is the project's own, in the model; the weights are read by every process, as 4-bit ones can't be sent.
@@ -122,7 +85,7 @@ def fsdp_configuration(settings: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def deepspeed_configuration(settings: Recipe) -> dict[str, Any]:
+def deepspeed_configuration(settings: Settings) -> dict[str, Any]:
     """DeepSpeed ZeRO-2 (splits gradients and optimizer) or ZeRO-3 (weights, too). `auto` is filled in by transformers."""
     launch = settings.launch
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
@@ -136,7 +99,7 @@ def deepspeed_configuration(settings: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _zero(settings: Recipe) -> dict[str, Any]:
+def _zero(settings: Settings) -> dict[str, Any]:
     launch = settings.launch
     place: dict[str, Any] = {"device": launch.offload, "pin_memory": True}
     if launch.offload == "nvme":

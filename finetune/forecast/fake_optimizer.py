@@ -13,10 +13,10 @@ from finetune.forecast.fake_model import layer_number
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import trainable_parameters
 from finetune.model.techniques import optimizer_class
-from finetune.recipe import Recipe
+from finetune.recipe import Settings
 
 
-def make_optimizer(settings: Recipe, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
+def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
     """The optimizer that transformers' Trainer makes for these settings."""
     return _optimizer(settings, [parameter for _, parameter in trainable_parameters(model)], on_cpu=on_cpu)
 
@@ -45,7 +45,7 @@ def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
         tracker.retag(parameter.grad, "gradients", layer_number(name))
 
 
-def _optimizer(settings: Recipe, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
+def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
     """As `transformers.Trainer.get_optimizer_cls_and_kwargs` chooses by the recipe's name."""
     own = optimizer_class(settings)
     if own is not None:

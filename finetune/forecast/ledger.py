@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
 from finetune.forecast.forecast import PARTS
-from finetune.recipe import AUTO, Recipe, resolved
+from finetune.recipe import Settings, resolved
+from finetune.recipe.compatibility import is_zero3
+from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -16,12 +19,15 @@ if TYPE_CHECKING:
     from finetune.forecast.simulate import Batch, Simulation
     from finetune.forecast.tracker import Peak
 
-#: Settings that decide where bytes are; others (alpha, learning rate, schedule, data) don't.
-_SETTINGS = (
-    "dtype", "attn_implementation", "packing", "load_in_4bit", "load_in_8bit", "lora_r", "target_modules", "use_dora", "optim",
-    "activation_checkpointing", "activation_checkpointing_every_n_layers", "activation_offloading", "int8_activations",
-    "trust_remote_code", "model_revision",
-)  # fmt: skip
+#: How a setting that decides bytes reaches one card's step, where not as it stands; those without a key come as the batch and
+#: the card that are forecast.
+_REDUCED: dict[str, Callable[[Settings], Any] | None] = {
+    "gradient_accumulation_steps": lambda settings: settings.gradient_accumulation_steps != 1,
+    "lora_dropout": lambda settings: settings.lora_dropout > 0,
+    "launch": lambda settings: is_zero3(settings.launch),  # of the launch only this: reentrant checkpointing
+    "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
+    "eval_steps": None, "gpu": None, "model_name_or_path": None,
+}  # fmt: skip
 #: Phases of the dry run that make up a training step.
 _TRAIN = ("forward", "loss", "loss backward", "backward", "optimizer")
 #: Ampere: what a dry run stands for when no card is given.
@@ -56,7 +62,7 @@ class DryRun:
 
 def dry_run(
     config: PretrainedConfig | dict[str, Any],
-    settings: Recipe,
+    settings: Settings,
     *,
     micro_batch: int,
     tokens: int,
@@ -75,7 +81,7 @@ def dry_run(
         "rows": micro_batch, "tokens": tokens, "trained_tokens": trained,
         "padded": micro_batch > 1 and settings.packing is not True,
         "documents": max(1, tokens // 256) if settings.packing is True else 1,
-        "eval_rows": micro_batch if eval_rows == AUTO else eval_rows,
+        "eval_rows": eval_rows,
     }  # fmt: skip
     key = cache.key_of(kind="dry run", config=values, settings=_deciding(settings), shape=shape, capability=capability)
     known = cache.read(key)
@@ -88,16 +94,17 @@ def dry_run(
     return made
 
 
-def _deciding(settings: Recipe) -> dict[str, Any]:
-    """What of the settings decides where bytes are."""
-    return {name: getattr(settings, name) for name in _SETTINGS} | {
-        "accumulates": settings.gradient_accumulation_steps != 1, "dropout": settings.lora_dropout > 0,
-        # of the launch only this reaches the step of one card: ZeRO-3 recomputes in autograd's older way
-        "reentrant": (settings.launch.strategy, settings.launch.zero_stage) == ("deepspeed", 3),
-    }  # fmt: skip
+def _deciding(settings: Settings) -> dict[str, Any]:
+    """What of the settings decides where bytes are, as the schema says."""
+    key: dict[str, Any] = {}
+    for name in settings_that_decide(Decides.BYTES):
+        reduce = _REDUCED.get(name, lambda settings, name=name: getattr(settings, name))
+        if reduce is not None:
+            key[name] = reduce(settings)
+    return key
 
 
-def _made(values: dict[str, Any], settings: Recipe, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
+def _made(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
     from finetune.forecast.depth import count_parameters
     from finetune.forecast.rules import cublas_workspace_bytes
     from finetune.model.build import config_from
@@ -125,14 +132,13 @@ def _made(values: dict[str, Any], settings: Recipe, batch: Batch, capability: tu
 
 
 def _simulated(
-    config: PretrainedConfig, settings: Recipe, batch: Batch, capability: tuple[int, int] | None
+    config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None
 ) -> tuple[Simulation, str]:
     from finetune.forecast.depth import has_layers_alike, simulate_deep
     from finetune.forecast.mixed_layers import can_mix, mix_layers
     from finetune.forecast.simulate import simulate
 
     every = settings.activation_checkpointing_every_n_layers
-    every = 1 if every == AUTO else every
     if every > 1 and can_mix(settings, has_layers_alike(config)):
         recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
         kept, _ = _simulated(config, _recomputing(settings, False), batch, capability)
@@ -151,12 +157,12 @@ def _simulated(
     return _SIMULATED[key]
 
 
-def _keeps_less_in_first(settings: Recipe) -> bool:
+def _keeps_less_in_first(settings: Settings) -> bool:
     """Nothing before the first layer is trained; its input is on the card anyway; DoRA makes that of the others fp32."""
     return settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
 
 
-def _recomputing(settings: Recipe, all_layers: bool) -> Recipe:
+def _recomputing(settings: Settings, all_layers: bool) -> Settings:
     return resolved(settings, activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)
 
 

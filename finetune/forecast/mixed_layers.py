@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from finetune.forecast.simulate import Simulation
 from finetune.forecast.tracker import Peak, Place, Tag
-from finetune.recipe import Recipe
+from finetune.recipe import Settings
+from finetune.recipe.compatibility import is_zero3
 
 #: Phases in which it matters whether a layer is recomputed.
 _MIXED = ("forward", "loss", "loss backward", "backward")
 
 
-def can_mix(settings: Recipe, alike: bool) -> bool:
+def can_mix(settings: Settings, alike: bool) -> bool:
     """Whether `mix_layers` is exact for these settings; `alike`: all decoder layers have the same modules and shapes.
 
     Unlike layers share tables and masks, which live as long as one layer keeps them. Activations on their way to the host
@@ -21,7 +22,7 @@ def can_mix(settings: Recipe, alike: bool) -> bool:
         and settings.activation_checkpointing is True
         and settings.activation_offloading is False
         and settings.optim != "adafactor"
-        and (settings.launch.strategy, settings.launch.zero_stage) != ("deepspeed", 3)
+        and not is_zero3(settings.launch)
     )
 
 

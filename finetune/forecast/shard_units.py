@@ -6,12 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.forecast import cache
-from finetune.recipe import Recipe
+from finetune.recipe import Settings
+from finetune.recipe.compatibility import shards_weights
+from finetune.recipe.schema import Decides, settings_that_decide
 
-#: Settings that decide the parameters' shapes and types.
-_SETTINGS = (
-    "dtype", "load_in_4bit", "load_in_8bit", "lora_r", "target_modules", "use_dora", "trust_remote_code", "model_revision",
-)  # fmt: skip
 #: Names of the units that are no layer: the input table, the output layer (and a table tied to it), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 
@@ -39,14 +37,13 @@ class Unit:
     parameters: tuple[Parameter, ...]
 
 
-def units_of(config: dict[str, Any], settings: Recipe) -> tuple[Unit, ...]:
+def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     """The units of the model that the content of a config.json and resolved `settings` make, as they are loaded.
 
     Kept in the cache, so that a plan made before needs no torch. Raises RecipeError for a model that can't be built.
     """
-    launch = settings.launch
-    splits = launch.strategy == "fsdp" or (launch.strategy, launch.zero_stage) == ("deepspeed", 3)
-    chosen = {name: getattr(settings, name) for name in _SETTINGS} | {"splits_weights": splits}
+    chosen = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
+    chosen["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another type
     key = cache.key_of(kind="units", config=config, settings=chosen)
     known = cache.read(key)
     if known is not None:
@@ -58,7 +55,7 @@ def units_of(config: dict[str, Any], settings: Recipe) -> tuple[Unit, ...]:
     return made
 
 
-def _made(values: dict[str, Any], settings: Recipe) -> tuple[Unit, ...]:
+def _made(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     """The units of a model of few layers; where the layers repeat, so do they."""
     from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
     from finetune.model.build import config_from
@@ -73,7 +70,7 @@ def _made(values: dict[str, Any], settings: Recipe) -> tuple[Unit, ...]:
     return (*layers, *(Unit(name, made[name]) for name in (EMBEDDING, HEAD, REST) if name in made))
 
 
-def _units(config: Any, settings: Recipe) -> dict[str, tuple[Parameter, ...]]:
+def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor

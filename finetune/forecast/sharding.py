@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from finetune.forecast.ledger import DryRun
 from finetune.forecast.shard_units import EMBEDDING, HEAD, REST, Parameter, Unit
-from finetune.recipe import Recipe
+from finetune.recipe import Settings
 
 #: The caching allocator's smallest block, as in tracker.py, which needs torch.
 _BLOCK_BYTES = 512
@@ -110,7 +110,7 @@ RULES = {
 }
 
 
-def per_card(run: DryRun, units: tuple[Unit, ...], settings: Recipe) -> DryRun:
+def per_card(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
     """The dry run of one card as each of `launch.num_processes` cards sees it; DDP's is the run itself.
 
     `host_bytes` becomes that of all processes of a machine.
@@ -175,7 +175,7 @@ def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
     return max(moments.values()) + 2 * rest
 
 
-def _deepspeed(units: tuple[Unit, ...], settings: Recipe) -> Split:
+def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Split:
     launch, item, hidden = settings.launch, 4 if settings.dtype == "float32" else 2, _hidden(units)
     cards, away = launch.num_processes, launch.offload != "none"
     whole = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
@@ -208,7 +208,7 @@ def _hidden(units: tuple[Unit, ...]) -> int:
     return max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
 
 
-def _applied(run: DryRun, units: tuple[Unit, ...], split: Split, settings: Recipe) -> DryRun:
+def _applied(run: DryRun, units: tuple[Unit, ...], split: Split, settings: Settings) -> DryRun:
     whole = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
     saved = {name: (frozen - split.kept[name][0], trained - split.kept[name][1]) for name, (frozen, trained) in whole.items()}
     parts = dict(run.parts)
@@ -231,7 +231,7 @@ def _applied(run: DryRun, units: tuple[Unit, ...], split: Split, settings: Recip
     )  # fmt: skip
 
 
-def _note(settings: Recipe) -> str:
+def _note(settings: Settings) -> str:
     launch = settings.launch
     name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
     offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"

@@ -32,7 +32,7 @@ from finetune.model.build import (
 )
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.techniques import apply_techniques, step_context
-from finetune.recipe import Recipe
+from finetune.recipe import Settings
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Simulation:
     notes: tuple[str, ...] = ()
 
 
-def simulate(config: PretrainedConfig, settings: Recipe, batch: Batch, capability: Capability | None) -> Simulation:
+def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
     """The step on a card of this compute capability; None: the run is on a CPU."""
     tracker = StorageTracker(rules_for_processor() if capability is None else rules_for(capability))
     with _quiet(), same_on_every_processor(), dora_without_data(), no_collection_in_between():
@@ -76,7 +76,7 @@ def simulate(config: PretrainedConfig, settings: Recipe, batch: Batch, capabilit
     return Simulation(tracker.peaks, tracker.host, notes)
 
 
-def _notes(model: torch.nn.Module, settings: Recipe) -> tuple[str, ...]:
+def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
     """What the user should know of how this model takes the settings."""
     if True not in (settings.load_in_4bit, settings.load_in_8bit):
         return ()
@@ -95,7 +95,7 @@ def _notes(model: torch.nn.Module, settings: Recipe) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _run(model: Any, tracker: StorageTracker, settings: Recipe, batch: Batch, *, on_cpu: bool) -> None:
+def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, *, on_cpu: bool) -> None:
     model.train()
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
@@ -125,7 +125,7 @@ def _run(model: Any, tracker: StorageTracker, settings: Recipe, batch: Batch, *,
             _forward(model, settings, _inputs(settings, batch, batch.eval_rows, tracker), tracker, "eval")
 
 
-def _inputs(settings: Recipe, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:
+def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:
     """What TRL's collator puts on the card. Rows of equal length need no mask: transformers finds nothing masked."""
     tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
     shape = (rows, batch.tokens)
@@ -141,7 +141,7 @@ def _inputs(settings: Recipe, batch: Batch, rows: int, tracker: StorageTracker) 
     return inputs | ({"attention_mask": mask} if batch.padded and rows > 1 else {"unread_mask": mask})
 
 
-def _forward(model: Any, settings: Recipe, inputs: dict[str, Any], tracker: StorageTracker, phase: str) -> torch.Tensor:
+def _forward(model: Any, settings: Settings, inputs: dict[str, Any], tracker: StorageTracker, phase: str) -> torch.Tensor:
     """TRL's loss, as its `compute_loss` makes it."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
     given = {name: value for name, value in inputs.items() if name != "unread_mask"}
@@ -151,7 +151,7 @@ def _forward(model: Any, settings: Recipe, inputs: dict[str, Any], tracker: Stor
 
 
 @contextmanager
-def _autocast(settings: Recipe) -> Iterator[None]:
+def _autocast(settings: Settings) -> Iterator[None]:
     dtype = model_dtype(settings)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         yield
@@ -211,7 +211,7 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 
 
 @contextmanager
-def _tensors_without_data(settings: Recipe, capability: Capability | None, batch: Batch) -> Iterator[None]:
+def _tensors_without_data(settings: Settings, capability: Capability | None, batch: Batch) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
         if capability is not None and sys.platform != "win32":

@@ -10,7 +10,7 @@ from finetune.forecast.forecast import Forecast
 from finetune.forecast.ledger import USUAL_CAPABILITY, DryRun, dry_run
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import per_card
-from finetune.recipe import AUTO, Recipe
+from finetune.recipe import Settings
 from finetune.units import MIB
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ DRY_RUN_ERROR = 0.02
 PROCESS_BYTES = 800 * MIB
 
 
-def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Recipe, card: Card, *, tokens: int) -> Forecast:
+def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, *, tokens: int) -> Forecast:
     """What a run of `settings` on `card` takes when its widest rows have `tokens` tokens.
 
-    `settings` has no `auto` left. Raises RecipeError for a model that can't be built.
+    Raises RecipeError for a model that can't be built.
     """
-    micro = 1 if settings.per_device_train_batch_size == AUTO else settings.per_device_train_batch_size
+    micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
     run = _of_one_card(config, settings, alone)
@@ -50,7 +50,7 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Recipe, c
         peaks=run.peaks,
         per_layer_bytes=run.per_layer_bytes,
         host_bytes=_host_bytes(run, card, settings),
-        disk_bytes=_disk_bytes(run, settings),
+        disk_bytes=_disk_bytes(alone, settings),
         method=run.method,
         versions=run.versions,
         notes=run.notes + _notes(settings, card, tokens, micro),
@@ -67,7 +67,7 @@ def _reserved(allocated: int, card: Card) -> tuple[int, int, int]:
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
 
 
-def _of_one_card(config: PretrainedConfig | dict[str, Any], settings: Recipe, run: DryRun) -> DryRun:
+def _of_one_card(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:
     """The dry run as each of several cards sees it, where the launch splits the model."""
     if settings.launch.strategy == "ddp":
         return run
@@ -81,12 +81,12 @@ def _certain(run: DryRun, alone: DryRun) -> int:
     return max({**least, "load": alone.peaks["load"]}.values())
 
 
-def _buckets(run: DryRun, settings: Recipe) -> int:
+def _buckets(run: DryRun, settings: Settings) -> int:
     """DDP's reducer keeps a copy of all gradients in buckets (torch/csrc/distributed/c10d/reducer.cpp)."""
     return run.parts["adapters"] if settings.launch.num_processes > 1 and settings.launch.strategy == "ddp" else 0
 
 
-def _host_bytes(run: DryRun, card: Card, settings: Recipe) -> int:
+def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
     """The process, what training keeps in host memory, and a merge of the adapter into 16-bit weights, whichever is more.
 
     Of a machine whose processes split the model: all of them, and the first gathers the model to save it.
@@ -97,13 +97,13 @@ def _host_bytes(run: DryRun, card: Card, settings: Recipe) -> int:
     return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
 
 
-def _disk_bytes(run: DryRun, settings: Recipe) -> int:
-    """Checkpoints kept and one being written (adapter and optimizer state), the adapter, and a merged 16-bit model."""
-    checkpoint = run.parts["adapters"] + max(run.parts["optimizer"], 2 * run.parts["adapters"])
-    return (settings.save_total_limit + 1) * checkpoint + run.parts["adapters"] + 2 * run.parameters
+def _disk_bytes(run: DryRun, settings: Settings) -> int:
+    """Checkpoints kept and one being written (fp32 adapter and AdamW's two moments), the adapter, and a merged 16-bit model."""
+    adapter = run.parts["adapters"]
+    return (settings.save_total_limit + 1) * 3 * adapter + adapter + 2 * run.parameters
 
 
-def _notes(settings: Recipe, card: Card, tokens: int, micro: int) -> tuple[str, ...]:
+def _notes(settings: Settings, card: Card, tokens: int, micro: int) -> tuple[str, ...]:
     notes = []
     if settings.torch_compile:
         notes.append("forecast for layers that are not compiled; compiled ones keep less")

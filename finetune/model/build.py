@@ -18,7 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
-from finetune.recipe import AUTO, Recipe
+from finetune.recipe import Recipe, Settings
+from finetune.recipe.compatibility import shards_weights
 
 __all__ = [
     "attach_adapters", "build_base", "build_on_meta", "config_from", "load_config", "model_dtype", "must_repeat_keys",
@@ -60,7 +61,7 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
 
 
 def build_base(
-    settings: Recipe, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool
+    settings: Settings, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool
 ) -> PreTrainedModel:
     """The base model in the recipe's dtype and quantisation.
 
@@ -95,7 +96,7 @@ def build_base(
     return model
 
 
-def _refuse_other_weights(settings: Recipe, config: PretrainedConfig, found: dict[str, Any]) -> None:
+def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: dict[str, Any]) -> None:
     """Layers that the weights lack would be trained from random numbers; layers that config.json lacks would be left out."""
     missing = sorted(found["missing_keys"])
     numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
@@ -116,9 +117,9 @@ def _linear_names(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
 
 
-def attach_adapters(model: PreTrainedModel, settings: Recipe) -> PeftModel:
+def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     """LoRA (DoRA, rsLoRA) on the recipe's layers, in fp32; nothing else trains. Raises RecipeError for unknown layers."""
-    targets = "all-linear" if settings.target_modules == AUTO else settings.target_modules
+    targets = settings.target_modules
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
         lora_dropout=settings.lora_dropout, target_modules=targets,
@@ -135,13 +136,13 @@ def attach_adapters(model: PreTrainedModel, settings: Recipe) -> PeftModel:
         raise RecipeError(
             f"target_modules {targets}: {error}", f"Linear layers of this model: {_linear_names(model)}"
         ) from None
-    if settings.activation_checkpointing not in (False, AUTO):
+    if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
     restore_master_precision(peft_model)
     return peft_model
 
 
-def prepare_for_training(model: torch.nn.Module, settings: Recipe) -> None:
+def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
     """Close what would silently spoil training.
 
     On a CPU with AVX512-BF16 the first evaluation repacks a bitsandbytes Linear4bit for inference and nothing undoes it.
@@ -176,12 +177,12 @@ def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     return dtype == torch.float32 or capability < (8, 0)
 
 
-def model_dtype(settings: Recipe) -> torch.dtype:
-    """The recipe's dtype as torch's; bfloat16 while it is auto."""
-    return {"float32": torch.float32, "float16": torch.float16}.get(settings.dtype, torch.bfloat16)
+def model_dtype(settings: Settings) -> torch.dtype:
+    """The recipe's dtype as torch's."""
+    return getattr(torch, settings.dtype)
 
 
-def quantization_config(settings: Recipe, config: PretrainedConfig) -> Any:
+def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     """What transformers is told of quantisation: NF4 with double quantisation, int8, or None for 16 bit.
 
     A checkpoint that is quantised already keeps its own where that can be trained. Raises RecipeError where it can't.
@@ -195,21 +196,16 @@ def quantization_config(settings: Recipe, config: PretrainedConfig) -> Any:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=model_dtype(settings),
-            bnb_4bit_quant_storage=model_dtype(settings) if _splits_weights(settings) else torch.uint8,
+            # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 are left whole or read wrongly
+            # (https://github.com/huggingface/accelerate/issues/3983)
+            bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
         )
     if settings.load_in_8bit is True:
         return BitsAndBytesConfig(load_in_8bit=True)
     return None
 
 
-def _splits_weights(settings: Recipe) -> bool:
-    """FSDP2 and DeepSpeed ZeRO-3 split floating-point parameters only; in uint8 4-bit weights are left whole or read wrongly
-    (https://github.com/huggingface/accelerate/issues/3983)."""
-    launch = settings.launch
-    return launch.strategy == "fsdp" or (launch.strategy == "deepspeed" and launch.zero_stage == 3)
-
-
-def _own_quantization(settings: Recipe, own: dict[str, Any]) -> Any:
+def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
     name, method = settings.model_name_or_path, own.get("quant_method", "")
     if method == "bitsandbytes":
         wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
@@ -217,10 +213,10 @@ def _own_quantization(settings: Recipe, own: dict[str, Any]) -> Any:
             raise RecipeError(
                 f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or give the 16-bit model."
             )
-        if bits == "4bit" and _splits_weights(settings) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+        if bits == "4bit" and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
-                f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't split",
-                "Give the 16-bit model; load_in_4bit=true quantises it while loading, in a form that can be split.",
+                f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
+                "Give the 16-bit model; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
@@ -259,15 +255,14 @@ def build_on_meta(
     return model
 
 
-def _attention(settings: Recipe) -> str | None:
-    """None leaves it to transformers: sdpa where the model supports it, else eager."""
+def _attention(settings: Settings) -> str:
     if settings.attn_implementation == varlen_attention.NAME:
         varlen_attention.register()
-    return None if settings.attn_implementation == AUTO else settings.attn_implementation
+    return settings.attn_implementation
 
 
 @contextmanager
-def _explained(settings: Recipe) -> Iterator[None]:
+def _explained(settings: Settings) -> Iterator[None]:
     """Turns what transformers and the hub say about a model that can't be built into a RecipeError."""
     name = settings.model_name_or_path
     try:

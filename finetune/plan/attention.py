@@ -19,7 +19,7 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def choose_packing(
     choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, no_room: bool = False
-) -> None:
+) -> Choices:
     """Resolve packing and attn_implementation. Packing is on where torch's varlen kernel runs, for many short rows.
 
     `no_room`: the packed sequences were found not to fit.
@@ -27,15 +27,14 @@ def choose_packing(
     packed, why = _packing(choices, card, config, data)
     if packed and no_room:
         packed, why = False, "packed sequences do not fit on this card, single rows do"
-    choices.choose("packing", packed, why)
+    choices = choices.choose("packing", packed, why)
     problem = _unsuited(config)
     if choices.value("packing") is True and problem is None:
-        choices.choose("attn_implementation", VARLEN, "packed rows through torch's own varlen kernel, each by itself")
-        return
+        return choices.choose("attn_implementation", VARLEN, "packed rows through torch's own varlen kernel, each by itself")
     attention = default_attention(config)
     dense = f"; packed rows need a dense mask, {problem}" if choices.value("packing") is True else ""
     kernels = "torch's own kernels, nothing to install" if attention == "sdpa" else "the model supports no other"
-    choices.choose("attn_implementation", attention, f"{kernels}{dense}")
+    return choices.choose("attn_implementation", attention, f"{kernels}{dense}")
 
 
 def _packing(choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None) -> tuple[bool, str]:

@@ -10,16 +10,20 @@ from finetune.plan.choices import Choices
 from finetune.units import GIB, format_bytes, parse_bytes
 
 
-def choose_budget(choices: Choices, card: Card) -> int:
-    """Bytes of the card that the run may take. Raises RecipeError when that is not more than the context."""
+def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
+    """Resolve memory_budget, and say in bytes what the run may take of the card.
+
+    Raises RecipeError when that is not more than the context.
+    """
     free = math.floor(card.free_bytes / GIB * 100)
     text = f"{free / 100:.2f}GiB"
     budget, named = parse_bytes(text), f"{format_bytes(card.free_bytes)} free"
-    choices.choose("memory_budget", text, f"what is free of {format_bytes(card.total_bytes)} on {card.name}")
+    choices = choices.choose("memory_budget", text, f"what is free of {format_bytes(card.total_bytes)} on {card.name}")
     if choices.is_set("memory_budget"):
         wanted = parse_bytes(choices.recipe.memory_budget)
         if wanted > card.free_bytes:
-            choices.reasons["memory_budget"] += f", but only {format_bytes(card.free_bytes)} are free"
+            only = f", but only {format_bytes(card.free_bytes)} are free"
+            choices = choices.because("memory_budget", choices.reasons["memory_budget"] + only)
         budget, named = min(wanted, card.free_bytes), f"memory_budget {choices.recipe.memory_budget}"
     context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     if budget <= context:
@@ -27,4 +31,4 @@ def choose_budget(choices: Choices, card: Card) -> int:
             f"{named} on {card.name} is not more than the CUDA context alone may take ({format_bytes(context)})",
             "Give a larger memory_budget or free memory of the card; nothing can be trained in this.",
         )
-    return budget
+    return choices, budget

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.recipe import AUTO, Recipe, resolved
+from finetune.recipe import AUTO, Recipe, Settings, resolve
 
 
+@dataclass(frozen=True)
 class Choices:
-    """A recipe whose `auto` settings are filled in one by one."""
+    """A recipe whose `auto` settings are filled in one by one. Each step makes a new value, so attempts can't mix."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.values: dict[str, Any] = {}
-        self.reasons: dict[str, str] = {}
+    recipe: Recipe
+    values: Mapping[str, Any] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def is_set(self, name: str) -> bool:
         """Whether the recipe decides this setting itself."""
@@ -23,13 +25,20 @@ class Choices:
         """The recipe's own value, else the chosen one."""
         return getattr(self.recipe, name) if self.is_set(name) else self.values[name]
 
-    def choose(self, name: str, value: Any, reason: str) -> None:
+    def choose(self, name: str, value: Any, reason: str) -> Choices:
         """Resolve one setting; what the recipe sets is kept."""
         if self.is_set(name):
-            self.reasons[name] = "as the recipe sets it"
-        else:
-            self.values[name], self.reasons[name] = value, reason
+            return self.because(name, "as the recipe sets it")
+        return replace(self, values={**self.values, name: value}).because(name, reason)
 
-    def settings(self, **more: Any) -> Recipe:
-        """The recipe with the choices (and `more`) filled in. Raises ValueError when they don't agree."""
-        return resolved(self.recipe, **{**self.values, **more})
+    def because(self, name: str, reason: str) -> Choices:
+        """Give the reason for a setting."""
+        return replace(self, reasons={**self.reasons, name: reason})
+
+    def open(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those of `values` that the recipe leaves open."""
+        return {name: value for name, value in values.items() if not self.is_set(name)}
+
+    def settings(self, **more: Any) -> Settings:
+        """The recipe with the choices (and `more`) filled in. Raises ValueError when they don't agree, or one is missing."""
+        return resolve(self.recipe, **{**self.values, **more})

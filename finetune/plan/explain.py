@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from finetune.plan.choices import Choices
-from finetune.plan.search import Anchor, Search, verdict_of
+from finetune.plan.plan import Alternative, verdict_of
+from finetune.plan.search import Anchor, Search
 from finetune.plan.speed import Job, knows_rates
 from finetune.plan.strategy import Strategy
 from finetune.units import format_bytes
@@ -22,7 +23,7 @@ class Comparison:
     def against(self, **change: Any) -> str:
         """`saves 4.2 GiB and costs 31 % of time`, of the choice over the strategy with `change`."""
         other = dataclasses.replace(self.strategy, **change)
-        saved = self.search.high_bytes(other, self.chosen.width) - self.chosen.forecast.peak_high_bytes
+        saved = self.search.high_bytes(other) - self.chosen.forecast.peak_high_bytes
         slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
         memory = f"{'saves' if saved >= 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved >= 0 else ' more'}"
         time = f"costs {slower:.0%} of time" if slower >= 0 else f"{'saves' if saved < 0 else 'also'} {-slower:.0%} of time"
@@ -31,10 +32,10 @@ class Comparison:
     def fits(self, **change: Any) -> bool:
         """Whether the strategy with `change` would fit, by forecast or scaled estimate."""
         other = dataclasses.replace(self.strategy, **change)
-        return self.search.high_bytes(other, self.chosen.width) <= self.search.budget_bytes
+        return self.search.high_bytes(other) <= self.search.budget_bytes
 
 
-def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> None:
+def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choices:
     """Resolve the memory settings to the chosen strategy, each with its reason."""
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
@@ -49,11 +50,12 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> None:
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
     }  # fmt: skip
     for name, reason in reasons.items():
-        choices.choose(name, values[name], reason)
+        choices = choices.choose(name, values[name], reason)
     if job.shape.experts and strategy.bits in (4, 8):
         name = "load_in_4bit" if strategy.bits == 4 else "load_in_8bit"
-        choices.reasons[name] += "; the experts stay 16-bit, bitsandbytes quantises linear layers only"
-    choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation keeps no activations")
+        experts = "; the experts stay 16-bit, bitsandbytes quantises linear layers only"
+        choices = choices.because(name, choices.reasons[name] + experts)
+    return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation keeps no activations")
 
 
 def _explain_bits(compare: Comparison, on_cpu: bool) -> str:
@@ -71,8 +73,8 @@ def _explain_optimizer(compare: Comparison) -> str:
     if optim == "adamw_torch":
         return "torch's AdamW"
     if optim == "adamw_torch_fused":
-        saved = compare.search.high_bytes(compare.strategy, compare.chosen.width) - compare.search.high_bytes(
-            dataclasses.replace(compare.strategy, optim="adamw_8bit"), compare.chosen.width
+        saved = compare.search.high_bytes(compare.strategy) - compare.search.high_bytes(
+            dataclasses.replace(compare.strategy, optim="adamw_8bit")
         )
         return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
     return f"{compare.against(optim='adamw_torch_fused')} against fused AdamW"
@@ -97,31 +99,26 @@ def _explain_micro(compare: Comparison) -> str:
     return f"{rows}; {compare.against(micro=larger)} against {larger}"
 
 
-def alternatives(search: Search, chosen: Anchor, speed_factor: float, choices: Choices) -> list[dict[str, Any]]:
-    """Every strategy that was forecast, the chosen one first, then by time.
-
-    `overrides` makes the plan use it: all that the recipe leaves open is set. `differs` is what of that is not as chosen.
-    """
+def alternatives(search: Search, chosen: Anchor, speed_factor: float, choices: Choices) -> tuple[Alternative, ...]:
+    """Every strategy that was forecast, the chosen one first, then by time."""
     times_known = knows_rates(search.job.card)
-    own, rows = _values_of(chosen, chosen, search.job, choices), []
-    for anchor in search.anchors:
-        timing = search.timing(anchor.strategy)
-        values = _values_of(anchor, chosen, search.job, choices)
+    own = _values_of(chosen, chosen, search.job, choices)
+
+    def described(anchor: Anchor) -> Alternative:
+        timing, values = search.timing(anchor.strategy), _values_of(anchor, chosen, search.job, choices)
         differing = {name: value for name, value in values.items() if own.get(name) != value}
-        rows.append(
-            {
-                "plan": words(anchor.strategy, search.job.batch, search.job.world),
-                "peak_bytes": anchor.forecast.peak_bytes,
-                "peak_high_bytes": anchor.forecast.peak_high_bytes,
-                "step_s": timing.step_s * speed_factor if times_known else None,
-                "tokens_per_s": timing.tokens_per_s / speed_factor if times_known else None,
-                "verdict": verdict_of(anchor.forecast, search.budget_bytes),
-                "overrides": "chosen" if anchor is chosen else _written(values),
-                "differs": "chosen" if anchor is chosen else _written(differing),
-            }
-        )
-    order = {id(row): search.timing(anchor.strategy).step_s for row, anchor in zip(rows, search.anchors, strict=True)}
-    return sorted(rows, key=lambda row: (row["overrides"] != "chosen", order[id(row)], row["overrides"]))
+        return Alternative(
+            plan=words(anchor.strategy, search.job.batch, search.job.world), chosen=anchor is chosen,
+            peak_bytes=anchor.forecast.peak_bytes, peak_high_bytes=anchor.forecast.peak_high_bytes,
+            step_s=timing.step_s * speed_factor if times_known else None,
+            tokens_per_s=timing.tokens_per_s / speed_factor if times_known else None,
+            verdict=verdict_of(anchor.forecast, search.budget_bytes), overrides=_written(values), differs=_written(differing),
+        )  # fmt: skip
+
+    def order(anchor: Anchor) -> tuple[bool, float, str]:
+        return anchor is not chosen, search.timing(anchor.strategy).step_s, described(anchor).overrides
+
+    return tuple(described(anchor) for anchor in sorted(search.anchors, key=order))
 
 
 def _values_of(anchor: Anchor, chosen: Anchor, job: Job, choices: Choices) -> dict[str, Any]:

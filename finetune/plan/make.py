@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.card.card import Card
@@ -16,16 +17,17 @@ from finetune.plan.choices import Choices
 from finetune.plan.defaults import choose_basics, choose_cadence, total_steps
 from finetune.plan.explain import alternatives, explain_strategy, words
 from finetune.plan.history import History, read_history
-from finetune.plan.lengths import Lengths, length_costs
+from finetune.plan.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.plan.many_cards import needs_of_each_card
-from finetune.plan.plan import DataStatistics, Plan
+from finetune.plan.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
 from finetune.plan.resources import check_resources
-from finetune.plan.search import FITS, NO_FIT, Anchor, Search, verdict_of
-from finetune.plan.shape import shape_of
+from finetune.plan.search import Anchor, Search
+from finetune.plan.shape import ModelShape, shape_of
 from finetune.plan.speed import Job, knows_rates
 from finetune.plan.strategy import Strategy, next_to, strategies
 from finetune.plan.suggest import largest_model, shortfall_of, suggest
-from finetune.recipe import AUTO, Recipe, resolved
+from finetune.recipe import AUTO, Recipe, Settings
+from finetune.recipe.compatibility import shards
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.
@@ -47,156 +49,184 @@ def make_plan(
     shown beside forecasts of what is next to it, not only of what the search came by. The same inputs, what was measured on
     the card among them, give the same settings.
     """
-    inputs = (recipe, card, data, forecaster or make_forecast, progress or (lambda _: None))
-    planner = _Planner(*inputs)
-    if planner.settle() != FITS and recipe.packing == AUTO and planner.choices.value("packing"):
-        single = _Planner(*inputs, no_room=True)
-        planner = single if single.settle() == FITS else planner
+    tell = progress or (lambda _: None)
+    choices, budget = choose_budget(Choices(recipe), card)
+    tell("reading the model's configuration")
+    config = read_config(recipe)
+    question = _Question(
+        recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
+        forecaster or make_forecast, tell,
+    )  # fmt: skip
+    found = question.settle()
+    if found.verdict != Verdict.FITS and recipe.packing == AUTO and found.choices.value("packing"):
+        single = question.settle(no_room=True)
+        found = single if single.verdict == Verdict.FITS else found
     if compare:
-        planner.compare()
-    return planner.plan()
+        question.compare(found)
+    return question.plan(found)
 
 
-class _Planner:
-    """One call of make_plan: what it knows, and the steps it takes."""
+@dataclass(frozen=True)
+class _Attempt:
+    """One limit of length and one rank: the choices made so far, the search among strategies, and what that chose."""
 
-    def __init__(
-        self, recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast, progress: Progress,
-        no_room: bool = False,
-    ) -> None:  # fmt: skip
-        self.recipe, self.card, self.data, self.forecaster, self.tell = recipe, card, data, forecaster, progress
-        self.choices = Choices(recipe)
-        self.budget = choose_budget(self.choices, card)
-        self.tell("reading the model's configuration")
-        self.config = read_config(recipe)
-        self.shape = shape_of(self.config, recipe)
-        choose_basics(self.choices, card, self.config, self.shape, data, no_room)
-        self.lengths = Lengths(self.choices, data)
-        self.advised_rank: int = self.choices.value("lora_r")
-        self.history = read_history(card.name)
-        job = Job(
-            shape=self.shape, card=card, batches=self.lengths.batches(self.lengths.first),
-            batch=self.choices.value("effective_batch_size"), world=recipe.launch.num_processes,
-            rank=self.choices.value("lora_r"), compiled=recipe.torch_compile, offloading=recipe.activation_offloading,
-        )  # fmt: skip
-        self.search = Search(job, self.budget, self._forecast)
+    choices: Choices
+    search: Search
+    chosen: Anchor | None = None
 
-    def settle(self) -> str:
-        """Search. Returns the verdict on what was found, which is what `plan` explains."""
-        self.chosen = self._settle()
-        return verdict_of(self.chosen.forecast, self.budget)
+    @property
+    def anchor(self) -> Anchor:
+        """What was chosen."""
+        assert self.chosen is not None
+        return self.chosen
 
-    def compare(self) -> None:
+    @property
+    def verdict(self) -> Verdict:
+        """On what was chosen."""
+        return verdict_of(self.anchor.forecast, self.search.budget_bytes)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What one call of make_plan is asked and knows, and the steps it takes."""
+
+    recipe: Recipe
+    card: Card
+    data: DataStatistics | None
+    budgeted: Choices
+    budget: int
+    config: dict[str, Any]
+    shape: ModelShape
+    history: History
+    forecaster: MakeForecast
+    tell: Progress
+
+    def settle(self, no_room: bool = False) -> _Attempt:
+        """The fastest strategy that fits; else a shorter limit or a lower rank where the recipe leaves that open; else what
+        takes least with the first of both. `no_room`: packed sequences were found not to fit."""
+        basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, no_room)
+        attempts = list(self._attempts(basics))
+        for attempt in attempts:
+            search, able = attempt.search, self._open_strategies(attempt.choices)
+            if shards(self.recipe.launch):  # a guess knows whole models only: begin from what takes least
+                search.smallest(able)
+            found = search.find(able)
+            if found is None and search.could_fit(able):
+                found = search.smallest(able)
+            if found is not None and verdict_of(found.forecast, self.budget) == Verdict.FITS:
+                return dataclasses.replace(attempt, chosen=found)
+        first = attempts[0]
+        return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first.choices)))
+
+    def compare(self, found: _Attempt) -> None:
         """Forecast what is next to the chosen strategy, unless that does not fit."""
-        if verdict_of(self.chosen.forecast, self.budget) != NO_FIT:
-            for strategy in next_to(self.chosen.strategy, self.search.able(self._open_strategies())):
-                self.search.forecast(strategy, self.chosen.width)
+        if found.verdict != Verdict.NO_FIT:
+            able = found.search.able(self._open_strategies(found.choices))
+            for strategy in next_to(found.anchor.strategy, able):
+                found.search.forecast(strategy)
 
-    def plan(self) -> Plan:
-        """The plan with reasons, forecast and alternatives. After `settle`."""
-        chosen = self.chosen
-        factor = self.history.speed_factor or 1.0
-        explain_strategy(self.choices, self.search, chosen)
-        steps = choose_cadence(self.choices, self.data)
-        settings = self.choices.settings()
-        timing, known = self.search.timing(chosen.strategy), knows_rates(self.card)
+    def plan(self, found: _Attempt) -> Plan:
+        """The plan with reasons, forecast and alternatives."""
+        search, chosen, factor = found.search, found.anchor, self.history.speed_factor or 1.0
+        choices = explain_strategy(found.choices, search, chosen)
+        steps = self._total_steps(choices, chosen.strategy)
+        choices = choose_cadence(choices, steps, self.data)
+        settings, timing, known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
             chosen.forecast,
             step_s=timing.step_s * factor if known else None,
             tokens_per_s=timing.tokens_per_s / factor if known else None,
             notes=(*chosen.forecast.notes, *_notes_of(self.history, self.card)),
         )
-        verdict = verdict_of(forecast, self.budget)
         return Plan(
-            settings=settings, reasons=self.choices.reasons, card=self.card, verdict=verdict, total_steps=steps,
-            forecast=forecast, data=self.data, alternatives=alternatives(self.search, chosen, factor, self.choices),
+            settings=settings, reasons=choices.reasons, card=self.card, verdict=found.verdict, total_steps=steps,
+            forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
-            modelled_step_s=timing.step_s if known else None, length_costs=length_costs(self.search, chosen),
-            checks=check_resources(settings, self.shape, forecast, self.card), many_cards=self._many_cards(settings, verdict),
-            **(self._lacking(settings, forecast) if verdict != FITS else {}),
+            modelled_step_s=timing.step_s if known else None, length_costs=length_costs(search, chosen),
+            checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(found, settings),
+            **(self._lacking(found, settings, forecast) if found.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 
-    def _settle(self) -> Anchor:
-        """The fastest strategy that fits; else a shorter limit where the recipe leaves that open; else what takes least."""
-        open_strategies = self._open_strategies()
-        for length, rank in itertools.product(self.lengths.open(), self._ranks()):
-            width = self._take(length, rank)
-            if self.recipe.launch.strategy != "ddp":  # a guess knows whole models only: begin from what takes least
-                self.search.smallest(open_strategies, width)
-            found = self.search.find(open_strategies, width)
-            if found is None and self.search.could_fit(open_strategies, width):
-                found = self.search.smallest(open_strategies, width)
-            if found is not None and verdict_of(found.forecast, self.budget) == FITS:
-                return found
-        return self.search.smallest(open_strategies, self._take(self.lengths.first, self._ranks()[0]))
+    def _attempts(self, basics: Choices) -> Iterator[_Attempt]:
+        """Every open limit of length with every open rank, the first of both first; they share what has been forecast."""
+        shared: list[Anchor] = []
+        for length, rank in itertools.product(open_lengths(basics, self.data), self._ranks(basics)):
+            choices = _with_rank(with_length(basics, length, self.data), rank)
+            job = Job(
+                shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
+                batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
+                compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
+            )  # fmt: skip
+            yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
 
-    def _open_strategies(self) -> list[Strategy]:
-        return strategies(self.choices, self.card, _stored_bits(self.config))
+    def _open_strategies(self, choices: Choices) -> list[Strategy]:
+        return strategies(choices, self.card, _stored_bits(self.config))
 
-    def _ranks(self) -> list[int]:
+    def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, and lower ones where the recipe leaves that open."""
-        if self.choices.is_set("lora_r"):
-            return [self.advised_rank]
-        return [self.advised_rank, *(rank for rank in reversed(RANKS) if rank < self.advised_rank)]
+        advised: int = basics.value("lora_r")
+        return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
 
-    def _take(self, length: int, rank: int) -> int:
-        """Plan on with this limit of length and this rank; returns the width of the worst row."""
-        self.search.job = dataclasses.replace(self.search.job, batches=self.lengths.take(length), rank=rank)
-        if rank != self.choices.value("lora_r"):
-            self.choices.choose("lora_r", rank, f"rank {self.advised_rank} would hold more of the data, but does not fit")
-            self.choices.choose("lora_alpha", *advise_alpha(self.recipe, rank))
-        return self.search.job.batches.longest
+    def _forecasts(self, choices: Choices, job: Job) -> Callable[[Strategy], Forecast]:
+        """The dry run of a strategy with the widest row of an attempt."""
 
-    def _settings_for(self, strategy: Strategy) -> Recipe:
-        """The recipe resolved to a strategy, to be forecast."""
-        job = self.search.job
-        wanted = {**strategy.settings(job.batch, job.world), "per_device_eval_batch_size": strategy.micro}
-        settings = self.choices.settings(**self._open(wanted))
-        every = max(1, (total_steps(settings, self.data) or 1000) // 10)
-        return resolved(settings, **self._open({"eval_steps": every, "save_steps": every}))
+        def forecast(strategy: Strategy) -> Forecast:
+            width = job.batches.longest
+            self.tell(f"forecasting {words(strategy, job.batch, job.world)}, {width:,} tokens a row")
+            values = {**strategy.settings(job.batch, job.world), "per_device_eval_batch_size": strategy.micro}
+            every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
+            settings = choices.settings(**choices.open({**values, "eval_steps": every, "save_steps": every}))
+            return self._made(self.config, settings, width)
 
-    def _open(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if not self.choices.is_set(name)}
+        return forecast
 
-    def _forecast(self, strategy: Strategy, width: int) -> Forecast:
-        """The dry run of a strategy with rows of `width` tokens."""
-        job = self.search.job
-        self.tell(f"forecasting {words(strategy, job.batch, job.world)}, {width:,} tokens a row")
-        return self._made(self.config, self._settings_for(strategy), width)
+    def _total_steps(self, choices: Choices, strategy: Strategy) -> int | None:
+        values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
+        micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+        return total_steps(choices, micro, accumulation, self.data)
 
-    def _made(self, config: dict[str, Any], settings: Recipe, width: int) -> Forecast:
+    def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
         """A forecast whose upper end is raised by what runs on this card took beyond theirs."""
         forecast = self.forecaster(config, settings, self.card, tokens=width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
         return dataclasses.replace(forecast, peak_high_bytes=forecast.peak_high_bytes + more)
 
-    def _many_cards(self, settings: Recipe, verdict: str) -> dict[str, Any] | None:
-        """Needs of each card under every strategy, when one is too small or the launch splits the model."""
-        launch = settings.launch
-        wanted = verdict == NO_FIT or launch.strategy != "ddp" or (launch.num_processes > 1 and verdict != FITS)
+    def _many_cards(self, found: _Attempt, settings: Settings) -> ManyCards | None:
+        """Needs of each card under every strategy, when one is too small or the launch shards the model."""
+        launch, verdict = settings.launch, found.verdict
+        wanted = verdict == Verdict.NO_FIT or shards(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
         if self.card.is_cpu or not wanted:
             return None
         self.tell("forecasting each of several cards")
-        width = min(settings.max_length, self.search.job.batches.longest)
+        width = min(settings.max_length, found.search.job.batches.longest)
         return needs_of_each_card(self.recipe, settings, self.budget, lambda changed: self._made(self.config, changed, width))
 
-    def _lacking(self, settings: Recipe, forecast: Forecast) -> dict[str, Any]:
+    def _lacking(self, found: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
         """What is missing, what would help, and the largest model that fits."""
-        longest = self.search.job.batches.longest
+        longest = found.search.job.batches.longest
 
-        def forecast_of(changed: Recipe) -> Forecast:
+        def forecast_of(changed: Settings) -> Forecast:
             self.tell("forecasting a cheaper setting")
             return self._made(self.config, changed, min(changed.max_length, longest))
 
-        def forecast_model(config: dict[str, Any], changed: Recipe) -> Forecast:
+        def forecast_model(config: dict[str, Any], changed: Settings) -> Forecast:
             self.tell(f"forecasting {changed.model_name_or_path}")
             return self._made(config, changed, longest)
 
         suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
-        if verdict_of(forecast, self.budget) != NO_FIT:
+        if found.verdict != Verdict.NO_FIT:
             return {"suggestions": suggestions}
         largest = largest_model(self.recipe, settings, self.budget, forecast_model)
         return {"suggestions": suggestions, "shortfall": shortfall_of(forecast, self.budget, largest)}
+
+
+def _with_rank(choices: Choices, rank: int) -> Choices:
+    """The choices with a lower rank than the advised one, and the scale that goes with it."""
+    advised = choices.value("lora_r")
+    if rank == advised:
+        return choices
+    choices = choices.choose("lora_r", rank, f"rank {advised} would hold more of the data, but does not fit")
+    return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
 
 
 def _stored_bits(config: dict[str, Any]) -> int | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.forecast.forecast import Forecast
-from finetune.plan.search import verdict_of
-from finetune.recipe import AUTO, Recipe, resolved
+from finetune.plan.plan import CardNeeds, ManyCards, verdict_of
+from finetune.recipe import AUTO, Recipe, Settings, resolved
+from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS
 
 #: The ways that are compared, as a person says them, with the `launch` settings that make them.
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -18,27 +20,23 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp, offload to cpu", {"strategy": "fsdp", "offload": "cpu"}),
     ("deepspeed zero-3", {"strategy": "deepspeed", "zero_stage": 3}),
 )
-#: What a split model can be optimized with; the planner's other optimizers keep whole parameters or their own kernels.
-_SPLIT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 def needs_of_each_card(
-    recipe: Recipe, settings: Recipe, budget_bytes: int, forecasts: Callable[[Recipe], Forecast]
-) -> dict[str, Any] | None:
+    recipe: Recipe, settings: Settings, budget_bytes: int, forecasts: Callable[[Settings], Forecast]
+) -> ManyCards | None:
     """Bytes that each card needs in each of WAYS with the plan's `settings`, on the recipe's cards or else on two.
 
-    None when the effective batch can't be shared. `override` is what to type; `load_bytes` and `train_bytes` are allocated
-    peaks, `peak_high_bytes` the whole card's at most, `host_bytes` a machine's. Bytes are null where a way can't be taken, and
-    `cost` says why.
+    None when the effective batch can't be shared.
     """
     cards = _cards(settings)
     if cards is None:
         return None
-    rows = [_row(name, launch, cards, recipe, settings, budget_bytes, forecasts) for name, launch in WAYS]
-    return {"cards": cards, "budget_bytes": budget_bytes, "rows": rows}
+    rows = (_row(name, launch, cards, recipe, settings, budget_bytes, forecasts) for name, launch in WAYS)
+    return ManyCards(cards, budget_bytes, tuple(rows))
 
 
-def _cards(settings: Recipe) -> int | None:
+def _cards(settings: Settings) -> int | None:
     """The recipe's processes, else the fewest above one that share the effective batch."""
     if settings.launch.num_processes > 1:
         return settings.launch.num_processes
@@ -47,30 +45,26 @@ def _cards(settings: Recipe) -> int | None:
 
 
 def _row(
-    name: str, launch: dict[str, Any], cards: int, recipe: Recipe, settings: Recipe, budget_bytes: int,
-    forecasts: Callable[[Recipe], Forecast],
-) -> dict[str, Any]:  # fmt: skip
+    name: str, launch: dict[str, Any], cards: int, recipe: Recipe, settings: Settings, budget_bytes: int,
+    forecasts: Callable[[Settings], Forecast],
+) -> CardNeeds:  # fmt: skip
     changes = _changes(launch, cards, settings)
     typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
     typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
-    row: dict[str, Any] = {
-        "strategy": name, "load_bytes": None, "train_bytes": None, "peak_high_bytes": None, "host_bytes": None,
-        "verdict": "not possible", "cost": "",
-        "override": " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()),
-    }  # fmt: skip
+    row = CardNeeds(name, " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()))
     try:
         forecast = forecasts(resolved(settings, **changes))
-    except FinetuneError as error:  # such as a checkpoint that is stored in a form that can't be split
-        return {**row, "cost": str(error)}
+    except FinetuneError as error:  # such as a checkpoint that is stored in a form that can't be sharded
+        return replace(row, cost=str(error))
     processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others' is of all of them
-    return {
-        **row, "load_bytes": forecast.peaks["load"], "train_bytes": forecast.peaks["train"],
-        "peak_high_bytes": forecast.peak_high_bytes, "host_bytes": processes * forecast.host_bytes,
-        "verdict": verdict_of(forecast, budget_bytes),
-    }  # fmt: skip
+    return replace(
+        row, load_bytes=forecast.peaks["load"], train_bytes=forecast.peaks["train"],
+        peak_high_bytes=forecast.peak_high_bytes, host_bytes=processes * forecast.host_bytes,
+        verdict=verdict_of(forecast, budget_bytes),
+    )  # fmt: skip
 
 
-def _changes(launch: dict[str, Any], cards: int, settings: Recipe) -> dict[str, Any]:
+def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
     """Settings of the same plan under another launch: the effective batch is kept, what can't be split is replaced."""
     before = settings.launch.num_processes
     rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * before // cards
@@ -82,10 +76,10 @@ def _changes(launch: dict[str, Any], cards: int, settings: Recipe) -> dict[str, 
     }  # fmt: skip
     if launch["strategy"] == "ddp":
         return changes
-    if settings.optim not in _SPLIT_OPTIMIZERS:
+    if settings.optim not in SHARDED_OPTIMIZERS:
         changes["optim"] = "adamw_torch_fused"
     if settings.load_in_8bit:
         changes |= {"load_in_8bit": False, "load_in_4bit": True}
-    if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in ("selective", "offload"):
-        changes["activation_checkpointing"] = True  # ZeRO-3 needs reentrant recomputation
+    if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in NOT_REENTRANT:
+        changes["activation_checkpointing"] = True
     return changes

@@ -1,16 +1,42 @@
-"""Plan: every setting resolved, with its forecast, verdict and a line of reason for each choice. A frozen value."""
+"""Plan: every setting resolved, with its forecast, verdict and a line of reason for each choice. A frozen value.
+
+`as_json` is the content of plan.json and of `finetune plan --json`; docs/plan-json.md is made from these types.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.errors import RecipeError
+from finetune.errors import DataError, DoesNotFit, RecipeError
 from finetune.forecast.forecast import Forecast
-from finetune.recipe import Recipe
+from finetune.recipe import Settings
+from finetune.serialise import from_json, to_json
+
+#: Of plan.json. Files without a version are of the first one.
+VERSION = 1
+
+
+class Verdict(StrEnum):
+    """Whether the plan fits its budget: for certain, perhaps, or not."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    NO_FIT = "does not fit"
+    UNKNOWN = "unknown"
+    NOT_POSSIBLE = "not possible"
+
+
+def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
+    """From the interval: fits when even its upper end does, tight when only its lower end does."""
+    if forecast.peak_high_bytes <= budget_bytes:
+        return Verdict.FITS
+    return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
 
 
 @dataclass(frozen=True)
@@ -30,70 +56,158 @@ class DataStatistics:
 
 
 @dataclass(frozen=True)
+class DataProblem:
+    """Why the rows can't be trained on as they are, and what to type. The plan is made of those that can."""
+
+    problems: tuple[str, ...]
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A strategy that was forecast. `overrides` are what to type for exactly this plan: all that the recipe leaves open;
+    `differs` is what of that is not as in the chosen one."""
+
+    plan: str
+    peak_bytes: int
+    peak_high_bytes: int
+    step_s: float | None
+    tokens_per_s: float | None
+    verdict: Verdict
+    overrides: str
+    differs: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change to the recipe that saves memory: what to type, bytes saved, the whole card's peak then, and what it costs."""
+
+    override: str
+    saves_bytes: int
+    peak_bytes: int
+    cost: str
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What is missing at the upper end of the forecast, its largest part, and the largest model of the catalogue that fits."""
+
+    missing_bytes: int
+    part: str
+    part_bytes: int
+    largest_model_that_fits: str | None
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """Another limit of length: bytes it adds (negative: saves), and the rows and tokens it drops."""
+
+    max_length: int
+    adds_bytes: int
+    dropped_rows: int
+    dropped_tokens: int
+
+
+@dataclass(frozen=True)
+class ResourceCheck:
+    """Host memory or disk: needed, free (None: not known), and whether that is enough."""
+
+    what: str
+    needs_bytes: int
+    free_bytes: int | None
+    enough: bool | None
+
+
+@dataclass(frozen=True)
+class CardNeeds:
+    """What each of several cards needs under a strategy. `override` is what to type; `load_bytes` and `train_bytes` are
+    allocated peaks, `peak_high_bytes` the whole card's at most, `host_bytes` a machine's. None where the strategy can't be
+    taken, and `cost` says why."""
+
+    strategy: str
+    override: str
+    load_bytes: int | None = None
+    train_bytes: int | None = None
+    peak_high_bytes: int | None = None
+    host_bytes: int | None = None
+    verdict: Verdict = Verdict.NOT_POSSIBLE
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class ManyCards:
+    """Needs of each of `cards` cards with `budget_bytes` each, by strategy."""
+
+    cards: int
+    budget_bytes: int
+    rows: tuple[CardNeeds, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Recipe + card + dataset statistics. `settings` has no `auto` left; the same inputs give the same plan.
+    """Recipe + card + dataset statistics. The same inputs give the same plan.
 
     `budget_bytes` is what the run may take of the card; `headroom_bytes` is the budget less the upper end of the forecast,
     negative when that is more. `modelled_step_s` is the speed model's time before runs on this card corrected it. `shortfall`
-    says what is missing and why when the plan does not fit; `length_costs` what other limits of length would cost in bytes and
-    in dropped tokens; `checks` what host memory and disk have to give; `many_cards` what each of several cards would need under
-    every strategy, when one card is too small or the launch splits the model.
+    says what is missing and why when the plan does not fit; `length_costs` what other limits of length would cost; `checks`
+    what host memory and disk have to give; `many_cards` what each of several cards would need, when one card is too small or
+    the launch shards the model. `data_problem` says why a run would refuse the rows.
     """
 
-    settings: Recipe
-    reasons: dict[str, str]
+    settings: Settings
+    reasons: Mapping[str, str]
     card: Card
-    verdict: str  # fits | tight | does not fit | unknown
+    verdict: Verdict
     total_steps: int | None = None
     forecast: Forecast | None = None
     data: DataStatistics | None = None
-    alternatives: list[dict[str, Any]] = field(default_factory=list)
-    suggestions: list[dict[str, Any]] = field(default_factory=list)
+    alternatives: tuple[Alternative, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
     budget_bytes: int | None = None
     headroom_bytes: int | None = None
     modelled_step_s: float | None = None
-    shortfall: dict[str, Any] | None = None
-    length_costs: list[dict[str, Any]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    many_cards: dict[str, Any] | None = None
+    shortfall: Shortfall | None = None
+    length_costs: tuple[LengthCost, ...] = ()
+    checks: tuple[ResourceCheck, ...] = ()
+    many_cards: ManyCards | None = None
+    data_problem: DataProblem | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of `finetune plan`: data that a run would refuse, else a plan that does not fit, else 0."""
+        if self.data_problem:
+            return DataError.exit_code
+        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT else 0
 
     def as_json(self) -> dict[str, Any]:
-        """The content of plan.json and of `finetune plan --json`."""
-        return {
-            "verdict": self.verdict,
-            "plan": self.settings.model_dump(mode="json"),
-            "reasons": self.reasons,
-            "card": asdict(self.card),
-            "total_steps": self.total_steps,
-            "forecast": asdict(self.forecast) if self.forecast else None,
-            "data": {key: value for key, value in asdict(self.data).items() if key != "lengths"} if self.data else None,
-            "alternatives": self.alternatives,
-            "suggestions": self.suggestions,
-            "budget_bytes": self.budget_bytes,
-            "headroom_bytes": self.headroom_bytes,
-            "modelled_step_s": self.modelled_step_s,
-            "shortfall": self.shortfall,
-            "length_costs": self.length_costs,
-            "checks": self.checks,
-            "many_cards": self.many_cards,
-        }
+        """With the settings under `plan`, and without the length of every row."""
+        values: dict[str, Any] = to_json(self)
+        settings = values.pop("settings")
+        if values["data"]:
+            del values["data"]["lengths"]
+        return {"version": VERSION, "verdict": values["verdict"], "plan": settings, **values}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:
-        """Read back what `as_json` wrote."""
-        card, forecast = dict(values["card"]), values["forecast"]
-        card["capability"] = tuple(card["capability"]) if card["capability"] else None
-        if forecast:
-            forecast = Forecast(**{**forecast, "notes": tuple(forecast["notes"])})
-        return cls(
-            settings=Recipe.model_validate(values["plan"]), reasons=values["reasons"], card=Card(**card), forecast=forecast,
-            verdict=values["verdict"], total_steps=values["total_steps"],
-            data=DataStatistics(**values["data"]) if values["data"] else None,
-            alternatives=values["alternatives"], suggestions=values["suggestions"], budget_bytes=values.get("budget_bytes"),
-            headroom_bytes=values.get("headroom_bytes"), modelled_step_s=values.get("modelled_step_s"),
-            shortfall=values.get("shortfall"), length_costs=values.get("length_costs", []), checks=values.get("checks", []),
-            many_cards=values.get("many_cards"),
-        )  # fmt: skip
+        """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
+        values = _upgraded(values) if "version" not in values else dict(values)
+        return from_json(cls, {**values, "settings": values.pop("plan")})
+
+    def noting(self, note: str) -> Plan:
+        """The same plan with one more note on its forecast."""
+        if not note or not self.forecast:
+            return self
+        return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, note)))
+
+
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """A plan.json of the first version: the chosen alternative had a word in place of its overrides."""
+    rows = [
+        {**row, "chosen": True, "overrides": "", "differs": ""} if row["overrides"] == "chosen" else row
+        for row in values["alternatives"]
+    ]
+    return {**values, "alternatives": rows}
 
 
 def read_plan(path: Path) -> Plan:

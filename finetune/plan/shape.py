@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.forecast import cache
-from finetune.recipe import Recipe, resolved
+from finetune.recipe import Recipe, plainest
 
 #: Shapes that this process has counted or read.
 _known: dict[str, ModelShape] = {}
@@ -67,7 +67,7 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     Kept in the cache, so that a plan made before needs no torch.
     """
     values = {name: value for name, value in config.items() if name != "quantization_config"}
-    key = cache.key_of(kind="shape", config=values, targets=recipe.target_modules)
+    key = cache.key_of(kind="shape", config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code)
     if key not in _known:
         kept = cache.read(key)
         _known[key] = _count(values, recipe) if kept is None else ModelShape(**kept)
@@ -93,7 +93,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
     }
-    plain = resolved(recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False)
+    plain = plainest(recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False)
     adapters = [parameter for _, parameter in trainable_parameters(attach_adapters(model, plain))]
     return ModelShape(
         family=config.model_type,

@@ -12,7 +12,6 @@ from finetune.card.card import Card
 from finetune.plan.plan import DataStatistics
 from finetune.plan.shape import ModelShape
 from finetune.plan.strategy import Strategy
-from finetune.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ class Batches:
         """Rows longer than `limit`, and the tokens of them beyond it."""
         over = [length for length in (self.data.lengths if self.data else ()) if length > limit]
         return len(over), sum(over) - limit * len(over)
-
-
-def batches_of(settings: Recipe, data: DataStatistics | None) -> Batches:
-    """What the settings make of the data. `settings` has max_length and packing resolved."""
-    return Batches(max_length=settings.max_length, packed=settings.packing is True, data=data)
 
 
 #: Share of the dense rate that large matrix products reach (140 of 165 TFLOP/s on a 4090).

@@ -11,6 +11,7 @@ from typing import Any
 from finetune.card.card import Card
 from finetune.plan.choices import Choices
 from finetune.recipe import AUTO
+from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_zero3, shards
 
 #: Checkpointing from what costs no time to what costs most: (activation_checkpointing, every n-th layer). A larger n than 3
 #: gains little, and its dry run takes 3 n layers.
@@ -122,7 +123,7 @@ def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, .
         return (stored_bits,)
     if card.is_cpu:
         return (plain,)
-    can_be_8 = recipe.load_in_8bit == AUTO and recipe.launch.strategy == "ddp"  # int8 weights can't be split
+    can_be_8 = recipe.load_in_8bit == AUTO and not shards(recipe.launch)
     return (plain, *([8] if can_be_8 else []), *([4] if recipe.load_in_4bit == AUTO else []))
 
 
@@ -131,8 +132,8 @@ def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int]
     kinds = CHECKPOINTING
     if choices.recipe.activation_offloading:  # every saved tensor is moved already: recomputing as well gains nothing
         kinds = ((False, 1), (True, 1))
-    if choices.recipe.launch.strategy == "deepspeed" and choices.recipe.launch.zero_stage == 3:
-        kinds = tuple(kind for kind in kinds if kind[0] not in ("selective", "offload"))  # ZeRO-3 needs reentrant recomputation
+    if is_zero3(choices.recipe.launch):
+        kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
     if card.is_cpu:  # offloading pins memory, which needs an accelerator
         kinds = tuple(kind for kind in kinds if kind[0] != "offload")
     if wanted != AUTO:
@@ -148,9 +149,7 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
         return (choices.recipe.optim,)
     if card.is_cpu:
         return ("adamw_torch",)
-    if choices.recipe.launch.strategy != "ddp":  # the others can't work on parameters that are split
-        return ("adamw_torch_fused",)
-    return OPTIMIZERS
+    return tuple(optim for optim in OPTIMIZERS if optim in SHARDED_OPTIMIZERS or not shards(choices.recipe.launch))
 
 
 def _micro_batches(choices: Choices) -> Iterator[int]:

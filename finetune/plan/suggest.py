@@ -8,39 +8,36 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.forecast.forecast import Forecast
 from finetune.model.configuration import catalogue
-from finetune.plan.plan import DataStatistics
+from finetune.plan.plan import DataStatistics, Shortfall, Suggestion
 from finetune.plan.shape import shape_of
-from finetune.recipe import AUTO, Recipe, resolved
+from finetune.recipe import AUTO, Recipe, Settings, resolved
 from finetune.units import format_count
 
-Forecasts = Callable[[Recipe], Forecast]
+Forecasts = Callable[[Settings], Forecast]
 #: Models of the catalogue that are forecast at most, from the largest down.
 MOST_MODELS = 4
 
 
-def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> dict[str, Any]:
+def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> Shortfall:
     """Bytes missing at the upper end of the interval, the largest part, and the largest model that fits."""
     part = max(forecast.parts, key=lambda name: forecast.parts[name])
-    return {
-        "missing_bytes": forecast.peak_high_bytes - budget_bytes, "part": part, "part_bytes": forecast.parts[part],
-        "largest_model_that_fits": largest_model,
-    }  # fmt: skip
+    return Shortfall(forecast.peak_high_bytes - budget_bytes, part, forecast.parts[part], largest_model)
 
 
 def suggest(
-    recipe: Recipe, settings: Recipe, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
-) -> list[dict[str, Any]]:
+    recipe: Recipe, settings: Settings, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
+) -> tuple[Suggestion, ...]:
     """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
     rows = []
     for override, changes, cost in _changes(recipe, settings, data):
         lower = forecasts(resolved(settings, **changes))
         saved = forecast.peak_high_bytes - lower.peak_high_bytes
         if saved > 0:
-            rows.append({"override": override, "saves_bytes": saved, "peak_bytes": lower.peak_bytes, "cost": cost})
-    return sorted(rows, key=lambda row: -row["saves_bytes"])
+            rows.append(Suggestion(override, saved, lower.peak_bytes, cost))
+    return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
 
 
-def _changes(recipe: Recipe, settings: Recipe, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
+def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
     """(what to type, the settings it changes, what it costs); settings the planner chose are at their least already."""
     found: list[tuple[str, dict[str, Any], str]] = []
 
@@ -75,7 +72,7 @@ def _changes(recipe: Recipe, settings: Recipe, data: DataStatistics | None) -> l
     return found
 
 
-def _drop(settings: Recipe) -> dict[str, Any]:
+def _drop(settings: Settings) -> dict[str, Any]:
     return {"excess_length": "drop"} if settings.excess_length == "raise" else {}
 
 
@@ -88,7 +85,7 @@ def _length_cost(length: int, data: DataStatistics | None) -> str:
 
 
 def largest_model(
-    recipe: Recipe, settings: Recipe, budget_bytes: int, forecaster: Callable[[dict[str, Any], Recipe], Forecast]
+    recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
 ) -> str | None:
     """Name of the largest model of the catalogue that is forecast to fit with the most frugal settings; None when none is."""
     ranked = sorted(catalogue().items(), key=lambda item: -rough_parameters(item[1]))

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from finetune.recipe.schema import ALIASES, AUTO, Recipe
 
 
-def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> list[dict[str, Any]]:
-    """One row per setting: name (dotted when nested), type, default, choices, aliases, description."""
-    rows = []
+@dataclass(frozen=True)
+class Setting:
+    """A row of the schema as it is shown. `name` is dotted when nested; `default` is "required" when there is none."""
+
+    name: str
+    type: str
+    default: Any
+    choices: list[Any]
+    aliases: list[str]
+    description: str
+    group: str
+    decides: list[str]
+
+
+def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> list[Setting]:
+    """One row for each setting, in the schema's order."""
+    rows: list[Setting] = []
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             rows += settings_reference(annotation, f"{prefix}{name}.")
             continue
-        default = None if field.default is PydanticUndefined else field.default
-        if field.default_factory is not None:
-            default = field.default_factory()  # type: ignore[call-arg]
+        row: Any = field.json_schema_extra
         rows.append(
-            {
-                "name": prefix + name,
-                "type": type_name(annotation, auto=default == AUTO),
-                "default": "required" if field.is_required() else default,
-                "choices": choices(annotation),
-                "aliases": [alias for alias, canonical in ALIASES.items() if canonical == name and not prefix],
-                "description": field.description or "",
-            }
+            Setting(
+                name=prefix + name,
+                type=type_name(annotation, auto=field.default == AUTO),
+                default="required" if field.is_required() else field.default,
+                choices=choices(annotation),
+                aliases=[alias for alias, canonical in ALIASES.items() if canonical == name and not prefix],
+                description=field.description or "",
+                **row,
+            )  # fmt: skip
         )
     return rows
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
-from finetune.distributed.configuration import launch_problems, machine_problems
+from finetune.distributed.configuration import machine_problems
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
 from finetune.files import existing_parent, free_disk_bytes, write_json
-from finetune.forecast.cache import LIBRARIES
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
-from finetune.plan import make_plan
-from finetune.plan.plan import DataStatistics, Plan
-from finetune.recipe import AUTO, Recipe, write_recipe
-from finetune.requirements import refuse_other_versions
+from finetune.plan.plan import Plan, Verdict
+from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
+from finetune.recipe import Recipe, Settings, write_recipe
 from finetune.run.directory import RunDirectory, create
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.data import PreparedData
+    from finetune.data import PreparedData, SelectedRows
 
 Progress = Callable[[str], None]
 
@@ -41,65 +38,50 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read, tokenise and plan. Raises a FinetuneError of the matching kind; `force` lets a plan pass that doesn't fit."""
-    refuse_other_versions(LIBRARIES)
     card = find_card(recipe.gpu, here=True)  # first: a missing card is said before anything is loaded
-    _check_settings(recipe, card, here=True)
-    from finetune import data
-
-    progress("reading the data")
-    model = Path(resolve_model_path(recipe))
-    if model.is_dir():
-        check_weights(model)
-    tokenizer = data.load_tokenizer(recipe)
-    prepared = data.prepare(recipe, tokenizer, max_length=None if recipe.max_length == AUTO else recipe.max_length)
-    progress("planning")
-    plan = make_plan(recipe, card, statistics_of(prepared))
+    _check_machine(recipe, card)
+    rows = _Rows(progress)
+    plan = plan_recipe(recipe, card, rows)
     settings = plan.settings
-    if recipe.max_length == AUTO and prepared.lengths and max(prepared.lengths) > settings.max_length:
-        prepared = data.prepare(recipe, tokenizer, max_length=settings.max_length)
-    if len(prepared.train) < settings.effective_batch_size and settings.max_steps is None:
+    prepared = rows.selected.encoded.within(recipe, limit_of(recipe) or _shorter(settings, plan))
+    prepared.refuse()
+    if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
         raise DataError(
-            f"{len(prepared.train)} rows are fewer than one batch of {settings.effective_batch_size}",
-            f"Add rows, or set effective_batch_size={max(1, len(prepared.train))}.",
+            f"{len(prepared.lengths)} rows are fewer than one batch of {settings.effective_batch_size}",
+            f"Add rows, or set effective_batch_size={max(1, len(prepared.lengths))}.",
         )
-    if plan.verdict == "does not fit" and not force:
+    if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))
-    return Prepared(recipe, plan, prepared, tokenizer)
+    return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)
 
 
-def plan_only(
-    recipe: Recipe, *, free_bytes: int | None = None, progress: Progress = lambda _: None, compare: bool = False
-) -> Plan:
-    """The plan for a card that need not be here, to `compare` with what is next to it.
+class _Rows:
+    """Reads a recipe's rows to be trained on: what a plan only notes is an error here."""
 
-    Rows are read when they can be; else full rows of max_length are assumed.
-    """
-    refuse_other_versions(LIBRARIES)
-    card = find_card(recipe.gpu, free_bytes=free_bytes)
-    _check_settings(recipe, card, here=False)
-    statistics, note = None, ""
-    if _data_is_here(recipe):
-        from finetune import data
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.selected: SelectedRows
 
-        progress("reading the data")
-        limit = None if recipe.max_length == AUTO else recipe.max_length
-        try:
-            statistics = statistics_of(data.prepare(recipe, data.load_tokenizer(recipe), max_length=limit))
-        except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
-            note = f"planned for full rows of max_length: {error.problems[0]}"
-    plan = make_plan(recipe, card, statistics, progress=progress, compare=compare)
-    if note and plan.forecast:
-        plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, notes=(*plan.forecast.notes, note)))
-    return plan
+    def __call__(self, recipe: Recipe) -> RowsRead:
+        self._progress("reading the data")
+        model = Path(resolve_model_path(recipe))
+        if model.is_dir():
+            check_weights(model)
+        self.selected = encode_rows(recipe).within(recipe, limit_of(recipe))
+        self.selected.refuse()
+        self._progress("planning")
+        return RowsRead(statistics_of(self.selected))
 
 
-def _check_settings(recipe: Recipe, card: Card, *, here: bool) -> None:
-    """Settings that the card, or this machine where the run is to be `here`, can't follow."""
-    problems = launch_problems(recipe, on_cpu=card.is_cpu)
-    if here and not problems:
-        problems = machine_problems(recipe, on_cpu=card.is_cpu)
-    if here:
-        problems = [*problems, *missing_trackers(recipe.report_to)]
+def _shorter(settings: Settings, plan: Plan) -> int | None:
+    """The planner's own limit of length, where rows are longer."""
+    longest = plan.data.longest if plan.data else None
+    return settings.max_length if longest and longest > settings.max_length else None
+
+
+def _check_machine(recipe: Recipe, card: Card) -> None:
+    """What this machine lacks for the run."""
+    problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
     if problems:
         raise RecipeError(problems)
 
@@ -110,14 +92,6 @@ def create_run(prepared: Prepared) -> RunDirectory:
     path = Path(settings.output_dir)
     _check_disk(path, prepared.plan)
     return create(path, lambda run: _fill(run, prepared))
-
-
-def statistics_of(data: PreparedData) -> DataStatistics:
-    """What the planner needs to know of the rows."""
-    return DataStatistics(
-        rows=len(data.train), eval_rows=len(data.eval) if data.eval is not None else 0, total_tokens=sum(data.lengths),
-        trained_tokens=data.report.trained_tokens, lengths=tuple(sorted(data.lengths)),
-    )  # fmt: skip
 
 
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
@@ -154,13 +128,6 @@ def _questions(prepared: Prepared) -> list[dict[str, Any]]:
     return rows
 
 
-def _data_is_here(recipe: Recipe) -> bool:
-    from finetune.bundled import dataset_paths
-
-    paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
-    return all(Path(path).exists() or dataset_paths(path) for path in paths)
-
-
 def _check_disk(path: Path, plan: Plan) -> None:
     needed = plan.forecast.disk_bytes if plan.forecast else 0
     place, free = existing_parent(path), free_disk_bytes(path)
@@ -181,9 +148,7 @@ def _shortfall(plan: Plan) -> tuple[list[str], str]:
         f"{format_bytes(forecast.peak_bytes)} are needed at the peak, {card.name} has {format_bytes(card.free_bytes)} free: "
         f"{format_bytes(short)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
     ]
-    fixes = [
-        f"{item['override']}  (saves {format_bytes(item['saves_bytes'])}; {item['cost']})" for item in plan.suggestions[:5]
-    ]
+    fixes = [f"{item.override}  (saves {format_bytes(item.saves_bytes)}; {item.cost})" for item in plan.suggestions[:5]]
     return problems, "What would make it fit:\n  " + "\n  ".join(
         fixes
     ) + "\nOr insist with --force." if fixes else "Insist with --force."

@@ -100,8 +100,9 @@ def rotate(checkpoints: Path, keep: int) -> list[Path]:
 
 
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Why a checkpoint can't be continued by a run with the facts `now`, one line each."""
-    return [f"{name} was {sealed.get(name)} and is now {now[name]}" for name in now if sealed.get(name) != now[name]]
+    """What a checkpoint was sealed with and is not so `now`, one line each. Facts that an earlier version did not seal are not
+    judged."""
+    return [f"{name} was {was} and is now {now[name]}" for name, was in sealed.items() if name in now and was != now[name]]
 
 
 def _seal_of(manifest: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.plan.plan import Plan
+from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import remember
 from finetune.run.directory import RunDirectory
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
@@ -161,7 +162,7 @@ class Worker:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
         if checkpoint is not None:
-            differences = facts_differ(checkpoint.facts, seal_facts(self.plan, self.run))
+            differences = facts_differ(checkpoint.facts, deciding_facts(seal_facts(self.plan, self.run)))
             if differences:
                 raise FinetuneError(
                     [f"{checkpoint.path.name} can't be continued: {line}" for line in differences],
@@ -235,15 +236,16 @@ _STATE_OF = {6: "diverged", 7: "paused"}
 
 
 def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be continued; micro-batch and accumulation may change, their product may not."""
-    settings = plan.settings
-    names = (
-        "model_name_or_path", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha", "lora_dropout",
-        "target_modules", "use_dora", "use_rslora", "effective_batch_size", "optim", "packing", "max_length", "seed",
-        "lr_scheduler_type", "num_train_epochs", "max_steps",
-    )  # fmt: skip
-    facts = {name: getattr(settings, name) for name in names}
+    """What a checkpoint is sealed with: every setting that decides the result, and the rows."""
+    values = plan.settings.model_dump(mode="json")
+    facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.DIGITS)}
     return {**facts, "data": (run.data / "fingerprint").read_text()}
+
+
+def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Those that must be equal for a checkpoint to be continued; the rest may change, and then it is not exact."""
+    names = {*settings_that_decide(Decides.RESULT), "data"} - {"dataset"}  # a dataset is its rows, wherever they came from
+    return {name: value for name, value in facts.items() if name in names}
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
@@ -258,7 +260,9 @@ def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
         reasons.append("bit-exact resume on a GPU is not measured yet (kernels may add in another order)")
     if plan.settings.torch_compile:
         reasons.append("compiled kernels may differ after a restart")
-    return reasons
+    values = plan.settings.model_dump(mode="json")
+    changed = [name for name in settings_that_decide(Decides.DIGITS) if name in sealed and name != "launch"]
+    return reasons + facts_differ({name: sealed[name] for name in changed}, {name: values[name] for name in changed})
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ def draft(workspace):
 
 
 def test_the_form_has_every_key_but_remote_code():
-    assert {row["name"] for row in settings_reference()} - {field.name for field in fields()} == {"trust_remote_code"}
+    assert {row.name for row in settings_reference()} - {field.name for field in fields()} == {"trust_remote_code"}
 
 
 def test_a_stranger_finds_a_recipe_that_runs_anywhere(draft):

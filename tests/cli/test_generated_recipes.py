@@ -27,7 +27,7 @@ BROKEN = {
     "list.json": b"[1, 2, 3]",
     "roles.jsonl": b'{"messages": [{"content": "who?"}]}\n',
 }
-KEYS = [row["name"] for row in settings_reference() if row["name"] != "output_dir" and not row["name"].startswith("dataset.")]
+KEYS = [row.name for row in settings_reference() if row.name != "output_dir" and not row.name.startswith("dataset.")]
 TRAPS = ["1e-4", "no", "010", "12:30", ".inf", "-.nan", "~", "0x1F", "1_000", "!!python/object:os.system x", "&a [*a]", "{a: 1",
          "'", "\t", "null", "[]", "{}", "auto", "true", "=", "2024-01-01", "\x00", "é\u202e", "x" * 300]  # fmt: skip
 plain = st.one_of(

@@ -49,11 +49,14 @@ def test_links_lead_somewhere(page):
 
 @by_name
 def test_settings_in_the_text_are_taken_as_overrides(page):
+    """Those of one kind of setting; what can't go together (FSDP on one card) is said, and is no unknown setting."""
     words = [
         word for code in inline_code(page) for word in code.split() if re.fullmatch(r"(?!key=)[a-z][a-z_.\d]*=[\w.-]+", word)
     ]
     for word in words:
-        parse_recipe(MINIMAL, overrides=[word])
+        with_cards = ["launch.num_processes=2", "launch.strategy=fsdp"] if word.startswith("launch.offload") else []
+        with_cards = ["launch.num_processes=2"] if word.startswith("launch.strategy") else with_cards
+        parse_recipe(MINIMAL, overrides=[*with_cards, word])
 
 
 @by_name

@@ -31,7 +31,7 @@ def assert_same_peaks(deep, full):
 
 def both_ways(kind, layers, eval_rows=1, **more):
     """The peaks of each phase from a few layers, and from all of them; and how the first was made."""
-    recipe = settings(**more)
+    recipe = settings(kind, **more)
     config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
     batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=eval_rows)
     deep, method = simulate_deep(

@@ -128,7 +128,7 @@ def test_memory_is_bounded(fake, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_dry_run_from_memory_is_the_one_that_asks_torch_for_everything(monkeypatch, kind, more):
-    recipe = settings(**more)
+    recipe = settings(kind, **more)
     config = config_from(config_values(kind, num_hidden_layers=3), recipe)
     batch = Batch(rows=2, tokens=64, trained_tokens=100, padded=True, eval_rows=1)
     remembered = [simulate(config, recipe, batch, (8, 6)) for _ in range(2)][1]

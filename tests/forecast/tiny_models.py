@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from finetune.recipe import Recipe, recipe_from
+from finetune.model.configuration import default_attention
+from finetune.recipe import Settings, plainest, recipe_from
 
 TINY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -23,14 +24,16 @@ def config_values(kind: str = "llama", **more: Any) -> dict[str, Any]:
     return {"model_type": kind, **TINY, **TYPES[kind], **more}
 
 
-def settings(**more: Any) -> Recipe:
-    """A recipe with everything that decides memory resolved: NF4, checkpointed, fused AdamW, one row at a time."""
-    return recipe_from(
+def settings(kind: str = "llama", **more: Any) -> Settings:
+    """Settings for a model of this kind: NF4, checkpointed, fused AdamW, one row at a time."""
+    recipe = recipe_from(
         {
-            "model_name_or_path": "some/model", "dataset": "rows.jsonl", "dtype": "bfloat16", "load_in_4bit": True,
+            "model_name_or_path": "some/model", "attn_implementation": default_attention(config_values(kind)),
+            "dataset": "rows.jsonl", "dtype": "bfloat16", "load_in_4bit": True,
             "load_in_8bit": False, "lora_r": 8, "lora_alpha": 16, "target_modules": "all-linear", "packing": False,
             "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4,
             "optim": "adamw_torch_fused", "activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1,
             "learning_rate": 1e-4, "max_length": 512, "eval_steps": 10, "save_steps": 10, **more,
         }
     )  # fmt: skip
+    return plainest(recipe)

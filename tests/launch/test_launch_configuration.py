@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from launch_settings import DEEPSPEED, settings
 
+from finetune.card import find_card
 from finetune.distributed.configuration import (
     accelerate_configuration,
     deepspeed_configuration,
     fsdp_configuration,
     is_distributed,
-    launch_problems,
     machine_problems,
 )
 from finetune.errors import RecipeError
-from finetune.recipe import resolved
+from finetune.plan.planning import plan_recipe, without_rows
+from finetune.recipe import recipe_from
 
 LAUNCHES = [
     {"num_processes": 2},
@@ -122,27 +123,28 @@ def test_a_plain_worker_is_enough_for_one_process():
     ],
 )
 def test_a_launch_that_can_not_work_is_refused(launch, words):
-    (problem,) = launch_problems(settings(**launch), on_cpu=False)
+    values = {"model_name_or_path": "tiny", "dataset": "support", "launch": launch}
+    with pytest.raises(RecipeError) as error:
+        plan_recipe(recipe_from(values), find_card("rtx-4090"), without_rows)
+    (problem,) = error.value.problems
     assert words in problem
 
 
 def test_all_reasons_are_given_at_once():
-    wanted = resolved(
-        settings(num_processes=3, num_machines=2, strategy="fsdp"),
-        optim="paged_adamw_8bit",
-        load_in_4bit=False,
-        load_in_8bit=True,
-    )
-    assert len(launch_problems(wanted, on_cpu=True)) == 5
+    launch = {"num_processes": 3, "num_machines": 2, "strategy": "fsdp", "machine_rank": 2}
+    with pytest.raises(RecipeError) as error:
+        recipe_from(
+            {"model_name_or_path": "tiny", "dataset": "support", "gpu": "cpu", "optim": "paged_adamw_8bit",
+             "load_in_8bit": True, "launch": launch}
+        )  # fmt: skip
+    assert len(error.value.problems) == 5
 
 
 def test_a_strategy_that_needs_cards_is_refused_on_a_processor_before_anything_is_loaded(tmp_path):
     from finetune.recipe import load_recipe
-    from finetune.run.prepare import prepare
 
-    recipe = load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
     with pytest.raises(RecipeError, match="needs NVIDIA cards"):
-        prepare(recipe)
+        load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
 
 
 def test_cards_that_are_not_there_are_missed(monkeypatch):

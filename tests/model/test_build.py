@@ -20,7 +20,7 @@ from finetune.model.build import (
     restore_master_precision,
     trainable_parameters,
 )
-from finetune.recipe import Recipe, recipe_from
+from finetune.recipe import Settings, plainest, recipe_from
 
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,9 +28,10 @@ TINY = {
 }  # fmt: skip
 
 
-def settings(name: str = "some/model", **more) -> Recipe:
+def settings(name: str = "some/model", **more) -> Settings:
     values = {"model_name_or_path": name, "dataset": "rows.jsonl", "lora_r": 4, "lora_alpha": 8, "dtype": "bfloat16"}
-    return recipe_from({**values, "load_in_4bit": False, "load_in_8bit": False, "activation_checkpointing": False, **more})
+    plain = {"load_in_4bit": False, "load_in_8bit": False, "activation_checkpointing": False}
+    return plainest(recipe_from({**values, **plain, **more}))
 
 
 @pytest.fixture(scope="module")

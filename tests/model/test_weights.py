@@ -11,7 +11,7 @@ from finetune.bundled import model_path
 from finetune.errors import RecipeError
 from finetune.model.build import build_base, config_from, load_config
 from finetune.model.weights import check_weights
-from finetune.recipe import recipe_from
+from finetune.recipe import plainest, recipe_from
 
 
 @pytest.fixture
@@ -21,10 +21,9 @@ def folder(tmp_path):
 
 
 def load(folder, **more):
-    recipe = recipe_from(
-        {"model_name_or_path": str(folder), "dataset": "rows.jsonl", "dtype": "float32", "load_in_4bit": False, **more}
-    )
-    return build_base(recipe, load_config(recipe), device="cpu", weights=True)
+    values = {"model_name_or_path": str(folder), "dataset": "rows.jsonl", "dtype": "float32", **more}
+    settings = plainest(recipe_from(values))
+    return build_base(settings, load_config(settings), device="cpu", weights=True)
 
 
 def set_config(folder, **values):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from finetune.card import find_card
-from finetune.plan import make_plan
+from finetune.plan import Verdict, make_plan
 from finetune.plan.many_cards import needs_of_each_card
-from finetune.plan.plan import Plan
+from finetune.plan.plan import CardNeeds, ManyCards, Plan
 from finetune.recipe import recipe_from, resolved
 from finetune.units import GIB
 
@@ -25,7 +25,7 @@ def planned(forecaster=None, card=CARD, **more):
 
 
 def by_name(plan):
-    return {row["strategy"]: row for row in plan.many_cards["rows"]}
+    return {row.strategy: row for row in plan.many_cards.rows}
 
 
 @pytest.fixture(scope="module")
@@ -35,32 +35,32 @@ def eight():
 
 
 def test_what_fits_only_split_says_so(eight):
-    enough = {"memory_budget": f"{1.01 * by_name(eight)['fsdp']['peak_high_bytes'] / GIB:.3f}GiB"}
+    enough = {"memory_budget": f"{1.01 * by_name(eight)['fsdp'].peak_high_bytes / GIB:.3f}GiB"}
     whole = planned(launch={"num_processes": 8}, **enough)
-    assert whole.verdict == by_name(whole)["ddp"]["verdict"] != "fits"
-    assert by_name(whole)["fsdp"]["verdict"] == "fits"
-    assert by_name(whole)["fsdp"]["override"] == "launch.num_processes=8 launch.strategy=fsdp"
+    assert whole.verdict == by_name(whole)["ddp"].verdict != "fits"
+    assert by_name(whole)["fsdp"].verdict == "fits"
+    assert by_name(whole)["fsdp"].override == "launch.num_processes=8 launch.strategy=fsdp"
     assert planned(launch={"num_processes": 8, "strategy": "fsdp"}, **enough).verdict == "fits"
 
 
 def test_the_row_of_the_recipes_own_way_is_the_plans_forecast(eight):
     row = by_name(eight)["fsdp"]
-    assert row["peak_high_bytes"] == eight.forecast.peak_high_bytes
-    assert row["train_bytes"] == eight.forecast.peaks["train"] and row["load_bytes"] == eight.forecast.peaks["load"]
+    assert row.peak_high_bytes == eight.forecast.peak_high_bytes
+    assert row.train_bytes == eight.forecast.peaks["train"] and row.load_bytes == eight.forecast.peaks["load"]
 
 
 def test_splitting_trains_in_less_and_loads_the_whole_model(eight):
     needs = by_name(eight)
-    assert needs["fsdp, offload to cpu"]["train_bytes"] < needs["fsdp"]["train_bytes"] < needs["ddp"]["train_bytes"]
-    assert needs["fsdp"]["load_bytes"] > needs["ddp"]["load_bytes"] >= 2 * 1.2e9
-    assert all(row["verdict"] == "fits" and row["cost"] == "" for row in needs.values())
+    assert needs["fsdp, offload to cpu"].train_bytes < needs["fsdp"].train_bytes < needs["ddp"].train_bytes
+    assert needs["fsdp"].load_bytes > needs["ddp"].load_bytes >= 2 * 1.2e9
+    assert all(row.verdict == "fits" and row.cost == "" for row in needs.values())
 
 
 def test_one_card_that_fits_has_no_table_and_one_that_does_not_is_compared_with_two(new_forecaster):
     assert planned(new_forecaster()).many_cards is None
     small = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB))
-    assert small.verdict == "does not fit" and small.many_cards["cards"] == 2
-    assert [row["strategy"] for row in small.many_cards["rows"]] == ["ddp", "fsdp", "fsdp, offload to cpu", "deepspeed zero-3"]
+    assert small.verdict == "does not fit" and small.many_cards.cards == 2
+    assert [row.strategy for row in small.many_cards.rows] == ["ddp", "fsdp", "fsdp, offload to cpu", "deepspeed zero-3"]
     assert Plan.from_json(json.loads(json.dumps(small.as_json()))).many_cards == small.many_cards
 
 
@@ -89,9 +89,9 @@ def test_what_can_not_be_split_is_replaced_and_said(new_forecaster):
     settings = {"optim": "adamw_8bit", "activation_checkpointing": "offload", "load_in_4bit": True}
     plan = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB), **settings)
     needs = by_name(plan)
-    assert "optim" not in needs["ddp"]["override"]
-    assert "optim=adamw_torch_fused" in needs["fsdp"]["override"]
-    assert "activation_checkpointing=true" in needs["deepspeed zero-3"]["override"]
+    assert "optim" not in needs["ddp"].override
+    assert "optim=adamw_torch_fused" in needs["fsdp"].override
+    assert "activation_checkpointing=true" in needs["deepspeed zero-3"].override
 
 
 def test_the_planner_chooses_only_what_a_split_model_can_do(eight):
@@ -115,11 +115,9 @@ def test_the_terminal_shows_it_on_one_screen_of_80_columns(monkeypatch, capsys):
 
     monkeypatch.setenv("COLUMNS", "80")
     long = 123 * GIB + 456 * 2**20
-    row = {"load_bytes": long, "train_bytes": long, "peak_high_bytes": long, "host_bytes": long, "override": "a=1", "cost": ""}
     names = ("ddp", "fsdp", "fsdp, offload to cpu", "deepspeed zero-3")
-    _print_many_cards(
-        {"cards": 2, "budget_bytes": 24 * GIB, "rows": [{"strategy": name, "verdict": "does not fit", **row} for name in names]}
-    )
+    rows = tuple(CardNeeds(name, "a=1", long, long, long, long, Verdict.NO_FIT) for name in names)
+    _print_many_cards(ManyCards(2, 24 * GIB, rows))
     lines = capsys.readouterr().out.strip().splitlines()
     assert "2 cards with 24.0 GiB each are not one with 48.0 GiB" in lines[0]
     assert len(lines) <= 12 and max(map(len, lines)) <= 80

@@ -67,15 +67,15 @@ def test_offload_comes_only_when_nothing_else_fits(plan):
 
 def test_no_chosen_plan_is_slower_than_another_that_was_forecast_to_fit(plan):
     made = plan("Qwen/Qwen3-14B")
-    fitting = [row["step_s"] for row in made.alternatives if row["verdict"] == "fits"]
-    assert made.alternatives[0]["overrides"] == "chosen"
-    assert made.alternatives[0]["step_s"] <= 1.15 * min(fitting)
+    fitting = [row.step_s for row in made.alternatives if row.verdict == "fits"]
+    assert made.alternatives[0].chosen
+    assert made.alternatives[0].step_s <= 1.15 * min(fitting)
 
 
 def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(plan):
     alone, beside = plan(QWEN_8B), plan(QWEN_8B, compare=True)
-    assert beside.settings == alone.settings and beside.alternatives[0]["overrides"] == "chosen"
-    differing = {row["differs"] for row in beside.alternatives[1:]}
+    assert beside.settings == alone.settings and beside.alternatives[0].chosen
+    differing = {row.differs for row in beside.alternatives[1:]}
     assert {"load_in_4bit=false", "load_in_4bit=false load_in_8bit=true", "optim=adamw_8bit"} <= differing
     assert "activation_checkpointing=true activation_checkpointing_every_n_layers=1" in differing
     assert "per_device_train_batch_size=2 gradient_accumulation_steps=8" in differing
@@ -84,11 +84,11 @@ def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(pl
 @pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
 def test_what_stands_beside_an_alternative_gives_it_when_it_is_typed(plan, more):
     made = plan(QWEN_8B, "rtx-4090", *more, compare=True)
-    assert made.alternatives[0]["overrides"] == "chosen" and len(made.alternatives) >= 4
+    assert made.alternatives[0].chosen and len(made.alternatives) >= 4
     for row in made.alternatives[1:]:
-        typed = plan(QWEN_8B, "rtx-4090", *more, *row["overrides"].split())
-        assert typed.alternatives[0]["plan"] == row["plan"]
-        assert typed.alternatives[0]["peak_bytes"] == row["peak_bytes"]
+        typed = plan(QWEN_8B, "rtx-4090", *more, *row.overrides.split())
+        assert typed.alternatives[0].plan == row.plan
+        assert typed.alternatives[0].peak_bytes == row.peak_bytes
 
 
 def test_comparing_a_split_model_whose_weights_are_too_much_for_one_card(plan, new_forecaster):
@@ -100,13 +100,13 @@ def test_comparing_a_split_model_whose_weights_are_too_much_for_one_card(plan, n
 
     split = ("launch.strategy=fsdp", "launch.num_processes=8", "effective_batch_size=8", "load_in_4bit=true")
     made = plan("Qwen/Qwen3-32B", "rtx-4090", *split, free_bytes=10 * GIB, forecaster=Split(), compare=True)
-    assert made.verdict == "fits" and made.alternatives[0]["overrides"] == "chosen"
+    assert made.verdict == "fits" and made.alternatives[0].chosen
 
 
 def test_comparing_leaves_out_what_the_weights_alone_are_too_much_for(plan):
     made = plan("Qwen/Qwen3-32B", compare=True)
     assert len(made.alternatives) > 3
-    assert not any(row["plan"].startswith("16 bit") for row in made.alternatives)
+    assert not any(row.plan.startswith("16 bit") for row in made.alternatives)
 
 
 @pytest.mark.parametrize("model", [LLAMA_1B, QWEN_8B, "Qwen/Qwen3-32B"])
@@ -164,9 +164,9 @@ def test_memory_is_forecast_for_the_longest_row_and_not_for_the_limit(plan):
 def test_the_limit_of_length_follows_the_rows_and_its_price_is_told(plan):
     made = plan(QWEN_8B, "rtx-4090", "packing=false", data=rows(*[100] * 900, *[900] * 100))
     assert made.settings.max_length == 960 and "900" in made.reasons["max_length"]
-    costs = {row["max_length"]: row for row in made.length_costs}
-    assert costs[128]["dropped_rows"] == 100 and costs[128]["dropped_tokens"] == 100 * (900 - 128)
-    assert costs[128]["adds_bytes"] < 0 < costs[1920]["adds_bytes"]
+    costs = {row.max_length: row for row in made.length_costs}
+    assert costs[128].dropped_rows == 100 and costs[128].dropped_tokens == 100 * (900 - 128)
+    assert costs[128].adds_bytes < 0 < costs[1920].adds_bytes
 
 
 def test_rows_that_must_be_kept_are_not_shortened_to_fit(plan):
@@ -197,11 +197,9 @@ def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(plan)
 def test_what_does_not_fit_is_explained_with_what_would_help(plan):
     made = plan(LLAMA_70B)
     assert made.verdict == "does not fit" and made.headroom_bytes < 0
-    assert made.shortfall["missing_bytes"] == -made.headroom_bytes and made.shortfall["part"] == "weights"
-    assert "32B" in made.shortfall["largest_model_that_fits"]
-    assert [row["saves_bytes"] for row in made.suggestions] == sorted(
-        (row["saves_bytes"] for row in made.suggestions), reverse=True
-    )
+    assert made.shortfall.missing_bytes == -made.headroom_bytes and made.shortfall.part == "weights"
+    assert "32B" in made.shortfall.largest_model_that_fits
+    assert [row.saves_bytes for row in made.suggestions] == sorted((row.saves_bytes for row in made.suggestions), reverse=True)
 
 
 def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say(plan):
@@ -215,11 +213,11 @@ def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say
     ]
     made = plan(QWEN_8B, "rtx-4090", *stubborn)
     assert made.verdict == "does not fit"
-    offered = {row["override"]: row for row in made.suggestions}
+    offered = {row.override: row for row in made.suggestions}
     assert {"load_in_4bit=true", "per_device_train_batch_size=1 gradient_accumulation_steps=16"} <= set(offered)
     again = plan(QWEN_8B, "rtx-4090", *stubborn, "load_in_4bit=true")
     saved = made.forecast.peak_high_bytes - again.forecast.peak_high_bytes
-    assert saved == offered["load_in_4bit=true"]["saves_bytes"]
+    assert saved == offered["load_in_4bit=true"].saves_bytes
 
 
 def test_turing_trains_in_float16_and_ampere_in_bfloat16(plan):
@@ -270,10 +268,10 @@ def test_a_budget_above_what_is_free_counts_only_what_is_free(plan):
 
 
 def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(plan):
-    disk = next(row for row in plan(QWEN_8B).checks if row["what"] == "disk")
-    assert disk["needs_bytes"] > 16e9 and disk["free_bytes"] is None and disk["enough"] is None
-    here = next(row for row in plan("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu").checks if row["what"] == "disk")
-    assert here["enough"] is True
+    disk = next(row for row in plan(QWEN_8B).checks if row.what == "disk")
+    assert disk.needs_bytes > 0 and disk.free_bytes is None and disk.enough is None
+    here = next(row for row in plan("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu").checks if row.what == "disk")
+    assert here.enough is True
 
 
 def test_an_unknown_model_is_refused_before_anything_is_searched(plan):

@@ -13,7 +13,7 @@ from finetune.forecast.fake_model import materialise, own_quantisation_maps
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import attach_adapters, build_base, load_config, model_dtype, prepare_for_training
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, Settings, plainest
 
 VOCABULARY = 320
 #: The two kinds of base that every technique has to work on.
@@ -31,7 +31,7 @@ def save_tiny_base(path: Path) -> str:
     return str(path)
 
 
-def settings_for(base: str, **changes) -> Recipe:
+def settings_for(base: str, **changes) -> Settings:
     values = {
         "model_name_or_path": base, "dataset": {"path": "rows.jsonl"}, "gpu": "cpu", "dtype": "float32",
         "attn_implementation": "sdpa", "max_length": 64, "packing": False, "load_in_4bit": False, "load_in_8bit": False,
@@ -39,7 +39,7 @@ def settings_for(base: str, **changes) -> Recipe:
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "learning_rate": 3e-3, "optim": "adamw_torch_fused",
         "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1,
     }  # fmt: skip
-    return Recipe.model_validate(values | changes)
+    return plainest(Recipe.model_validate(values | changes))
 
 
 def adapted(settings: Recipe) -> torch.nn.Module:

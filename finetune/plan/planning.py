@@ -1,0 +1,100 @@
+"""The one way from a recipe to its plan: command line, page, docs and the start of a run all come through here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.card.card import Card
+from finetune.errors import DataError, RecipeError
+from finetune.forecast.cache import LIBRARIES
+from finetune.plan.make import Progress, make_plan
+from finetune.plan.plan import DataProblem, DataStatistics, Plan
+from finetune.recipe import AUTO, Recipe
+from finetune.recipe.compatibility import address_problems
+from finetune.requirements import refuse_other_versions
+
+if TYPE_CHECKING:
+    from finetune.data import EncodedRows, SelectedRows
+
+Encode = Callable[[Recipe], "EncodedRows"]
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """What reading the rows gave: what the planner needs of them, why a run would refuse them, why they were not read."""
+
+    statistics: DataStatistics | None = None
+    problem: DataProblem | None = None
+    note: str = ""
+
+
+def plan_recipe(
+    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False
+) -> Plan:
+    """The plan of a recipe for a card, which need not be here. `rows` reads the data, after all that is quicker to refuse.
+
+    `compare`: with forecasts of what is next to the chosen plan. Raises PackagesError and RecipeError.
+    """
+    refuse_other_versions(LIBRARIES)
+    if problems := address_problems(recipe.launch):
+        raise RecipeError(problems)
+    read = rows(recipe)
+    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare)
+    return dataclasses.replace(plan.noting(read.note), data_problem=read.problem)
+
+
+def without_rows(_recipe: Recipe) -> RowsRead:
+    """Plan for full rows of max_length."""
+    return RowsRead()
+
+
+def read_rows(recipe: Recipe, encode: Encode | None = None) -> RowsRead:
+    """Read the recipe's rows when they are on this machine; those that a run would refuse are left out and said.
+
+    `encode` stands in for reading and tokenising anew.
+    """
+    missing = _missing_paths(recipe)
+    if missing:
+        return RowsRead(note=f"planned for full rows of max_length: {', '.join(missing)} is not on this machine")
+    try:
+        selected = (encode or encode_rows)(recipe).within(recipe, limit_of(recipe))
+    except DataError as error:
+        return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
+    except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
+        return RowsRead(note=f"planned for full rows of max_length: {error.problems[0]}")
+    problem = None
+    try:
+        selected.refuse()
+    except DataError as error:
+        problem = DataProblem(tuple(error.problems), error.fix)
+    return RowsRead(statistics_of(selected) if selected.lengths else None, problem)
+
+
+def encode_rows(recipe: Recipe) -> EncodedRows:
+    """The recipe's rows as tokens, by its model's tokenizer."""
+    from finetune import data
+
+    return data.encode(recipe, data.load_tokenizer(recipe))
+
+
+def limit_of(recipe: Recipe) -> int | None:
+    """The recipe's limit of length; None while it is the planner's to choose."""
+    return None if recipe.max_length == AUTO else recipe.max_length
+
+
+def statistics_of(selected: SelectedRows) -> DataStatistics:
+    """What the planner needs to know of the rows."""
+    lengths = tuple(sorted(selected.lengths))
+    return DataStatistics(len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths)
+
+
+def _missing_paths(recipe: Recipe) -> list[str]:
+    """Files and datasets of the recipe that would have to be downloaded, or don't exist."""
+    from finetune.bundled import dataset_paths
+
+    paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
+    return [path for path in paths if not (Path(path).exists() or dataset_paths(path))]

@@ -1,0 +1,132 @@
+"""What can't go together in a recipe, all of it. Imports nothing heavy, so that every door says it at once, in the same words.
+
+`auto` settings are not judged: the planner chooses among what these rules allow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from finetune.units import parse_bytes
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import LaunchRecipe, Recipe
+
+AUTO = "auto"
+#: Optimizers that work on sharded parameters; bitsandbytes' kernels and the project's own take whole ones.
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+#: Kinds of gradient checkpointing that DeepSpeed ZeRO-3 can't run: it needs reentrant checkpointing.
+NOT_REENTRANT = ("selective", "offload")
+
+
+def shards(launch: LaunchRecipe) -> bool:
+    """Whether optimizer states and gradients, at least, are sharded over the processes."""
+    return launch.strategy != "ddp"
+
+
+def is_zero3(launch: LaunchRecipe) -> bool:
+    """Whether DeepSpeed shards the weights, too."""
+    return launch.strategy == "deepspeed" and launch.zero_stage == 3
+
+
+def shards_weights(launch: LaunchRecipe) -> bool:
+    """Whether the weights are sharded."""
+    return launch.strategy == "fsdp" or is_zero3(launch)
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Settings that can't both be meant, on any machine. One line each."""
+    yield from _quantisation(recipe)
+    yield from _batch(recipe)
+    yield from _checkpointing(recipe)
+    yield from _sharding(recipe)
+    yield from _processes(recipe.launch)
+    yield from _offload(recipe.launch)
+    yield from _names(recipe)
+
+
+def _quantisation(recipe: Recipe) -> Iterator[str]:
+    if recipe.load_in_4bit is True and recipe.load_in_8bit is True:
+        yield "load_in_4bit and load_in_8bit are both true; keep one of them"
+
+
+def _batch(recipe: Recipe) -> Iterator[str]:
+    micro, steps, batch = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.effective_batch_size
+    world = recipe.launch.num_processes
+    if AUTO not in (micro, steps, batch) and micro * steps * world != batch:
+        yield (
+            f"effective_batch_size {batch} is not per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
+            f" x {world} process(es) = {micro * steps * world}; leave one of them out"
+        )
+    if batch == AUTO:
+        return
+    for name, part in (("per_device_train_batch_size", micro), ("gradient_accumulation_steps", steps)):
+        if part != AUTO and batch % (part * world):
+            yield f"effective_batch_size {batch} can't be divided by {name} {part} on {world} process(es)"
+    if (micro, steps) == (AUTO, AUTO) and batch % world:
+        lower = f"{batch // world * world} or " if batch > world else ""
+        yield (f"effective_batch_size {batch} can't be shared by {world} processes; use {lower}{(batch // world + 1) * world}")
+
+
+def _checkpointing(recipe: Recipe) -> Iterator[str]:
+    how, every = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
+    if is_zero3(recipe.launch) and how in NOT_REENTRANT:
+        yield f"activation_checkpointing {how} does not work with DeepSpeed ZeRO-3; set it to true"
+    if recipe.torch_compile and recipe.int8_activations:
+        yield "int8_activations and torch_compile are both true; what a compiled layer keeps can't be rounded"
+    if recipe.torch_compile and how == "offload" and every not in (AUTO, 1):
+        yield "activation_checkpointing offload with torch_compile needs activation_checkpointing_every_n_layers 1"
+
+
+def _sharding(recipe: Recipe) -> Iterator[str]:
+    strategy = recipe.launch.strategy
+    if not shards(recipe.launch):
+        return
+    if recipe.gpu.strip().lower() == "cpu":
+        yield f"launch.strategy {strategy} needs NVIDIA cards; on a processor use ddp"
+    if recipe.load_in_8bit is True:
+        yield f"load_in_8bit can't be sharded by launch.strategy {strategy}; use load_in_4bit, or neither"
+    if recipe.optim not in (AUTO, *SHARDED_OPTIMIZERS):
+        yield f"optim {recipe.optim} can't work on parameters that {strategy} shards; use adamw_torch"
+
+
+def _processes(launch: LaunchRecipe) -> Iterator[str]:
+    processes, machines = launch.num_processes, launch.num_machines
+    if processes % machines:
+        yield f"launch.num_processes {processes} can't be spread evenly over launch.num_machines {machines}"
+    if launch.machine_rank >= machines:
+        yield f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it is below {machines}"
+    if launch.strategy == "fsdp" and processes == 1:
+        yield "launch.strategy fsdp shards the weights over several processes; launch.num_processes is 1"
+
+
+def _offload(launch: LaunchRecipe) -> Iterator[str]:
+    if launch.offload != "none" and not shards(launch):
+        yield f"launch.offload {launch.offload} is done by fsdp or deepspeed; launch.strategy is ddp"
+    if launch.offload == "nvme" and not is_zero3(launch):
+        yield "launch.offload nvme is done by DeepSpeed ZeRO-3 only: launch.strategy=deepspeed launch.zero_stage=3"
+    if launch.offload == "nvme" and not launch.nvme_path:
+        yield "launch.offload nvme needs launch.nvme_path, a directory on the drive"
+    if launch.offload != "nvme" and launch.nvme_path:
+        yield f"launch.nvme_path is set, launch.offload is {launch.offload}"
+
+
+def _names(recipe: Recipe) -> Iterator[str]:
+    if recipe.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", recipe.model_revision or ""):
+        yield "trust_remote_code runs code from the hub: pin it with model_revision set to a full 40-character commit"
+    if any(len(part.encode("utf-8", "replace")) > 255 for part in recipe.output_dir.split("/")):
+        yield "output_dir has a name of more than 255 bytes, which no file system takes"
+    if recipe.memory_budget != AUTO:
+        try:
+            parse_bytes(recipe.memory_budget)
+        except ValueError as error:
+            yield f"memory_budget: {error}"
+
+
+def address_problems(launch: LaunchRecipe) -> list[str]:
+    """What a run on several machines lacks that a job file fills in: an address that the others can reach."""
+    if launch.num_machines > 1 and launch.main_process_ip == "127.0.0.1":
+        return ["launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0"]
+    return []

@@ -1,0 +1,52 @@
+"""A recipe with every `auto` resolved: what plans, forecasts and training take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+
+from finetune.recipe.schema import Recipe, unresolved
+
+#: The plainest value of each `auto` setting, for questions that the plan's own values don't change (such as a model's size).
+PLAINEST: dict[str, Any] = {
+    "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, "load_in_4bit": False,
+    "load_in_8bit": False, "lora_r": 1, "lora_alpha": 1.0,
+    "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
+    "activation_checkpointing_every_n_layers": 1, "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
+    "eval_steps": 0, "save_steps": 0, "per_device_eval_batch_size": 1,
+}  # fmt: skip
+
+
+class Settings(Recipe):
+    """Raises ValueError when a setting is still `auto`."""
+
+    @model_validator(mode="after")
+    def _is_resolved(self) -> Settings:
+        left = unresolved(self)
+        if left:
+            raise ValueError(f"still auto: {', '.join(left)}")
+        return self
+
+
+def resolve(recipe: Recipe, **choices: Any) -> Settings:
+    """`recipe` with `choices` filled in. Raises ValueError when they don't agree, or when one is missing."""
+    return Settings.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
+
+
+def plainest(recipe: Recipe, **choices: Any) -> Settings:
+    """`recipe` with what is still `auto` at its plainest, and `choices` over both."""
+    left = unresolved(recipe)
+    values = {name: value for name, value in PLAINEST.items() if name in left}
+    world = recipe.launch.num_processes
+    micro, steps, batch = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.effective_batch_size
+    if "effective_batch_size" in left:
+        micro, steps = (1 if part == "auto" else part for part in (micro, steps))
+        batch = micro * steps * world
+    elif "per_device_train_batch_size" in left:
+        steps = batch // world if "gradient_accumulation_steps" in left else steps
+        micro = batch // (world * steps)
+    else:
+        steps = batch // (world * micro)
+    values |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps, "effective_batch_size": batch}
+    return resolve(recipe, **{**values, **choices})
