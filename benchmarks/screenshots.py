@@ -1,4 +1,4 @@
-"""Pictures of every page in both themes, wide and as a phone: `docs/page.png` is one of them.
+"""Pictures of every page in both themes, wide and as a phone; `docs/page.png` is made from one of them.
 
     python benchmarks/screenshots.py OUT [--runs runs] [--url LINK]
 
