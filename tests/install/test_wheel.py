@@ -53,8 +53,14 @@ def installed(wheel, tmp_path_factory):
     return place / "bin" / "finetune"
 
 
-def run(command, folder, *arguments, **options):
-    return subprocess.run([str(command), *arguments], cwd=folder, capture_output=True, text=True, timeout=600, **options)
+@pytest.fixture(autouse=True)
+def no_checkout(monkeypatch):
+    """A PYTHONPATH that the tests themselves need would lead to the checkout."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def run(command, folder, *arguments):
+    return subprocess.run([str(command), *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
