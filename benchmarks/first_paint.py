@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-from app.screenshots import ARGUMENTS
+from screenshots import ARGUMENTS, page_started
 
 _PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
@@ -46,21 +45,16 @@ def visit(browser: Any) -> tuple[float, float, float]:
     """Seconds until the link was printed, and from there to the first paint and to the title."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "finetune", "ui", "--port", "0"]
-        app = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert app.stdout is not None
-        link = next(word for line in app.stdout for word in line.split() if word.startswith("http://"))
-        printed = time.perf_counter()
-        page = browser.new_context().new_page()
-        went_s = time.perf_counter() - printed
-        page.goto(link, wait_until="commit")
-        page.wait_for_function(_PAINT, polling=50)
-        page.wait_for_selector("h1.ft-title", timeout=120_000)
-        title_s = time.perf_counter() - printed
-        paint_s = went_s + page.evaluate(_PAINT) / 1000
-        page.context.close()
-        app.terminate()
-        app.wait(30)
+        with page_started(Path(folder)) as link:
+            printed = time.perf_counter()
+            page = browser.new_context().new_page()
+            went_s = time.perf_counter() - printed
+            page.goto(link, wait_until="commit")
+            page.wait_for_function(_PAINT, polling=50)
+            page.wait_for_selector("h1.ft-title", timeout=120_000)
+            title_s = time.perf_counter() - printed
+            paint_s = went_s + page.evaluate(_PAINT) / 1000
+            page.context.close()
         return printed - began, paint_s, title_s
 
 

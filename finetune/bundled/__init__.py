@@ -1,4 +1,4 @@
-"""What comes with the project: the base model `tiny` and the dataset `support`, both made by the scripts in this folder."""
+"""What comes with the project: the base model `tiny` and the dataset `support`, both made by scripts/bundled/."""
 
 from __future__ import annotations
 

@@ -1,6 +1,27 @@
-"""Doctor: what of this machine a fine-tuning run needs, each part really tried, with the fix for what fails."""
+"""Doctor: what a fine-tuning run needs of this machine, each part really tried, with the fix for what fails."""
 
-from finetune.doctor.examine import examine
-from finetune.doctor.finding import Finding, worst
+from __future__ import annotations
+
+from finetune.doctor.downloads import check_data, check_hub, check_login, check_model
+from finetune.doctor.findings import Check, Finding, run_checks, worst
+from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_port, check_spill
+from finetune.doctor.packages import check_compiler, check_packages, check_stack
+from finetune.recipe import Recipe
 
 __all__ = ["Finding", "examine", "worst"]
+
+#: The whole report, in seconds; the process that imports torch ends a little earlier, so that its findings are in it.
+DEADLINE_S, PROBE_MARGIN_S = 9.5, 0.7
+
+
+def examine(recipe: Recipe | None = None, deadline_s: float = DEADLINE_S) -> list[Finding]:
+    """Every finding, in a fixed order, after at most `deadline_s` seconds. With a recipe: is what it needs on this machine?"""
+    checks: dict[str, Check] = {
+        "packages": check_packages, "driver": check_driver, "card memory": check_cards,
+        "stack": lambda: check_stack(deadline_s - PROBE_MARGIN_S),
+        "compiler": check_compiler, "host memory": check_memory, "disk": check_disk, "hub": check_hub, "hub login": check_login,
+        "spill": check_spill, "port": check_port,
+    }  # fmt: skip
+    if recipe is not None:
+        checks |= {"model": lambda: check_model(recipe), "data": lambda: check_data(recipe)}
+    return run_checks(checks, deadline_s)

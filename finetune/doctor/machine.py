@@ -1,4 +1,4 @@
-"""Host memory, disk, the page's port, and whether this system lets a full card spill into host memory."""
+"""The machine: NVIDIA driver, memory of each card (read through NVML, nothing is allocated), host memory, disk, port."""
 
 from __future__ import annotations
 
@@ -6,40 +6,86 @@ import platform
 import shutil
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pynvml
+
 from finetune.card.find import find_card
-from finetune.doctor.finding import Finding
+from finetune.card.nvidia import driver_versions, read_devices
+from finetune.doctor.findings import Finding
 from finetune.units import GIB, format_bytes
 
-#: Below the first a warning, below the second not even the libraries and the bundled model fit well.
-USUAL_MEMORY_BYTES = 8 * GIB
-LEAST_MEMORY_BYTES = 2 * GIB
+_NO_CARD_FIX = (
+    "Without a card: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
+    "(finetune run tiny-cpu)."
+)
+#: More than this share of a card's memory in use is worth a warning.
+MOST_IN_USE = 0.15
+#: Below the first a warning; below the second the libraries and the bundled model hardly fit.
+RECOMMENDED_MEMORY_BYTES, MINIMUM_MEMORY_BYTES = 8 * GIB, 2 * GIB
 #: The weights of a 7B model are 15 GB in 16 bit; checkpoints and the adapter come on top.
-USUAL_DISK_BYTES = 20 * GIB
-LEAST_DISK_BYTES = GIB
+RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
 #: Where `finetune ui` listens.
 PORT = 7860
 
 
-def check_memory(usual_bytes: int = USUAL_MEMORY_BYTES, least_bytes: int = LEAST_MEMORY_BYTES) -> Finding:
-    """Host memory that is available, within the container's limit if there is one."""
+def check_driver(pci: Path = Path("/sys/bus/pci/devices")) -> Finding:
+    """Does the driver answer, and which CUDA does it support? `pci`: where to look for a card when it doesn't."""
+    try:
+        driver, cuda = driver_versions()
+    except pynvml.NVMLError as error:
+        reason = str(error).rstrip(".")
+        if not _has_nvidia_card(pci):
+            return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason})", _NO_CARD_FIX)
+        fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
+        return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
+    facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
+    return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
+
+
+def check_cards() -> Iterator[Finding]:
+    """Free memory of each card, and which processes use the rest."""
+    try:
+        devices = read_devices()
+    except pynvml.NVMLError:
+        yield Finding("card memory", "skip", "no card")
+        return
+    if not devices:
+        yield Finding("card memory", "warn", "the driver sees no card", _NO_CARD_FIX)
+    for number, device in enumerate(devices):
+        used_bytes = device.total_bytes - device.free_bytes
+        users = f" by {', '.join(device.holders[:6])}" if device.holders else ""
+        what = f"{device.name}: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
+        facts = {
+            "index": number, "name": device.name, "total_bytes": device.total_bytes, "free_bytes": device.free_bytes,
+            "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
+        }  # fmt: skip
+        if used_bytes <= MOST_IN_USE * device.total_bytes:
+            yield Finding("card memory", "ok", what, facts=facts)
+        else:
+            fix = "Close programs that use the card and that you don't need; a plan counts on the memory that is free."
+            yield Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{users}", fix, facts)
+
+
+def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MINIMUM_MEMORY_BYTES) -> Finding:
+    """Available host memory in bytes, within the container's limit if there is one."""
     host = find_card("cpu")
     what = f"{format_bytes(host.free_bytes)} of {format_bytes(host.total_bytes)} available"
     facts = {"free_bytes": host.free_bytes, "total_bytes": host.total_bytes}
-    if host.free_bytes >= usual_bytes:
+    if host.free_bytes >= recommended:
         return Finding("host memory", "ok", what, facts=facts)
     fix = "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. In a container raise --memory."
-    if host.free_bytes >= least_bytes:
+    if host.free_bytes >= minimum:
         return Finding("host memory", "warn", f"{what}; loading a large model may be slow, or be killed", fix, facts)
-    return Finding("host memory", "fail", f"{what}; at least {format_bytes(least_bytes)} are needed", fix, facts)
+    return Finding("host memory", "fail", f"{what}; at least {format_bytes(minimum)} are needed", fix, facts)
 
 
 def check_disk(
-    places: dict[str, Path] | None = None, usual_bytes: int = USUAL_DISK_BYTES, least_bytes: int = LEAST_DISK_BYTES
-) -> list[Finding]:
-    """Room and permission where runs are written (here) and where the hub's files are kept."""
-    findings = []
+    places: dict[str, Path] | None = None, recommended: int = RECOMMENDED_DISK_BYTES, minimum: int = MINIMUM_DISK_BYTES
+) -> Iterator[Finding]:
+    """Free space in bytes, and permission to write, where runs are written (here) and where the hub's cache is."""
     for use, place in (places or {"runs": Path.cwd(), "hub cache": _hub_cache()}).items():
         existing = next(parent for parent in (place.absolute(), *place.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
@@ -47,45 +93,58 @@ def check_disk(
         facts = {"use": use, "path": str(existing), "free_bytes": free}
         if not _is_writable(existing):
             fix = f"Make it yours (sudo chown -R $USER {existing}), or choose another place."
-            findings.append(Finding("disk", "fail", f"{use}: {existing} can't be written to", fix, facts))
-        elif free < least_bytes:
+            yield Finding("disk", "fail", f"{use}: {existing} can't be written to", fix, facts)
+        elif free < minimum:
             fix = "Free some space: old checkpoints in runs/, models you don't need with `hf cache ls` and `hf cache rm`."
-            findings.append(Finding("disk", "fail", what, fix, facts))
-        elif free < usual_bytes:
+            yield Finding("disk", "fail", what, fix, facts)
+        elif free < recommended:
             fix = "The weights of a 7B model alone are 15 GB: free some space, or set output_dir and HF_HOME to another disk."
-            findings.append(Finding("disk", "warn", what, fix, facts))
+            yield Finding("disk", "warn", what, fix, facts)
         else:
-            findings.append(Finding("disk", "ok", what, facts=facts))
-    return findings
+            yield Finding("disk", "ok", what, facts=facts)
 
 
 def check_port(port: int = PORT) -> Finding:
-    """Can the page listen on its usual port?"""
+    """Can the page listen on its default port?"""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            what = f"{port} is taken or not allowed ({(error.strerror or str(error)).lower()})"
+            what = f"{port} is in use or not allowed ({(error.strerror or str(error)).lower()})"
             return Finding("port", "warn", what, f"Perhaps the page runs already. Else: finetune ui --port {port + 1}")
     return Finding("port", "ok", f"{port} is free for finetune ui")
 
 
 def check_spill(system: str | None = None, release: str | None = None) -> Finding:
-    """On Windows, and so under WSL, the driver moves what does not fit the card into host memory instead of refusing it.
+    """Does the driver fall back to system memory when the card is full, as on Windows and so under WSL?
 
-    Nothing then fails and everything is 10 to 50 times slower. The setting can't be read from here. Arguments: as `platform`'s.
+    Nothing then runs out of memory, and everything is 10 to 50 times slower. The driver's setting can't be read from here.
+    Arguments: as `platform`'s.
     """
     system, release = system or platform.system(), release or platform.release()
     wsl = "microsoft" in release.lower()
     if system != "Windows" and not wsl:
-        return Finding("spill", "ok", f"{system} refuses what does not fit the card; it does not spill")
+        return Finding("spill", "ok", f"{system}: a full card is an out-of-memory error, with no fallback to system memory")
     where = "WSL: the Windows driver" if wsl else "Windows: the driver"
     fix = (
         "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback"
         f"{' (on Windows, for python)' if wsl else f', for {Path(sys.executable).name}'}."
     )
-    return Finding("spill", "warn", f"{where} may spill a full card into host memory, 10 to 50 times slower", fix)
+    what = f"{where} may fall back to system memory when the card is full, 10 to 50 times slower"
+    return Finding("spill", "warn", what, fix)
+
+
+def _has_nvidia_card(pci: Path) -> bool:
+    """NVIDIA's vendor id on a display or 3D controller (class 0x03) of the PCI bus."""
+    for device in pci.glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:
+            continue
+        if vendor == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
 
 
 def _hub_cache() -> Path:
@@ -96,8 +155,6 @@ def _hub_cache() -> Path:
 
 def _is_writable(folder: Path) -> bool:
     """Really tried: permission bits say nothing of read-only mounts and network shares."""
-    import tempfile
-
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

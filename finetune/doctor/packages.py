@@ -1,13 +1,44 @@
-"""The installed stack against the versions that this version of finetune was made for."""
+"""The software: installed versions, a C compiler for Triton, and torch, bitsandbytes and Triton really tried (`probe`)."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pynvml
 
 from finetune import __version__
-from finetune.doctor.finding import Finding
+from finetune.card.nvidia import driver_versions
+from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
+
+_EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLong(1); }\n"
+_COMPILER_FIX = "Install a compiler and Python's headers; on Debian or Ubuntu: sudo apt install gcc libc6-dev python3-dev"
+_WHEEL_FIX = (
+    "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
+    "https://pytorch.org/get-started/locally/"
+)
+_FIXES = {
+    "torch": "pip install --force-reinstall torch",
+    "bitsandbytes": "pip install --force-reinstall bitsandbytes; without it: load_in_4bit=false load_in_8bit=false "
+    "optim=adamw_torch",
+    "triton": "See the line `compiler`; then pip install --force-reinstall triton",
+}
+#: NF4 in blocks of 64 has a relative error of 9 % on normally distributed weights. Twice that is a fault.
+MOST_QUANTISATION_ERROR = 0.18
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 
 
 def check_packages(requirements: list[str] | None = None) -> Finding:
@@ -16,7 +47,7 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
         wanted = packages(requirements)
     except PackageNotFoundError:
         fix = "Install it: pip install -e . in the checkout, or uv tool install finetune."
-        return Finding("packages", "warn", "finetune is run from its source and not installed; its versions are unchecked", fix)
+        return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
     found = {package.requirement.name: package.installed for package in wanted}
     python = sys.version.split()[0]
     facts = {"finetune": __version__, "python": python, **found}
@@ -25,3 +56,171 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
         what = f"finetune {__version__}, python {python}, torch {found.get('torch')}, transformers {found.get('transformers')}"
         return Finding("packages", "ok", what, facts=facts)
     return Finding("packages", "fail", "; ".join(map(str, wrong)), how_to_install(wrong), facts)
+
+
+def check_compiler(include: str | None = None) -> Finding:
+    """Compile an extension as Triton does when a run starts: $CC, else gcc, else clang. `include`: where Python.h is."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return Finding("compiler", "warn", "no C compiler; Triton needs one for fast kernels and torch_compile", _COMPILER_FIX)
+    headers = include or sysconfig.get_paths()["include"]
+    name = Path(compiler).name
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(_EXTENSION)
+        command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=8, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Finding("compiler", "warn", f"{name} can't be run: {error}", _COMPILER_FIX)
+    if done.returncode == 0:
+        return Finding("compiler", "ok", f"{name} compiles Python extensions")
+    if "Python.h" in done.stderr:
+        return Finding("compiler", "warn", f"{name} is installed, Python's headers are not (Python.h)", _COMPILER_FIX)
+    reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]).strip()
+    return Finding("compiler", "warn", f"{name} can't compile: {reason}", _COMPILER_FIX)
+
+
+def check_stack(deadline_s: float) -> Iterator[Finding]:
+    """Does torch see the card, does its wheel have kernels for it, does bitsandbytes quantise, does Triton compile?"""
+    parts, problem = run_probe(deadline_s)
+    for name, (check, findings_of) in _PARTS.items():
+        part = parts.get(name)
+        if part is not None and part["error"] is None:
+            yield from findings_of(part)
+        elif part is not None:
+            yield Finding(check, "fail", f"{name} can't be used: {part['error']}", _FIXES[name])
+            if name == "torch":
+                return
+        elif problem:  # it hung or crashed in this part, and nothing after it was tried
+            late = "within" in problem
+            state, fix = ("warn", "Run it again when the machine is less busy.") if late else ("fail", _FIXES[name])
+            yield Finding(check, state, f"{name}: {problem}", fix)
+            return
+        else:
+            yield Finding(check, "skip", "no card to compile for")
+
+
+def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:
+    """Run `probe` in a process. Returns each part it reported, and why it ended early; empty when it did not."""
+    command = [sys.executable, "-m", "finetune.doctor.probe"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            output, errors = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            return _parts(output), f"no answer within {deadline_s:.0f} s"
+    return _parts(output), _problem(process.returncode, errors)
+
+
+def _parts(output: bytes) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith(b'{"part"') and line.endswith(b"}")]
+    return {line.pop("part"): line for line in lines}
+
+
+def _problem(code: int, errors: bytes) -> str:
+    if code == 0:
+        return ""
+    if code < 0:
+        return f"crashed ({signal.Signals(-code).name})"
+    lines = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"ended with status {code}"
+
+
+def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
+    driver = None
+    with contextlib.suppress(pynvml.NVMLError):
+        driver = driver_versions()
+    yield cuda_finding(part, driver)
+    yield from (architecture_finding(part, device) for device in part["devices"])
+
+
+def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | None) -> Finding:
+    """`part`: what the probe reports of torch. `driver`: its version and the newest CUDA it supports, None without one."""
+    version, facts = f"torch {part['version']}", {key: part[key] for key in ("version", "cuda", "architectures")}
+    if part["devices"]:
+        names = ", ".join(device["name"] for device in part["devices"])
+        return Finding("cuda", "ok", f"{version} with CUDA {part['cuda']} sees {names}", facts=facts)
+    if part["hip"]:
+        return Finding("cuda", "warn", f"{version} is a ROCm build, which is not tested", facts=facts)
+    if driver is None:
+        kind = "a CPU-only build" if part["cuda"] is None else f"built for CUDA {part['cuda']}"
+        return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
+    if part["cuda"] is None:
+        return Finding("cuda", "fail", f"{version} is a CPU-only build; the card is not used", _WHEEL_FIX, facts)
+    if int(part["cuda"].split(".")[0]) > driver[1][0]:
+        newest = f"{driver[1][0]}.{driver[1][1]}"
+        what = f"{version} is built for CUDA {part['cuda']}, driver {driver[0]} supports CUDA up to {newest}"
+        return Finding("cuda", "fail", what, f"Update the driver, or install an older wheel. {_WHEEL_FIX}", facts)
+    fix = "Is CUDA_VISIBLE_DEVICES set? In a container: was it started with --gpus all?"
+    what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
+    return Finding("cuda", "fail", what, fix, facts)
+
+
+def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Finding:
+    """Does the torch wheel have kernels for this card?"""
+    major, minor = device["capability"]
+    facts = {"name": device["name"], "capability": device["capability"], "architectures": part["architectures"]}
+    card = f"{device['name']} (compute capability {major}.{minor})"
+    if runs_on((major, minor), part["architectures"]):
+        return Finding("architecture", "ok", f"the torch wheel has kernels for {card}", facts=facts)
+    built_for = " ".join(part["architectures"]) or "no architecture"
+    what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"
+    return Finding("architecture", "fail", what, _WHEEL_FIX, facts)
+
+
+def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Whether a wheel built for `architectures` (`sm_86`, `sm_90a`, `compute_120`) has code that a card of `capability` runs.
+
+    Binaries (sm) run on the same major and a later minor version, PTX (compute) on all later ones; with the suffix `a` on that
+    one only, with `f` within its family (CUDA programming guide, "Compute Capability").
+    """
+    for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
+        built = (int(number[:-1]), int(number[-1]))
+        if feature == "a":
+            fits = built == capability
+        elif kind == "sm" or feature == "f":
+            fits = built[0] == capability[0] and built <= capability
+        else:
+            fits = built <= capability
+        if fits:
+            return True
+    return False
+
+
+def _bitsandbytes_findings(part: dict[str, Any]) -> Iterator[Finding]:
+    where = "the card" if part["device"] == "cuda" else "the CPU"
+    faults = list(_quantisation_faults(part))
+    if faults:
+        yield Finding("bitsandbytes", "fail", f"on {where}: {'; '.join(faults)}", _FIXES["bitsandbytes"], part)
+    else:
+        what = f"quantises to 4 bit on {where}; relative error {part['relative_error']:.1%}, as expected of NF4"
+        yield Finding("bitsandbytes", "ok", what, facts=part)
+
+
+def _quantisation_faults(part: dict[str, Any]) -> Iterator[str]:
+    error = part["relative_error"]
+    if part["stored_bytes"] * 2 != part["weights"]:
+        yield f"{part['weights']} weights take {part['stored_bytes']} bytes, not half as many"
+    if error is None or error > MOST_QUANTISATION_ERROR:
+        yield "the output of a 4-bit layer is NaN" if error is None else f"the output of a 4-bit layer is off by {error:.0%}"
+    if not part["gradient_is_finite"]:
+        yield "no finite gradient passes through a 4-bit layer"
+    if part["optimizer_moved"] is False:
+        yield "a step of the 8-bit optimizer changes nothing"
+
+
+def _triton_findings(part: dict[str, Any]) -> Iterator[Finding]:
+    if part["numbers_are_right"]:
+        yield Finding("triton", "ok", "compiles a kernel and runs it on the card")
+    else:
+        yield Finding("triton", "fail", "a compiled kernel gives wrong results", _FIXES["triton"])
+
+
+#: Part of the probe -> the name of its check, and its findings.
+_PARTS = {
+    "torch": ("cuda", _torch_findings),
+    "bitsandbytes": ("bitsandbytes", _bitsandbytes_findings),
+    "triton": ("triton", _triton_findings),
+}

@@ -1,7 +1,7 @@
 """Tries torch, bitsandbytes and Triton: `python -m finetune.doctor.probe`, started by the doctor.
 
-A process of its own, so that no CUDA context stays behind and a library that crashes takes nothing down. Prints one JSON object
-for each part as soon as it is known: `{"part": name, ...}`, with `error` when it could not be used.
+A process of its own, so that no CUDA context stays behind and a library that crashes does not end the doctor. Prints one JSON
+object for each part as soon as it is known: `{"part": name, ...}`, with `error` when it could not be used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 def main() -> None:
     """Each part in turn; Triton only where torch sees a card."""
-    torch_values = _tell("torch", try_torch)
-    if torch_values["error"] is None:
-        _tell("bitsandbytes", try_bitsandbytes)
-    if torch_values.get("devices"):
-        _tell("triton", try_triton)
+    found = _report("torch", try_torch)
+    if found["error"] is None:
+        _report("bitsandbytes", try_bitsandbytes)
+    if found.get("devices"):
+        _report("triton", try_triton)
 
 
 def try_torch() -> dict[str, Any]:
@@ -44,8 +44,8 @@ def try_bitsandbytes() -> dict[str, Any]:
     """Quantise and use a layer as QLoRA does (NF4, double quantisation); on a card an 8-bit optimizer step, too."""
     import torch
 
-    # bitsandbytes wraps functions that are not used here; importing the compiler would take longer than all the rest
-    torch.compile = _as_it_is  # type: ignore[assignment]
+    # bitsandbytes decorates functions that are not used here; importing the compiler would take longer than all the rest
+    torch.compile = _uncompiled  # type: ignore[assignment]
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +54,7 @@ def try_bitsandbytes() -> dict[str, Any]:
     rows = torch.randn(8, 512, generator=generator)
     layer = Linear4bit(512, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4", compress_statistics=True)
     layer.load_state_dict({"weight": weight})
-    layer.to(device)  # this is what quantises
+    layer.to(device)  # this quantises
     inputs = rows.to(device).requires_grad_(True)
     answers = layer(inputs)
     answers.square().sum().backward()
@@ -64,18 +64,29 @@ def try_bitsandbytes() -> dict[str, Any]:
         "device": device, "weights": weight.numel(), "stored_bytes": layer.weight.numel() * layer.weight.element_size(),
         "relative_error": error if math.isfinite(error) else None,
         "gradient_is_finite": bool(inputs.grad is not None and torch.isfinite(inputs.grad).all()),
-        "optimizer_moved": _optimizer_moves() if device == "cuda" else None,
+        "optimizer_moved": _optimizer_steps() if device == "cuda" else None,
     }  # fmt: skip
 
 
 def try_triton() -> dict[str, Any]:
-    """Compile a kernel and run it on the card."""
-    from finetune.doctor.triton_kernel import add_one_works
+    """Compile the smallest kernel and run it on the card: it adds one to each of a thousand numbers."""
+    global tl  # a kernel looks names up in its module
+    import torch
+    import triton
+    import triton.language as tl
 
-    return {"numbers_are_right": add_one_works()}
+    @triton.jit
+    def add_one(values, count, block: tl.constexpr):  # type: ignore[name-defined]
+        places = tl.program_id(0) * block + tl.arange(0, block)
+        inside = places < count
+        tl.store(values + places, tl.load(values + places, mask=inside) + 1, mask=inside)
+
+    values = torch.arange(1000, device="cuda", dtype=torch.float32)
+    add_one[(4,)](values, 1000, block=256)
+    return {"numbers_are_right": bool((values.cpu() == torch.arange(1, 1001)).all())}
 
 
-def _tell(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         values = {"part": part, "error": None, **attempt()}
     except Exception as error:  # noqa: BLE001 - libraries, compilers and drivers each have errors of their own
@@ -87,11 +98,11 @@ def _tell(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _device(torch: Any, number: int) -> dict[str, Any]:
-    facts = torch.cuda.get_device_properties(number)
-    return {"name": facts.name, "capability": [facts.major, facts.minor], "total_bytes": facts.total_memory}
+    device = torch.cuda.get_device_properties(number)
+    return {"name": device.name, "capability": [device.major, device.minor], "total_bytes": device.total_memory}
 
 
-def _optimizer_moves() -> bool:
+def _optimizer_steps() -> bool:
     import torch
     from bitsandbytes.optim import AdamW8bit
 
@@ -102,7 +113,7 @@ def _optimizer_moves() -> bool:
     return bool((parameter < 1).all())
 
 
-def _as_it_is(function: Any = None, **_: Any) -> Any:
+def _uncompiled(function: Any = None, **_: Any) -> Any:
     return (lambda same: same) if function is None else function
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from app.screenshots import ADDRESSES, ARGUMENTS
+import screenshots
 from finetune.events import EventWriter
 from finetune.run.directory import RunDirectory
 
@@ -79,7 +79,7 @@ def chromium():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=screenshots.ARGUMENTS)
         yield browser
         browser.close()
 
@@ -282,7 +282,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
     context.set_default_timeout(LONG_S * 1000)
     page = context.new_page()
     page.goto(f"{served.link}?token={TOKEN}")
-    for name, address in ADDRESSES.items():
+    for name, address in screenshots.ADDRESSES.items():
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(2500)
@@ -304,7 +304,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
 
 def test_screenshots_in_both_themes_and_sizes_are_written_by_a_command(served, tmp_path):
     link = f"{served.link}?token={TOKEN}"
-    command = [sys.executable, "-m", "app.screenshots", str(tmp_path), "--url", link, "--only", "run"]
+    command = [sys.executable, screenshots.__file__, str(tmp_path), "--url", link, "--only", "run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.glob("*.png"))) == 4  # two themes, two sizes

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from finetune.bundled import dataset_paths, model_path
-from finetune.bundled.make_data import PRIORITIES, PRODUCTS, QUEUES, bundled_texts, write
-from finetune.bundled.messages import draw_messages
-from finetune.bundled.pretraining import TASKS, questions
 from finetune.recipe import load_recipe
+from make_data import PRIORITIES, PRODUCTS, QUEUES, bundled_texts, write
+from messages import draw_messages
+from pretraining import TASKS, questions
 
 BUNDLED = model_path("tiny").parent
 PATHS = dataset_paths("support")

@@ -28,7 +28,7 @@ def with_driver(driver_library):
 
     def run(check, **environment):
         code = (
-            "import json, sys; from finetune.doctor import driver; found = getattr(driver, sys.argv[1])(); "
+            "import json, sys; from finetune.doctor import machine; found = getattr(machine, sys.argv[1])(); "
             "found = [found] if hasattr(found, 'check') else list(found); print(json.dumps([f.as_json() for f in found]))"
         )
         done = subprocess.run(

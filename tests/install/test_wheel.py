@@ -3,6 +3,8 @@
 The environment takes its libraries from the one that runs the tests, by a path that holds no trace of the checkout.
 """
 
+import ast
+import configparser
 import json
 import os
 import shutil
@@ -51,8 +53,14 @@ def installed(wheel, tmp_path_factory):
     return place / "bin" / "finetune"
 
 
-def run(command, folder, *arguments, **options):
-    return subprocess.run([str(command), *arguments], cwd=folder, capture_output=True, text=True, timeout=600, **options)
+@pytest.fixture(autouse=True)
+def no_checkout(monkeypatch):
+    """A PYTHONPATH that the tests themselves need would lead to the checkout."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def run(command, folder, *arguments):
+    return subprocess.run([str(command), *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
@@ -64,6 +72,40 @@ def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
     shipped = {name for name in names if name.startswith(("finetune/", "app/")) and name.endswith(".py")}
     here = {str(path.relative_to(ROOT)) for folder in ("finetune", "app") for path in (ROOT / folder).rglob("*.py")}
     assert shipped == here
+
+
+def named_in(source):
+    """Every module that the source may import or start: by an import anywhere, or as a text such as "finetune.run.worker"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (node.value, f"{node.value}.__main__")
+
+
+def never_run(sources, entry_points):
+    """The modules of `sources` (name -> source) that no entry point leads to."""
+    reached, left = set(), list(entry_points)
+    while left:
+        name = left.pop()
+        if name in sources and name not in reached:
+            reached.add(name)
+            left += [name.rpartition(".")[0], *named_in(sources[name])]
+    return set(sources) - reached
+
+
+def test_the_wheel_holds_only_modules_that_its_command_imports_or_starts(wheel):
+    archive = zipfile.ZipFile(wheel)
+    files = [name for name in archive.namelist() if name.endswith(".py")]
+    sources = {name[:-3].removesuffix("/__init__").replace("/", "."): archive.read(name).decode() for name in files}
+    (listed,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    commands = configparser.ConfigParser()
+    commands.read_string(archive.read(listed).decode())
+    entry_points = [target.partition(":")[0] for target in commands["console_scripts"].values()]
+    assert never_run(sources, entry_points) == set()
+    assert never_run({**sources, "app.by_hand": "import app.server"}, entry_points) == {"app.by_hand"}
 
 
 def test_everything_is_imported_from_the_environment(installed, tmp_path):

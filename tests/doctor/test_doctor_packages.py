@@ -1,11 +1,13 @@
-"""torch, its fit to the card, bitsandbytes and Triton: break each in the probe's process, and the report says so."""
+"""Versions, compiler, torch and its fit to the card, bitsandbytes, Triton: break each, and the report says so."""
 
 import os
+import stat
+import sys
 from pathlib import Path
 
 import pytest
 
-from finetune.doctor.stack import architecture_finding, check_stack, cuda_finding, runs_on
+from finetune.doctor.packages import architecture_finding, check_compiler, check_packages, check_stack, cuda_finding, runs_on
 
 TORCH = {
     "version": "2.13.0",
@@ -16,6 +18,44 @@ TORCH = {
     "cuda_error": None,
 }
 CARD = {"name": "RTX 3090", "capability": [8, 6], "total_bytes": 24}
+
+
+def test_the_installed_versions_are_inside_the_bounds():
+    found = check_packages()
+    assert found.state == "ok", found
+    assert found.facts["python"] == sys.version.split()[0] and found.facts["torch"]
+
+
+def test_a_version_out_of_bounds_and_a_missing_package_are_both_named():
+    found = check_packages(["torch<2", "psutil>=6", "no-such-package>=1", "pytest>=99; extra == 'test'"])
+    assert found.state == "fail" and "torch " in found.what and "no-such-package is missing" in found.what
+    assert found.fix == "pip install 'torch<2' 'no-such-package>=1'"
+
+
+def test_the_compiler_here_compiles():
+    assert check_compiler().state == "ok"
+
+
+def test_no_compiler_is_found(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = check_compiler()
+    assert found.state == "warn" and "no C compiler" in found.what and "apt install gcc" in found.fix
+
+
+def test_missing_python_headers_are_found(tmp_path):
+    found = check_compiler(include=str(tmp_path))
+    assert found.state == "warn" and "Python.h" in found.what
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'cc1: error: no room in /tmp' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(broken))
+    assert "no room in /tmp" in check_compiler().what
+    monkeypatch.setenv("CC", str(tmp_path / "nothing"))
+    assert check_compiler().state == "warn"
 
 
 @pytest.fixture
@@ -89,9 +129,9 @@ def test_a_quantisation_that_gives_other_numbers_is_told(broken):
     [
         ({"devices": [CARD]}, ("570", (12, 8)), "ok", "RTX 3090"),
         ({}, None, "skip", "no driver"),
-        ({"cuda": None}, None, "skip", "a build for processors"),
+        ({"cuda": None}, None, "skip", "CPU-only build"),
         ({"cuda": None}, ("570", (12, 8)), "fail", "the card is not used"),
-        ({"cuda": "13.0"}, ("570", (12, 8)), "fail", "runs CUDA 12.8 at most"),
+        ({"cuda": "13.0"}, ("570", (12, 8)), "fail", "supports CUDA up to 12.8"),
         ({"cuda": "12.9"}, ("570", (12, 8)), "fail", "sees no card"),  # a newer minor version would have run
         ({"cuda_error": "CUDA unknown error"}, ("570", (12, 8)), "fail", "CUDA unknown error"),
         ({"cuda": None, "hip": "6.4"}, None, "warn", "ROCm"),

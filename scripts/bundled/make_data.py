@@ -1,8 +1,8 @@
 """Makes the bundled dataset `support`: customer messages to route, answered with one line of JSON. Standard library only.
 
-    python -m finetune.bundled.make_data [FOLDER]
+    python scripts/bundled/make_data.py [FOLDER]
 
-Writes train.jsonl and eval.jsonl (to support/ beside this file when no folder is given), the same bytes each time.
+Writes train.jsonl and eval.jsonl, to finetune/bundled/support when no folder is given: the same bytes each time.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import random
 import sys
 from pathlib import Path
 
-from finetune.bundled.messages import ARTICLES, NO_ARTICLE, Message, draw_messages
+from messages import ARTICLES, NO_ARTICLE, Message, draw_messages
 
 TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
 INSTRUCTION = "Route this message:"
+BUNDLED = Path(__file__).resolve().parents[2] / "finetune" / "bundled"
 
 #: Who takes care of each topic.
 QUEUES = {
@@ -61,4 +62,4 @@ def _row(message: Message) -> dict[str, list[dict[str, str]]]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("support"))
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED / "support")

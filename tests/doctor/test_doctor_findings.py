@@ -8,7 +8,7 @@ import time
 import pytest
 
 from finetune.doctor import Finding, worst
-from finetune.doctor.examine import run_checks
+from finetune.doctor.findings import run_checks
 
 
 def test_a_check_that_hangs_costs_its_own_line_only():

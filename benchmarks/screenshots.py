@@ -1,20 +1,20 @@
-"""Pictures of every page in both themes, wide and as a phone: `python -m app.screenshots OUT [--runs runs] [--url LINK]`.
+"""Pictures of every page in both themes, wide and as a phone; `docs/page.png` is made from one of them.
 
-Without --url it serves the runs folder itself for as long as it takes. Needs Chromium and playwright.
+    python benchmarks/screenshots.py OUT [--runs runs] [--url LINK]
+
+Without --url it starts `finetune ui` for as long as it takes. Needs Chromium and playwright.
 """
 
 from __future__ import annotations
 
 import argparse
-import secrets
 import shutil
+import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-from app.web.server import serving
-from app.workspace import Workspace
 
 ADDRESSES = {"model": "", "fit": "fit", "run": "run", "runs": "runs", "try": "try", "result": "result"}
 SIZES = {"wide": (1360, 900), "phone": (390, 844)}
@@ -36,13 +36,21 @@ def main() -> int:
     out = chosen.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        link = chosen.url
-        if not link:
-            token = secrets.token_urlsafe(32)
-            link = f"{stack.enter_context(serving(Workspace(Path.cwd(), chosen.runs.absolute()), token))}/?token={token}"
+        link = chosen.url or stack.enter_context(page_started(Path.cwd(), "--runs", str(chosen.runs.absolute())))
         said = take(link, out, chosen.only)
-    print("\n".join(said) or f"{out}: no page said anything in the console")  # noqa: T201
+    print("\n".join(said) or f"{out}: no page said anything in the console")
     return 1 if said else 0
+
+
+@contextmanager
+def page_started(folder: Path, *options: str) -> Iterator[str]:
+    """`finetune ui` in `folder`, on a free port, for the block; yields the link that it prints."""
+    command = [sys.executable, "-m", "finetune", "ui", "--port", "0", *options]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as page:
+        try:
+            yield next(word for line in page.stdout or () for word in line.split() if word.startswith("http://"))
+        finally:
+            page.terminate()
 
 
 def take(link: str, out: Path, pages: list[str]) -> list[str]:

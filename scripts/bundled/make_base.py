@@ -1,6 +1,6 @@
 """Makes the bundled base model `tiny`: a Llama of 2.2 million parameters, from random weights, on a CPU, in some six minutes.
 
-    python -m finetune.bundled.make_base [FOLDER]
+    python scripts/bundled/make_base.py [FOLDER]
 
 It learns to answer questions about support messages (`pretraining`) and is saved only if it answers them on held-out messages.
 The same seeds on the same versions and number of threads give the same file.
@@ -19,9 +19,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from finetune.bundled.make_data import bundled_texts
-from finetune.bundled.muon import Muon
-from finetune.bundled.pretraining import Conversation, conversations, corpus_texts, questions
+from make_data import BUNDLED, bundled_texts
+from muon import Muon
+from pretraining import Conversation, conversations, corpus_texts, questions
 
 SEED = 20261
 VOCABULARY_SIZE, LONGEST_ROW = 640, 512
@@ -183,8 +183,8 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _say(text: Any) -> None:
-    print(text, flush=True)  # noqa: T201 - a script's report
+    print(text, flush=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("tiny-base")))
+    raise SystemExit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED / "tiny-base"))

@@ -1,12 +1,11 @@
-"""The hub, its login, and a recipe's readiness to work offline: break each, and the check says so. No token leaks."""
+"""The hub, its login, and whether a recipe works offline: break each, and the check says so. No token leaks."""
 
 import json
 import shutil
 
 import pytest
 
-from finetune.doctor.hub import check_hub, check_login
-from finetune.doctor.readiness import check_data, check_model
+from finetune.doctor.downloads import check_data, check_hub, check_login, check_model
 from finetune.recipe import recipe_from
 
 TOKEN = "hf_" + "s3cret" * 6
@@ -78,12 +77,12 @@ def cached(monkeypatch, tmp_path):
     return snapshot
 
 
-def test_the_bundled_model_and_data_are_ready():
+def test_the_bundled_model_and_data_work_offline():
     assert check_model(recipe()).state == "ok"
     assert [found.state for found in check_data(recipe())] == ["ok", "ok"]
 
 
-def test_a_model_in_the_cache_is_ready(cached):
+def test_a_model_in_the_cache_works_offline(cached):
     assert check_model(recipe(model_name_or_path="owner/name")).state == "ok"
 
 
@@ -94,12 +93,12 @@ def test_a_missing_file_of_a_cached_model_is_named(cached, file):
     assert found.state == "warn" and (file.split(".")[0] in found.what) and "hf download owner/name" in found.fix
 
 
-def test_weights_that_were_cut_off_are_found(cached):
+def test_truncated_weights_are_found(cached):
     weights = cached / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "bytes of" in check_model(recipe(model_name_or_path="owner/name")).what
     weights.write_bytes(b"")
-    assert "cut off" in check_model(recipe(model_name_or_path="owner/name")).what
+    assert "truncated" in check_model(recipe(model_name_or_path="owner/name")).what
 
 
 def test_a_missing_part_of_sharded_weights_is_found(cached):
@@ -114,7 +113,7 @@ def test_another_revision_is_not_the_cached_one(cached):
     assert found.state == "warn" and f"--revision {'b' * 40}" in found.fix
 
 
-def test_a_local_model_that_is_not_whole_is_a_failure(cached):
+def test_an_incomplete_local_model_is_a_failure(cached):
     (cached / "model.safetensors").unlink()
     assert check_model(recipe(model_name_or_path=str(cached))).state == "fail"
 

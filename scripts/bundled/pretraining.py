@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from finetune.bundled.messages import ARTICLES, NO_ARTICLE, Message, draw_messages
+from messages import ARTICLES, NO_ARTICLE, Message, draw_messages
 
 Conversation = list[dict[str, str]]
 

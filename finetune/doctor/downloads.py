@@ -1,0 +1,196 @@
+"""Downloads: the hub and its login, and whether a recipe's model and data are here already, so that it runs offline.
+
+Of the model and data only cached files are read, nothing is loaded. No token is shown, written or sent elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.data.sources import Source, bundled_eval, find_sources
+from finetune.doctor.findings import Finding
+from finetune.errors import FinetuneError
+from finetune.hub import is_switched_off
+from finetune.model.configuration import resolve_model_path
+from finetune.recipe import Recipe
+
+#: Seconds to wait for the hub.
+TIMEOUT_S = 4.0
+_OFFLINE_FIX = "Models and data that are in the cache, or in local folders, work without it: finetune doctor RECIPE says which."
+#: From a file's name to its path; None when it is not here.
+Find = Callable[[str], Path | None]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def check_hub() -> Finding:
+    """Does the hub answer a small request? HF_ENDPOINT can change its address."""
+    from huggingface_hub import constants
+
+    if is_switched_off():
+        return Finding("hub", "skip", "offline mode (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download models and data")
+    began = time.monotonic()
+    status, problem = _get(f"{constants.ENDPOINT}/api/models?limit=1")
+    host = _host(constants.ENDPOINT)
+    if status is None:
+        return Finding("hub", "warn", f"{host} can't be reached: {problem}", f"Check network and proxy. {_OFFLINE_FIX}")
+    if status >= 400:
+        return Finding("hub", "warn", f"{host} answers with status {status}", f"Try again later. {_OFFLINE_FIX}")
+    answered_s = round(time.monotonic() - began, 3)
+    return Finding("hub", "ok", f"{host} answers in {answered_s * 1000:.0f} ms", facts={"answered_s": answered_s})
+
+
+def check_login() -> Finding:
+    """Is there a token, and does the hub accept it?"""
+    from huggingface_hub import constants, get_token
+
+    token = get_token()
+    if token is None:
+        return Finding("hub login", "skip", "not logged in; only gated and private models need it", "hf auth login")
+    source = "HF_TOKEN" if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") else "hf auth login"
+    if is_switched_off():
+        return Finding("hub login", "skip", f"a token from {source}; not tried in offline mode")
+    status, problem = _get(f"{constants.ENDPOINT}/api/whoami-v2", token)
+    if status == 200:
+        return Finding("hub login", "ok", f"the hub accepts the token from {source}")
+    if status in (401, 403):
+        fix = "Make a new token at https://huggingface.co/settings/tokens, then: hf auth login"
+        return Finding("hub login", "fail", f"the hub rejects the token from {source} (status {status})", fix)
+    reason = problem or f"status {status}"
+    return Finding("hub login", "warn", f"a token from {source}; could not be tried: {reason}", "See the line `hub`.")
+
+
+def check_model(recipe: Recipe) -> Finding:
+    """Are configuration, tokenizer and every weight file complete, in the folder or in the hub's cache?"""
+    name, revision = recipe.model_name_or_path, recipe.model_revision
+    try:
+        place = resolve_model_path(recipe)
+    except FinetuneError as error:
+        return Finding("model", "fail", " ".join(error.problems), error.fix)
+    if Path(place).is_dir():
+        missing = _missing(lambda file: path if (path := Path(place) / file).is_file() else None)
+        if missing:
+            return Finding("model", "fail", f"{name}: {_listed(missing)}", "Copy the whole folder again.")
+        return Finding("model", "ok", f"{name}: complete in its folder")
+    missing = _missing(lambda file: _cached(place, file, revision))
+    if not missing:
+        return Finding("model", "ok", f"{name}: complete in the hub's cache; works offline")
+    at = f" --revision {revision}" if revision else ""
+    what = f"{name}: does not work offline: {_listed(missing)}"
+    return Finding("model", "warn", what, f"A run downloads what is missing; before that: hf download {place}{at}")
+
+
+def check_data(recipe: Recipe) -> list[Finding]:
+    """Is each file that the recipe names here, and a hub dataset in the cache of `datasets`?"""
+    dataset = recipe.dataset
+    try:
+        sources = find_sources(
+            dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision
+        ) + (find_sources(dataset.eval_path, side="eval") if dataset.eval_path else bundled_eval(dataset.path))  # fmt: skip
+    except FinetuneError as error:
+        return [Finding("data", "fail", " ".join(error.problems), error.fix)]
+    return [_source_finding(source) for source in sources]
+
+
+def _get(address: str, token: str | None = None) -> tuple[int | None, str]:
+    """Status of a GET, or None and the reason. One attempt; the token is not sent on to where a redirect leads."""
+    request = urllib.request.Request(address, headers={"User-Agent": "finetune-doctor"})
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return answer.status, ""
+    except OSError as error:
+        return _failed(error)
+    except ValueError:  # a line break in the token or address; the error's text would show it
+        return None, "the token or HF_ENDPOINT has characters that are not allowed in a request"
+
+
+def _failed(error: OSError) -> tuple[int | None, str]:
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code, ""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, TimeoutError):
+        return None, f"no answer within {TIMEOUT_S:g} s"
+    if isinstance(reason, ssl.SSLError):
+        return None, f"TLS: {reason.reason or reason}; a company's proxy? set SSL_CERT_FILE to its certificate"
+    return None, str(getattr(reason, "strerror", None) or reason)
+
+
+def _host(endpoint: str) -> str:
+    """The address without its user name and password."""
+    return endpoint.rpartition("@")[2].removeprefix("https://")
+
+
+def _source_finding(source: Source) -> Finding:
+    if source.path is not None:
+        return Finding("data", "ok", f"{source.name}: a local file", facts={"bytes": source.path.stat().st_size})
+    if any(_datasets_cache(source.name).glob("*/*/*/dataset_info.json")):
+        return Finding("data", "ok", f"{source.name}: in the cache of datasets; works offline")
+    fix = "Run `finetune data RECIPE` once while online: it downloads the rows."
+    return Finding("data", "warn", f"{source.name}: a hub dataset that is not in the cache", fix)
+
+
+def _missing(find: Find) -> list[str]:
+    """Each file of the model that is missing or incomplete, in words."""
+    missing = [] if find("config.json") else ["config.json is missing"]
+    if not any(find(file) for file in _TOKENIZERS):
+        missing.append("its tokenizer is missing")
+    index = find(_INDEX)
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())) if index else [_SINGLE]
+    except (ValueError, KeyError, AttributeError, TypeError, OSError):
+        return [*missing, f"{_INDEX} can't be read"]
+    for file in files:
+        path = find(file)
+        if path is None:
+            missing.append(f"{file} is missing")
+        elif problem := _incomplete(path):
+            missing.append(f"{file} {problem}")
+    return missing
+
+
+def _incomplete(path: Path) -> str:
+    """What is wrong with a safetensors file, whose header says where its last tensor ends; empty when it is complete."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if 0 < length <= min(size, 100_000_000) else None
+        if header is None:
+            return "is not a safetensors file, or is truncated"
+        ends = [tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return "is not a safetensors file, or is truncated"
+    end = 8 + length + max(ends, default=0)
+    return "" if size == end else f"has {size:,} bytes of {end:,}"
+
+
+def _cached(repo: str, file: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, file, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _datasets_cache(name: str) -> Path:
+    """Where `datasets` caches a hub dataset: owner___name_in_snake_case."""
+    from huggingface_hub import constants
+
+    root = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    *owner, last = name.split("/")
+    snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)).lower()
+    return Path(root).expanduser() / "___".join([*owner, snake])
+
+
+def _listed(missing: list[str]) -> str:
+    rest = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    return "; ".join(missing[:4]) + rest

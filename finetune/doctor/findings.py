@@ -1,0 +1,77 @@
+"""Findings: the result of one check as a value, and all checks run at once within a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: From best to worst. `skip`: could not be tried or is not needed here; `warn`: works with a limit; `fail`: does not work.
+STATES = ("ok", "skip", "warn", "fail")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`what` was found by `check`, and what to type or do (`fix`, empty when nothing needs doing).
+
+    `facts` are the numbers behind it, units in their names. Neither holds a secret or the user's name.
+    """
+
+    check: str
+    state: str
+    what: str
+    fix: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as plain values, the home directory written as `~`."""
+        return _without_home(asdict(self))
+
+
+Check = Callable[[], Finding | Iterable[Finding]]
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """The worst state among `findings`; `ok` when there are none."""
+    return max((finding.state for finding in findings), key=STATES.index, default="ok")
+
+
+def run_checks(checks: dict[str, Check], deadline_s: float) -> list[Finding]:
+    """Run each check in a thread of its own; one that raises, or has no result by the deadline, is a finding as well."""
+    results: dict[str, list[Finding]] = {}
+    threads = [threading.Thread(target=_run, args=(name, check, results), daemon=True) for name, check in checks.items()]
+    end = time.monotonic() + deadline_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = f"no answer within {deadline_s:g} s"
+    return [
+        finding
+        for name in checks
+        for finding in results.get(name) or [Finding(name, "warn", late, "Run it again when the machine is less busy.")]
+    ]
+
+
+def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
+    try:
+        result = check()
+        results[name] = [result] if isinstance(result, Finding) else list(result)
+    except Exception as error:  # noqa: BLE001 - a check that raises is reported; the other checks go on
+        what = f"could not be checked: {type(error).__name__}: {error}"
+        results[name] = [Finding(name, "warn", what, "Put this line into a bug report.")]
+
+
+def _without_home(value: Any) -> Any:
+    """A home directory contains the user's name, and reports are pasted in public."""
+    home = str(Path.home())
+    if isinstance(value, str):
+        return value.replace(home, "~") if len(home) > 1 else value
+    if isinstance(value, dict):
+        return {key: _without_home(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_home(part) for part in value]
+    return value
