@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from app.context import Context
+from app.starts.tasks import VERBS
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem, table
 from finetune.errors import FinetuneError
@@ -15,7 +16,7 @@ from finetune.units import format_seconds
 
 _TICK_S = 1.0
 _ROWS_SHOWN = 12
-_DONE = {"eval": "Evaluate: base against tuned", "merge": "Merge into one model", "export": "Export", "publish": "Publish"}
+_DONE = {"eval": "Evaluate: base against tuned", "merge": "Merge into one model"}
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -27,7 +28,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     seen = gr.State("")
     panes: list[Any] = []
     said = show(elem_id="result-said")
-    for verb in context.tasks.offered():
+    for verb in VERBS:
         show(f"<h2>{_DONE[verb]}</h2>")
         with gr.Row(elem_classes="ft-controls"):
             options = gr.Textbox(
@@ -76,7 +77,7 @@ class _View:
     def tick(self, name: str | None, seen: str) -> list[Any]:
         """Each command's progress or result when it changed."""
         run = self.context.workspace.run(name)
-        verbs = self.context.tasks.offered()
+        verbs = VERBS
         if run is None:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start one.</a></p></div>'
             shown = [empty, *[""] * (len(verbs) - 1)]

@@ -19,8 +19,8 @@ from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_is, process_record
 
-#: Commands of `finetune` that take a run and change or publish its result; only those that this version has are offered.
-VERBS = ("eval", "merge", "export", "publish")
+#: Commands of `finetune` that take a run and make something of its result.
+VERBS = ("eval", "merge")
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,13 @@ class Tasks:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
 
-    def offered(self) -> list[str]:
-        """The verbs that the installed command line has."""
-        from finetune.cli.app import cli
-
-        known = {command.name or getattr(command.callback, "__name__", "") for command in cli.registered_commands}
-        return [verb for verb in VERBS if verb in known]
-
     def of(self, run: RunDirectory, verb: str) -> Task:
         """The last task of this kind on this run."""
         return Task(self._workspace.folder("tasks") / run.path.name / verb)
 
     def start(self, run: RunDirectory, verb: str, options: str = "") -> Task:
         """Start one. Raises RecipeError when it runs already, or is not a command."""
-        if verb not in self.offered():
+        if verb not in VERBS:
             raise RecipeError(f"{verb[:40]!r} is not a command for a result")
         task = self.of(run, verb)
         status = task.status()

@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,26 +128,3 @@ def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
             print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs go on.", flush=True)  # noqa: T201
             return
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def serving(workspace: Workspace, token: str) -> Iterator[str]:
-    """A server on a free port for the block, in a thread; yields its address. For tests and screenshots."""
-    import uvicorn
-
-    bound = listen("127.0.0.1", 0)
-    port = bound.getsockname()[1]
-    application, context = build(workspace, make_door("127.0.0.1", port, token))
-    server = uvicorn.Server(
-        uvicorn.Config(application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(5)
-        context.close()

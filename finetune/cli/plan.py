@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.markup import escape
 from rich.padding import Padding
 
 from finetune.cli.app import print_json, report
 from finetune.cli.render import doing, out, table
 from finetune.errors import DataError
-from finetune.forecast.forecast import PARTS, Forecast
-from finetune.plan.plan import Alternative, ManyCards, Plan, Shortfall, Verdict
+from finetune.forecast.forecast import PARTS
+from finetune.plan.plan import Verdict
 from finetune.recipe import load_recipe
 from finetune.units import format_bytes, format_count, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from finetune.forecast.forecast import Forecast
+    from finetune.plan.plan import Alternative, ManyCards, Plan, Shortfall
 
 _BAR = 28
 _COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from finetune.errors import FinetuneError
 from finetune.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from finetune.errors import FinetuneError
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

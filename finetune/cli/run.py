@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -19,9 +19,13 @@ from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.events import EventReader
 from finetune.recipe import load_recipe
 from finetune.run import control
-from finetune.run.directory import RunDirectory, list_runs, open_run
-from finetune.run.state import RunState, read_state
+from finetune.run.directory import list_runs, open_run
+from finetune.run.state import read_state
 from finetune.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+    from finetune.run.state import RunState
 
 _EXIT_OF = {"finished": 0, "diverged": 6, "paused": 7, "lost": 1, "failed": 1}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli.app import print_json
 from finetune.cli.render import out, state_text, table
-from finetune.run.directory import RunDirectory, list_runs
+from finetune.run.directory import list_runs
 from finetune.run.state import read_state
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
 
 
 def show_runs(*, as_json: bool) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.card.nvidia import read_devices
 from finetune.files import write_json
-from finetune.plan.plan import Plan
-from finetune.recipe import Recipe, Settings
 from finetune.recipe.yaml import dump
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.recipe import Recipe, Settings
 
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 

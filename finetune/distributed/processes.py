@@ -10,13 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from finetune.distributed.configuration import is_distributed, write_configuration
 from finetune.distributed.ranks import TOGETHER, ending_path
-from finetune.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+
 
 #: Seconds that the launcher gives the other processes when one has ended badly, before it kills them.
 SHUTDOWN_S = 15

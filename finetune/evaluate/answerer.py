@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 from safetensors import SafetensorError
@@ -15,9 +15,13 @@ from finetune.errors import RecipeError
 from finetune.model.build import build_base, load_config
 from finetune.model.generate import greedy_answers
 from finetune.model.quiet import quiet_libraries
-from finetune.plan.plan import Plan, read_plan
-from finetune.run.directory import RunDirectory, require_data
+from finetune.plan.plan import read_plan
+from finetune.run.directory import require_data
 from finetune.run.seal import newest_verified
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.run.directory import RunDirectory
 
 
 class Answerer:

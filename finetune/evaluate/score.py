@@ -6,14 +6,17 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import load_from_disk
 
 from finetune.errors import DataError
 from finetune.evaluate.answerer import Answerer
-from finetune.run.directory import RunDirectory, require_data
+from finetune.run.directory import require_data
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
 
 _BATCH_ROWS = 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -13,9 +13,11 @@ from finetune.errors import DiskFull, OutOfMemory, RecipeError
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
-from finetune.run.directory import RunDirectory
 from finetune.run.failures import is_disk_full
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
 
 _MARGIN_BYTES = 2**30  # for python, torch and the shard being written
 

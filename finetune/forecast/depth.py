@@ -7,14 +7,18 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig
 
-from finetune.forecast.simulate import Simulation
-from finetune.forecast.tracker import Peak, Place
+from finetune.forecast.tracker import Peak
 from finetune.model.build import build_on_meta
 from finetune.model.checkpointing import decoder_layers
+
+if TYPE_CHECKING:
+    from finetune.forecast.simulate import Simulation
+    from finetune.forecast.tracker import Place
 
 #: Tables that the first layer makes for all: bitsandbytes' code book of 256 floats.
 _ONE_OFF_BYTES = 1024

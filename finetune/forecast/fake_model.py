@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.forecast.card_semantics import replaced
-from finetune.forecast.tracker import StorageTracker
+
+if TYPE_CHECKING:
+    from finetune.forecast.tracker import StorageTracker
 
 
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:

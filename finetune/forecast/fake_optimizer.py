@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.forecast.card_semantics import replaced
 from finetune.forecast.fake_model import layer_number
-from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import trainable_parameters
 from finetune.model.techniques import optimizer_class
-from finetune.recipe import Settings
+
+if TYPE_CHECKING:
+    from finetune.forecast.tracker import StorageTracker
+    from finetune.recipe import Settings
 
 
 def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
 from finetune.forecast.forecast import PARTS
-from finetune.recipe import Settings, resolved
+from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
 from finetune.recipe.schema import Decides, settings_that_decide
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from finetune.forecast.simulate import Batch, Simulation
     from finetune.forecast.tracker import Peak
+    from finetune.recipe import Settings
 
 #: How a setting that decides bytes reaches one card's step, where not as it stands; those without a key come as the batch and
 #: the card that are forecast.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from finetune.forecast.simulate import Simulation
-from finetune.forecast.tracker import Peak, Place, Tag
-from finetune.recipe import Settings
+from finetune.forecast.tracker import Peak
 from finetune.recipe.compatibility import is_zero3
+
+if TYPE_CHECKING:
+    from finetune.forecast.tracker import Place, Tag
+    from finetune.recipe import Settings
 
 #: Phases in which it matters whether a layer is recomputed.
 _MIXED = ("forward", "loss", "loss backward", "backward")

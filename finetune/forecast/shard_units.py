@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
-from finetune.recipe import Settings
 from finetune.recipe.compatibility import shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
 
 #: Names of the units that are no layer: the input table, the output layer (and a table tied to it), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"

@@ -10,10 +10,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from finetune.forecast.ledger import DryRun
-from finetune.forecast.shard_units import EMBEDDING, HEAD, REST, Parameter, Unit
-from finetune.recipe import Settings
+from finetune.forecast.shard_units import EMBEDDING, HEAD, REST
+
+if TYPE_CHECKING:
+    from finetune.forecast.ledger import DryRun
+    from finetune.forecast.shard_units import Parameter, Unit
+    from finetune.recipe import Settings
+
 
 #: The caching allocator's smallest block, as in tracker.py, which needs torch.
 _BLOCK_BYTES = 512

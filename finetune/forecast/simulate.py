@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from logging import ERROR, getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,8 +20,8 @@ from transformers.integrations import sdpa_attention
 from finetune.forecast.card_semantics import backward, card_semantics, replaced
 from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
-from finetune.forecast.rules import Capability, rules_for, rules_for_processor
-from finetune.forecast.tracker import Peak, Place, StorageTracker
+from finetune.forecast.rules import rules_for, rules_for_processor
+from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import (
     attach_adapters,
     build_base,
@@ -32,7 +32,11 @@ from finetune.model.build import (
 )
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.techniques import apply_techniques, step_context
-from finetune.recipe import Settings
+
+if TYPE_CHECKING:
+    from finetune.forecast.rules import Capability
+    from finetune.forecast.tracker import Peak, Place
+    from finetune.recipe import Settings
 
 
 @dataclass(frozen=True)

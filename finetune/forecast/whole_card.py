@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
-from finetune.card.card import Card
 from finetune.forecast.forecast import Forecast
-from finetune.forecast.ledger import USUAL_CAPABILITY, DryRun, dry_run
+from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import per_card
-from finetune.recipe import Settings
 from finetune.units import MIB
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from finetune.card.card import Card
+    from finetune.forecast.ledger import DryRun
+    from finetune.recipe import Settings
 
 #: Share by which torch reserves more than it hands out: (least, likely, most). With expandable segments a freed page serves any
 #: request, and 5 % is what the launch policy is held to. Without, 6-14 % on 18 measured A100 rows with a fused loss.

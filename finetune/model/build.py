@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,8 +18,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
-from finetune.recipe import Recipe, Settings
 from finetune.recipe.compatibility import shards_weights
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe, Settings
 
 __all__ = [
     "attach_adapters", "build_base", "build_on_meta", "config_from", "load_config", "model_dtype", "must_repeat_keys",

@@ -10,11 +10,14 @@ import urllib.error
 import urllib.request
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+
 
 #: Seconds to wait for the hub before the cached file or the catalogue is used.
 HUB_TIMEOUT_S = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,10 @@ from finetune.model.checkpointing import decoder_layers, keep_all, recompute
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_memory import is_forecast
 from finetune.model.saved_activations import SavedActivations
-from finetune.recipe import Settings
 from finetune.recipe.compatibility import is_zero3
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
 
 #: Our own optimizer, by its name in a recipe; the others are transformers' names.
 CPU_OFFLOAD = "adamw_cpu_offload"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from finetune.plan.plan import DataStatistics
-from finetune.plan.shape import ModelShape
-from finetune.recipe import Recipe
 from finetune.units import format_count
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import DataStatistics
+    from finetune.plan.shape import ModelShape
+    from finetune.recipe import Recipe
 
 #: "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): rate = 5e-5 x 10 x (2000 / hidden)^power, by family.
 BASE_RATE, LORA_FACTOR, HIDDEN_UNIT = 5e-5, 10.0, 2000

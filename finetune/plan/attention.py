@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.card.card import Card
 from finetune.model.configuration import default_attention
-from finetune.plan.choices import Choices
-from finetune.plan.plan import DataStatistics
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.plan.choices import Choices
+    from finetune.plan.plan import DataStatistics
+
 
 #: Length in tokens of a packed sequence when the recipe doesn't say.
 PACKED_LENGTH = 2048

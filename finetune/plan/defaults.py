@@ -6,15 +6,18 @@ import hashlib
 import json
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.card.card import Card
 from finetune.plan.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.plan.attention import PACKED_LENGTH, choose_packing
-from finetune.plan.choices import Choices
-from finetune.plan.plan import DataStatistics
-from finetune.plan.shape import ModelShape
-from finetune.recipe import AUTO, Recipe, write_recipe
+from finetune.recipe import AUTO, write_recipe
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.plan.choices import Choices
+    from finetune.plan.plan import DataStatistics
+    from finetune.plan.shape import ModelShape
+    from finetune.recipe import Recipe
 
 #: Rows per optimizer step when the recipe doesn't say.
 USUAL_BATCH = 16

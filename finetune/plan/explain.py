@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.plan.choices import Choices
 from finetune.plan.plan import Alternative, verdict_of
-from finetune.plan.search import Anchor, Search
-from finetune.plan.speed import Job, knows_rates
-from finetune.plan.strategy import Strategy
+from finetune.plan.speed import knows_rates
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.plan.choices import Choices
+    from finetune.plan.search import Anchor, Search
+    from finetune.plan.speed import Job
+    from finetune.plan.strategy import Strategy
 
 
 class Comparison:

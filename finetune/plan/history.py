@@ -6,10 +6,13 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.files import cache_dir, write_text
-from finetune.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+
 
 #: Runs on a card that count; older ones are forgotten.
 KEPT = 20

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from finetune.plan.choices import Choices
+from typing import TYPE_CHECKING
+
 from finetune.plan.defaults import LENGTH_STEP
-from finetune.plan.plan import DataStatistics, LengthCost
-from finetune.plan.search import Anchor, Search
+from finetune.plan.plan import LengthCost
 from finetune.plan.speed import Batches
+
+if TYPE_CHECKING:
+    from finetune.plan.choices import Choices
+    from finetune.plan.plan import DataStatistics
+    from finetune.plan.search import Anchor, Search
 
 #: No limit below this is planned unasked.
 LEAST_LENGTH = 256

@@ -6,28 +6,37 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.card.card import Card
-from finetune.forecast import Forecast, make_forecast
+from finetune.forecast.forecast import Forecast
+from finetune.forecast.whole_card import make_forecast
 from finetune.model.configuration import read_config
 from finetune.plan.advice import RANKS, advise_alpha
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
 from finetune.plan.defaults import choose_basics, choose_cadence, total_steps
 from finetune.plan.explain import alternatives, explain_strategy, words
-from finetune.plan.history import History, read_history
+from finetune.plan.history import read_history
 from finetune.plan.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.plan.many_cards import needs_of_each_card
-from finetune.plan.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
+from finetune.plan.plan import Plan, Verdict, verdict_of
 from finetune.plan.resources import check_resources
-from finetune.plan.search import Anchor, Search
-from finetune.plan.shape import ModelShape, shape_of
+from finetune.plan.search import Search
+from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates
-from finetune.plan.strategy import Strategy, next_to, strategies
+from finetune.plan.strategy import next_to, strategies
 from finetune.plan.suggest import largest_model, shortfall_of, suggest
-from finetune.recipe import AUTO, Recipe, Settings
+from finetune.recipe import AUTO
 from finetune.recipe.compatibility import shards
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.plan.history import History
+    from finetune.plan.plan import DataStatistics, ManyCards
+    from finetune.plan.search import Anchor
+    from finetune.plan.shape import ModelShape
+    from finetune.plan.strategy import Strategy
+    from finetune.recipe import Recipe, Settings
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.

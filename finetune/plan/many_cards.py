@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
-from finetune.forecast.forecast import Forecast
 from finetune.plan.plan import CardNeeds, ManyCards, verdict_of
-from finetune.recipe import AUTO, Recipe, Settings, resolved
+from finetune.recipe import AUTO, resolved
 from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS
+
+if TYPE_CHECKING:
+    from finetune.forecast.forecast import Forecast
+    from finetune.recipe import Recipe, Settings
 
 #: The ways that are compared, as a person says them, with the `launch` settings that make them.
 WAYS: tuple[tuple[str, dict[str, Any]], ...] = (

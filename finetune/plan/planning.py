@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.card.card import Card
 from finetune.errors import DataError, RecipeError
 from finetune.forecast.cache import LIBRARIES
-from finetune.plan.make import Progress, make_plan
-from finetune.plan.plan import DataProblem, DataStatistics, Plan
+from finetune.plan.make import make_plan
+from finetune.plan.plan import DataProblem, DataStatistics
 from finetune.recipe import AUTO, Recipe
 from finetune.recipe.compatibility import address_problems
 from finetune.requirements import refuse_other_versions
 
 if TYPE_CHECKING:
+    from finetune.card.card import Card
     from finetune.data import EncodedRows, SelectedRows
+    from finetune.plan.make import Progress
+    from finetune.plan.plan import Plan
 
 Encode = Callable[[Recipe], "EncodedRows"]
 

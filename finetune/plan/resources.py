@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from finetune.card.card import Card
 from finetune.files import free_disk_bytes
-from finetune.forecast.forecast import Forecast
 from finetune.plan.plan import ResourceCheck
-from finetune.recipe import Settings
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.forecast.forecast import Forecast
+    from finetune.recipe import Settings
 
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from finetune.forecast.forecast import Forecast
-from finetune.plan.shape import ModelShape
-from finetune.plan.speed import Job, Timing, time_step
+from finetune.plan.speed import time_step
 from finetune.plan.strategy import Strategy
 from finetune.units import GIB
+
+if TYPE_CHECKING:
+    from finetune.plan.shape import ModelShape
+    from finetune.plan.speed import Job, Timing
 
 #: Bytes of optimizer state for each trained fp32 parameter, on the card at the step.
 STATE_BYTES = {

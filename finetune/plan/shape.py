@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
-from finetune.recipe import Recipe, plainest
+from finetune.recipe import plainest
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
 
 #: Shapes that this process has counted or read.
 _known: dict[str, ModelShape] = {}

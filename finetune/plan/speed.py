@@ -7,11 +7,13 @@ correct them (history.py). Nothing here decides whether a plan fits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from finetune.card.card import Card
-from finetune.plan.plan import DataStatistics
-from finetune.plan.shape import ModelShape
-from finetune.plan.strategy import Strategy
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.plan.plan import DataStatistics
+    from finetune.plan.shape import ModelShape
+    from finetune.plan.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.card.card import Card
-from finetune.plan.choices import Choices
 from finetune.recipe import AUTO
 from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_zero3, shards
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.plan.choices import Choices
 
 #: Checkpointing from what costs no time to what costs most: (activation_checkpointing, every n-th layer). A larger n than 3
 #: gains little, and its dry run takes 3 n layers.

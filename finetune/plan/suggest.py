@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.forecast.forecast import Forecast
 from finetune.model.configuration import catalogue
-from finetune.plan.plan import DataStatistics, Shortfall, Suggestion
+from finetune.plan.plan import Shortfall, Suggestion
 from finetune.plan.shape import shape_of
-from finetune.recipe import AUTO, Recipe, Settings, resolved
+from finetune.recipe import AUTO, Settings, resolved
 from finetune.units import format_count
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import DataStatistics
+    from finetune.recipe import Recipe
 
 Forecasts = Callable[[Settings], Forecast]
 #: Models of the catalogue that are forecast at most, from the largest down.

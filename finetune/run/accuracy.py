@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.card.context import record_measurement
 from finetune.errors import DoesNotFit
 from finetune.events import read_events
 from finetune.plan.history import record_run
-from finetune.plan.plan import Plan
-from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.run.directory import RunDirectory
 
 #: A first step that allocates more than this share over the forecast means that something else runs than was planned.
 MARGIN = 0.10

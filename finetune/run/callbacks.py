@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from finetune.distributed.ranks import highest
-from finetune.events import EventWriter
 from finetune.run.accuracy import against_forecast, refuse_surprise
-from finetune.run.memory import MemorySampler
 from finetune.run.memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
+    from finetune.events import EventWriter
+    from finetune.run.memory import MemorySampler
     from finetune.run.training import RunTrainer
 
 

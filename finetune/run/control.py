@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from finetune.errors import RecipeError
 from finetune.files import write_json
 from finetune.forecast.cache import LIBRARIES
 from finetune.plan.plan import read_plan
 from finetune.requirements import refuse_other_versions
-from finetune.run.directory import RunDirectory, require_data
+from finetune.run.directory import require_data
 from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
 
 
 def start(run: RunDirectory) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.plan.plan import Plan
-from finetune.run.memory import MemorySampler
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.run.memory import MemorySampler
+
 
 #: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
 _MEMORY_TEXTS = (

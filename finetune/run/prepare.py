@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.card import Card, find_card
+from finetune.card import find_card
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
 from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
-from finetune.plan.plan import Plan, Verdict
+from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
-from finetune.recipe import Recipe, Settings, write_recipe
-from finetune.run.directory import RunDirectory, create
+from finetune.recipe import write_recipe
+from finetune.run.directory import create
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
+    from finetune.card import Card
     from finetune.data import PreparedData, SelectedRows
+    from finetune.plan.plan import Plan
+    from finetune.recipe import Recipe, Settings
+    from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
 

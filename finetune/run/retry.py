@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.files import write_json
-from finetune.plan.plan import Plan, read_plan
+from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
-from finetune.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.run.directory import RunDirectory
+
 
 MOST_RETRIES = 4
 

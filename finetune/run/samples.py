@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.events import EventWriter
-from finetune.plan.plan import Plan
-from finetune.run.directory import RunDirectory
 from finetune.run.failures import is_out_of_memory
+
+if TYPE_CHECKING:
+    from finetune.events import EventWriter
+    from finetune.plan.plan import Plan
+    from finetune.run.directory import RunDirectory
 
 #: Longer prompts are left out and answers end here: the attention cache of an 8B stays below 300 MB.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64

@@ -7,12 +7,15 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from finetune.events import EventReader
-from finetune.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+
 
 #: queued starting running stopping paused finished stopped diverged failed lost
 ENDED = ("paused", "finished", "stopped", "diverged", "failed", "lost")

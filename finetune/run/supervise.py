@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -22,10 +22,13 @@ from finetune.distributed.processes import many_processes
 from finetune.events import EventReader, EventWriter
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
-from finetune.run.card_queue import Queue, card_queue
+from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record, take_lock
+
+if TYPE_CHECKING:
+    from finetune.run.card_queue import Queue
 
 _POLL_S = 0.1
 

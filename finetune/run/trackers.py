@@ -13,13 +13,15 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from finetune.events import EventWriter
-from finetune.plan.plan import Plan
 from finetune.requirements import installed_version
-from finetune.run.directory import RunDirectory
 from finetune.run.memory import FIELDS
+
+if TYPE_CHECKING:
+    from finetune.events import EventWriter
+    from finetune.plan.plan import Plan
+    from finetune.run.directory import RunDirectory
 
 _PROJECT = "finetune"
 #: What an event's fields are called in a tracker: transformers' names where it has one, else the field's with its unit.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Sampler
@@ -16,14 +16,16 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
-from finetune.events import EventWriter
 from finetune.model.techniques import step_context, training_arguments
-from finetune.plan.plan import Plan
-from finetune.run.directory import RunDirectory
 from finetune.run.failures import is_disk_full
-from finetune.run.memory import MemorySampler
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
+
+if TYPE_CHECKING:
+    from finetune.events import EventWriter
+    from finetune.plan.plan import Plan
+    from finetune.run.directory import RunDirectory
+    from finetune.run.memory import MemorySampler
 
 _PARTIAL = ".partial"
 

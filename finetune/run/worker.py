@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
-from finetune.plan.plan import Plan
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import remember
 from finetune.run.directory import RunDirectory
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import Checkpoint, facts_differ, newest_verified
+from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import free_blocks, start_recording, write_snapshot
 from finetune.run.trackers import Trackers
 
 if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.run.seal import Checkpoint
     from finetune.run.training import RunTrainer
 
 

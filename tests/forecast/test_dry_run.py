@@ -17,9 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
 from finetune.errors import RecipeError
-from finetune.forecast import PARTS, cache, dry_run, make_forecast
+from finetune.forecast import cache
 from finetune.forecast.fake_model import own_quantisation_maps
+from finetune.forecast.forecast import PARTS
+from finetune.forecast.ledger import dry_run
 from finetune.forecast.tracker import StorageTracker, block_bytes
+from finetune.forecast.whole_card import make_forecast
 from finetune.units import GIB, MIB
 
 CARD = Card("a card", 12 * GIB, 11 * GIB, (8, 6), context_bytes=300 * MIB, context_uncertainty_bytes=100 * MIB)
@@ -170,7 +173,7 @@ def test_a_second_forecast_is_read_without_torch():
     made = run()
     script = (
         "import sys, json; sys.path.insert(0, sys.argv[1]); from tiny_models import config_values, settings\n"
-        "from finetune.forecast import dry_run\n"
+        "from finetune.forecast.ledger import dry_run\n"
         "run = dry_run(config_values(num_hidden_layers=3), settings(), micro_batch=1, tokens=128, capability=(8, 6))\n"
         "print(json.dumps([run.parts, 'torch' in sys.modules]))"
     )

@@ -4,10 +4,10 @@ import pytest
 from tiny_models import config_values, settings
 
 from finetune.card import Card
-from finetune.forecast import dry_run, make_forecast
-from finetune.forecast.ledger import DryRun
+from finetune.forecast.ledger import DryRun, dry_run
 from finetune.forecast.shard_units import Parameter, Unit, units_of
 from finetune.forecast.sharding import RULES, per_card
+from finetune.forecast.whole_card import make_forecast
 from finetune.units import GIB, MIB
 
 CARD = Card("some card", 24 * GIB, 24 * GIB, (8, 9), context_bytes=300 * MIB, source="catalogue")

@@ -4,8 +4,8 @@ import pytest
 
 from finetune.card import find_card
 from finetune.files import cache_dir
-from finetune.plan import make_plan
 from finetune.plan.history import KEPT, read_history, record_run
+from finetune.plan.make import make_plan
 from finetune.recipe import parse_recipe
 
 RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from finetune.card import find_card
-from finetune.plan import Verdict, make_plan
+from finetune.plan.make import make_plan
 from finetune.plan.many_cards import needs_of_each_card
-from finetune.plan.plan import CardNeeds, ManyCards, Plan
+from finetune.plan.plan import CardNeeds, ManyCards, Plan, Verdict
 from finetune.recipe import recipe_from, resolved
 from finetune.units import GIB
 
@@ -100,7 +100,7 @@ def test_the_planner_chooses_only_what_a_split_model_can_do(eight):
 
     def forecaster(config, settings, card, *, tokens):
         tried.append(settings)
-        from finetune.forecast import make_forecast
+        from finetune.forecast.whole_card import make_forecast
 
         return make_forecast(config, settings, card, tokens=tokens)
 

@@ -7,7 +7,8 @@ import pytest
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
-from finetune.plan import DataStatistics, Plan, make_plan
+from finetune.plan.make import make_plan
+from finetune.plan.plan import DataStatistics, Plan
 from finetune.recipe import parse_recipe, unresolved
 from finetune.units import GIB
 

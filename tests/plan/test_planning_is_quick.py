@@ -11,7 +11,7 @@ from finetune.units import GIB
 PLAN = """
 import json, resource, sys
 from finetune.card import find_card
-from finetune.plan import make_plan
+from finetune.plan.make import make_plan
 from finetune.recipe import parse_recipe
 plan = make_plan(parse_recipe(f"model_name_or_path: {sys.argv[1]}\\ndataset: d.jsonl\\n"), find_card("rtx-4090"), None)
 used = resource.getrusage(resource.RUSAGE_SELF)
