@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from finetune.compat.torch import do_without_compiler
+
 
 def main() -> None:
     """Each part in turn; Triton only where torch sees a card."""
@@ -45,7 +47,7 @@ def try_bitsandbytes() -> dict[str, Any]:
     import torch
 
     # bitsandbytes wraps functions that are not used here; importing the compiler would take longer than all the rest
-    torch.compile = _as_it_is  # type: ignore[assignment]
+    do_without_compiler()
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,10 +102,6 @@ def _optimizer_moves() -> bool:
     parameter.square().sum().backward()
     optimizer.step()
     return bool((parameter < 1).all())
-
-
-def _as_it_is(function: Any = None, **_: Any) -> Any:
-    return (lambda same: same) if function is None else function
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from finetune.compat.transformers import checkpointing_name
 from finetune.errors import RecipeError
 from finetune.model.checkpointing import decoder_layers, keep_all, recompute
 from finetune.model.cpu_adamw import CpuAdamW
@@ -74,7 +75,7 @@ def training_arguments(settings: Recipe) -> dict[str, Any]:
     """Fields of SFTConfig (TrainingArguments). Checkpointing is off there: `apply_techniques` has turned it on in the model,
     and transformers and TRL would add theirs on top."""
     return {
-        "activation_checkpointing": False,
+        checkpointing_name(): False,
         "activation_offloading": False,
         "optim": "adamw_torch" if settings.optim == CPU_OFFLOAD else settings.optim,
     }
