@@ -37,7 +37,14 @@ TOUCHED = (
     _called("torch._subclasses.fake_tensor.FakeTensor", "tensors without data, their device and mode"),
     _called("torch._subclasses.fake_tensor.FakeTensorMode", "tensors without data; its cache is emptied"),
     _called("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "its cache is emptied with the forecast's own"),
-    _called("torch._subclasses.fake_tensor.FakeTensor.constant", "data that an operator's result would depend on"),
+    Touched(
+        "torch._subclasses.fake_tensor.FakeTensor.constant", "attribute", "data that an operator's result would depend on",
+        _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
+    ),
+    Touched(
+        "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a question to the dispatcher",
+        _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
+    ),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
     _called("torch.utils._pytree.tree_iter", "tensors in an operator's results"),
     _called("torch._C._DisableTorchDispatch", "builds a result without asking what it looks like"),

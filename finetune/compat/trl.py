@@ -18,15 +18,15 @@ TOUCHED = (
     ),
     Touched(
         f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
-        _READ_IN, f"{_TILES}._ChunkedLogProbFunction.forward",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.forward",
     ),
     Touched(
         f"{_TILES}._backward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
-        _READ_IN, f"{_TILES}._ChunkedLogProbFunction.backward",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.backward",
     ),
     Touched(
         f"{_TILES}._addmm_fp32", "patch", "a GEMM that adds in place where a CPU makes a product first",
-        _READ_IN, f"{_TILES}._ChunkedLogProbFunction.backward", "acc a b",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.backward", "acc a b",
     ),
     Touched(
         "trl.trainer.utils.add_fused_lm_head", "private call", "a dry run computes the loss that SFTTrainer computes",
