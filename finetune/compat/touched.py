@@ -15,7 +15,7 @@ class Touched:
 
     `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
     subclass, an `attribute` is set on the library's objects, a `private call` uses it. `used_by` is the library's function that
-    looks it up, `parameters` are those that it had in the version `read_in`. `needs`: what a machine without a card does not
+    looks it up (with `|`: one of these, in the versions that are supported), `parameters` are those that it had in the version `read_in`. `needs`: what a machine without a card does not
     have; empty when the tests can see the name used.
     """
 

@@ -12,6 +12,7 @@ from finetune.compat.touched import Touched, replace, replaced
 _READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
+_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 
 TOUCHED = (
@@ -28,9 +29,9 @@ TOUCHED = (
         _READ_IN, "transformers.Trainer._prepare_for_training", "model accelerator", "several cards",
     ),
     Touched(
-        "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func", "attribute",
+        f"{_LAYER}._gradient_checkpointing_func", "attribute",
         "layer inputs go to the host unpinned where there is no card; a forecast sees what is recomputed",
-        _READ_IN, "transformers.modeling_layers.GradientCheckpointingLayer.__init_subclass__",
+        _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
     ),
     Touched(
         "transformers.AutoModelForCausalLM._model_mapping", "private call", "whether a model type has a causal language model",
