@@ -14,9 +14,9 @@ class Touched:
     """One name of a library that its documentation does not promise.
 
     `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
-    subclass, an `attribute` is set on the library's objects, a `private call` uses it. `used_by` is the library's function that
-    looks it up (with `|`: one of these, in the versions that are supported), `parameters` are those that it had in the version `read_in`. `needs`: what a machine without a card does not
-    have; empty when the tests can see the name used.
+    subclass, an `attribute` is set or read on the library's objects, a `private call` uses it. `used_by` is the library's
+    function that looks it up (`a|b`: one of them, as the supported versions differ), `parameters` are those that it had in the
+    version `read_in`. `needs`: what a machine without a card does not have; empty when the tests can see the name used.
     """
 
     name: str

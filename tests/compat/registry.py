@@ -36,7 +36,7 @@ def users(row: Touched) -> list:
     for name in row.used_by.split("|"):
         with contextlib.suppress(ImportError, AttributeError):
             found.append(function(name))
-    return found
+    return [user for user in found if hasattr(user, "__code__")]
 
 
 def function(name: str):
