@@ -26,12 +26,15 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
-from finetune.forecast.card_semantics import backward, card_semantics, replaced
+from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.compat.torch import backward
+from finetune.compat.transformers import enable_checkpointing, keys_repeated, one_document_a_row
+from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.depth import simulate_deep
-from finetune.forecast.fake_model import materialise, own_quantisation_maps
+from finetune.forecast.fake_model import materialise
 from finetune.forecast.fake_optimizer import first_step
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for
-from finetune.forecast.simulate import Simulation, observe, one_document_a_row
+from finetune.forecast.simulate import Simulation, observe
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import build_on_meta, config_from
 from finetune.model.configuration import catalogue
@@ -114,8 +117,6 @@ def model_values(name: str) -> dict[str, Any]:
 
 def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
     """One step of fitcheck-llm's loop, from the second on: the optimizer's states are there."""
-    from transformers.integrations import sdpa_attention
-
     tracker = StorageTracker(rules_for(T4))
     model = _model(row, config)
     observe(model, tracker)
@@ -123,7 +124,7 @@ def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(card_semantics(0))
         # The measured program repeats keys and values for grouped queries.
-        stack.enter_context(replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *arguments: False))
+        stack.enter_context(keys_repeated())
         stack.enter_context(one_document_a_row())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker)
@@ -145,7 +146,7 @@ def _model(row: Row, config: PretrainedConfig) -> Any:
         model, LoraConfig(r=row.rank, lora_alpha=2 * row.rank, target_modules=list(row.targets), task_type="CAUSAL_LM")
     )
     if row.checkpointing:
-        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model.get_base_model(), {"use_reentrant": False}, 1)
         model.enable_input_require_grads()
     return model
 

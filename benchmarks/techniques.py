@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
-from finetune.forecast.fake_model import materialise, own_quantisation_maps
+from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.forecast.fake_model import materialise
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import attach_adapters, build_base, load_config, model_dtype, prepare_for_training
 from finetune.model.host_memory import is_forecast

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+
+from finetune.compat.hub import set_offline
 
 #: Seconds to wait for an answer, and for how long one holds.
 DEADLINE_S, HOLDS_S = 3.0, 60.0
@@ -36,9 +37,7 @@ def is_reachable() -> bool:
     with _lock:
         if _asked_s is None or time.monotonic() - _asked_s > HOLDS_S:
             _switched_off_here = not _answers(constants.ENDPOINT)
-            constants.HF_HUB_OFFLINE = _switched_off_here
-            if "datasets" in sys.modules:  # it has copied the switch
-                sys.modules["datasets"].config.HF_HUB_OFFLINE = _switched_off_here
+            set_offline(_switched_off_here)
             _asked_s = time.monotonic()
     return not _switched_off_here
 

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from finetune.compat.torch import do_without_compiler
+
 
 def main() -> None:
     """Each part in turn; Triton only where torch sees a card."""
@@ -44,8 +46,8 @@ def try_bitsandbytes() -> dict[str, Any]:
     """Quantise and use a layer as QLoRA does (NF4, double quantisation); on a card an 8-bit optimizer step, too."""
     import torch
 
-    # bitsandbytes decorates functions that are not used here; importing the compiler would take longer than all the rest
-    torch.compile = _uncompiled  # type: ignore[assignment]
+    # bitsandbytes wraps functions that are not used here; importing the compiler would take longer than all the rest
+    do_without_compiler()
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,10 +113,6 @@ def _optimizer_steps() -> bool:
     parameter.square().sum().backward()
     optimizer.step()
     return bool((parameter < 1).all())
-
-
-def _uncompiled(function: Any = None, **_: Any) -> Any:
-    return (lambda same: same) if function is None else function
 
 
 if __name__ == "__main__":

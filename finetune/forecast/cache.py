@@ -14,7 +14,7 @@ from finetune.files import cache_dir, write_text
 
 #: Libraries whose code decides where the bytes are.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
-_OWN_CODE = ("forecast", "model")
+_OWN_CODE = ("compat", "forecast", "model")
 
 
 @cache

@@ -8,12 +8,16 @@ redirected here while it lasts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
+
+from finetune.compat.bitsandbytes import int8_matmul
+from finetune.compat.torch import autocast_of_the_processor
+from finetune.compat.trl import loss_of_a_card
 
 #: Autocast computes these in fp32 on CUDA and not on a CPU (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32).
 _FP32_NAMES = (
@@ -41,38 +45,8 @@ def card_semantics(trained_tokens: int) -> Iterator[None]:
 
     `trained_tokens` is how many positions a boolean mask selects: those that the loss is computed on.
     """
-    import bitsandbytes
-    import trl.trainer.utils
-    from trl.kernels import chunked_logprob
-
-    enabled = torch.is_autocast_enabled
-    with ExitStack() as stack:
-        # PEFT asks without a device, which means CUDA.
-        stack.enter_context(replaced(torch, "is_autocast_enabled", lambda device_type="cpu": enabled("cpu")))
-        stack.enter_context(replaced(trl.trainer.utils, "_use_triton", lambda device: True))
-        for kernel in ("_forward_tile", "_backward_tile", "_addmm_fp32"):  # Triton kernels and a GEMM that work in place
-            stack.enter_context(replaced(chunked_logprob, kernel, lambda *arguments, **named: None))
-        stack.enter_context(replaced(bitsandbytes, "matmul", _int8_matmul))
-        stack.enter_context(_CudaFunctions(trained_tokens))
+    with autocast_of_the_processor(), loss_of_a_card(), int8_matmul(_int8_matmul), _CudaFunctions(trained_tokens):
         yield
-
-
-def backward(loss: torch.Tensor) -> None:
-    """`loss.backward()`, which as a function of torch would leave `card_semantics` while it runs; recomputation needs them."""
-    from torch.autograd.graph import _engine_run_backward
-
-    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` within it."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 class _CudaFunctions(TorchFunctionMode):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.forecast.card_semantics import replaced
+from finetune.compat.peft import dora_weights
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
@@ -103,9 +103,7 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 @contextmanager
 def dora_without_data() -> Iterator[None]:
     """DoRA looks at the dequantised base weights when it is attached and in every forward; these have a size only."""
-    from peft.tuners.lora import dora
-
-    with replaced(dora, "dequantize_module_weight", _dequantised), replaced(dora, "deepcopy", lambda module: module):
+    with dora_weights(_dequantised):
         yield
 
 
@@ -123,21 +121,3 @@ def _dequantised(module: Any) -> torch.Tensor:
         scales: Any = weight.SCB if weight.SCB is not None else module.state.SCB
         return (weight.data * scales.view(-1, 1)) * (1.0 / 127.0)  # as int8_vectorwise_dequant
     return weight
-
-
-@contextmanager
-def same_on_every_processor() -> Iterator[None]:
-    """A processor with AVX512-BF16 would make bitsandbytes repack the 4-bit weights for itself at the first evaluation."""
-    from bitsandbytes.nn import modules
-
-    with replaced(modules, "has_avx512bf16", lambda: False):
-        yield
-
-
-@contextmanager
-def own_quantisation_maps() -> Iterator[None]:
-    """bitsandbytes keeps its code books for the process; those made without data must not stay."""
-    import bitsandbytes.functional as functional
-
-    with replaced(functional, "name2qmap", {}), replaced(functional, "create_dynamic_map", lambda **_signs: torch.zeros(256)):
-        yield

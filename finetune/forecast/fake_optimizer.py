@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.forecast.card_semantics import replaced
+from finetune.compat.bitsandbytes import optimizer_states
 from finetune.forecast.fake_model import layer_number
 from finetune.model.build import trainable_parameters
 from finetune.model.techniques import optimizer_class
@@ -70,7 +70,6 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter], *, 
 @contextmanager
 def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
     """bitsandbytes' paged states are managed memory: outside torch's allocator, and on the host unless they are in use."""
-    from bitsandbytes.optim.optimizer import Optimizer8bit
 
     def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
@@ -78,8 +77,5 @@ def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
         state.is_paged = paged  # type: ignore[attr-defined]
         return state
 
-    with (
-        replaced(Optimizer8bit, "get_state_buffer", get_state_buffer),
-        replaced(Optimizer8bit, "prefetch_state", lambda self, p: None),
-    ):
+    with optimizer_states(get_state_buffer):
         yield

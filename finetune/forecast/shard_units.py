@@ -75,7 +75,8 @@ def _made(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor
+    from finetune.compat.bitsandbytes import own_quantisation_maps, same_on_every_processor
+    from finetune.forecast.fake_model import dora_without_data, materialise
     from finetune.forecast.tracker import StorageTracker
     from finetune.model.build import attach_adapters, build_base, model_dtype
 

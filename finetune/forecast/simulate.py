@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
-from transformers.integrations import sdpa_attention
 
-from finetune.forecast.card_semantics import backward, card_semantics, replaced
-from finetune.forecast.fake_model import dora_without_data, materialise, own_quantisation_maps, same_on_every_processor
+from finetune.compat.bitsandbytes import own_quantisation_maps, same_on_every_processor
+from finetune.compat.torch import backward
+from finetune.compat.transformers import keys_repeated, one_document_a_row, wrap_checkpoint
+from finetune.forecast.card_semantics import card_semantics
+from finetune.forecast.fake_model import dora_without_data, materialise
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import rules_for, rules_for_processor
 from finetune.forecast.tracker import StorageTracker
@@ -172,10 +174,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
     for number, layer in enumerate(decoder_layers(model)):
         layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
         layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
-        if hasattr(layer, "_gradient_checkpointing_func"):
-            layer._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
-                _checkpointed, tracker, layer._gradient_checkpointing_func
-            )
+        wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
     model.get_base_model().base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
 
 
@@ -221,19 +220,10 @@ def _tensors_without_data(settings: Settings, capability: Capability | None, bat
         if capability is not None and sys.platform != "win32":
             stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):
-            stack.enter_context(replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *_tensors: False))
+            stack.enter_context(keys_repeated())
         if settings.packing is not True:
             stack.enter_context(one_document_a_row())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield
-
-
-@contextmanager
-def one_document_a_row() -> Iterator[None]:
-    """transformers reads the positions to see that rows are not packed; without data it can't, and assumes that they are."""
-    from transformers import masking_utils
-
-    with replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
         yield
 
 

@@ -12,9 +12,10 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
-from transformers.integrations import sdpa_attention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from finetune.compat.bitsandbytes import keep_packing
+from finetune.compat.transformers import is_causal_language_model, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
@@ -57,7 +58,7 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise RecipeError(f"model_name_or_path {name}: its config.json does not make a {kind} model: {error}") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if not is_causal_language_model(config):
         raise RecipeError(f"model_name_or_path {name}: model_type {kind} is not a causal language model")
     return config
 
@@ -74,7 +75,7 @@ def build_base(
     dtype, attention = model_dtype(settings), _attention(settings)
     where = torch.device(device)
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
-        sdpa_attention.use_gqa_in_sdpa = lambda *_tensors: False
+        repeat_keys()
     if not weights:
         with _explained(settings):
             return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
@@ -149,11 +150,7 @@ def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
 
     On a CPU with AVX512-BF16 the first evaluation repacks a bitsandbytes Linear4bit for inference and nothing undoes it.
     """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    keep_packing(model)
     restore_master_precision(model)
     model.train()
 
@@ -245,13 +242,7 @@ def build_on_meta(
             bare, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code
         )
     if isinstance(quantization, BitsAndBytesConfig):
-        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
-        kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
-        quantizer = AUTO_QUANTIZER_MAPPING[kind](quantization, pre_quantized=False)
-        quantizer.preprocess_model(model, dtype=dtype, device_map=None)
-        quantizer.postprocess_model(model)
-        model.hf_quantizer = quantizer
+        put_quantised_layers(model, quantization, dtype)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model

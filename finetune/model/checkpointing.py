@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.compat.transformers import disable_checkpointing, enable_checkpointing, wrap_checkpoint
 from finetune.model.saved_activations import SavedActivations
 
 
@@ -27,7 +28,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def keep_all(model: torch.nn.Module) -> None:
     """Recompute nothing."""
     base = base_of(model)
-    base.activation_checkpointing_disable()
+    disable_checkpointing(base)
     base.disable_input_require_grads()
 
 
@@ -44,13 +45,12 @@ def recompute(
     arguments: dict[str, Any] = {"use_reentrant": reentrant}
     if selective:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
-    base.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, every_n_layers=every_n_layers)
+    enable_checkpointing(base, arguments, every_n_layers)
     if offload:
         # transformers' own `offload` pins memory whether or not there is a device to pin it for.
         func = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
         for module in base.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = func  # type: ignore[assignment]
+            wrap_checkpoint(module, lambda _: func)
 
 
 def _keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.compat.transformers import checkpointing_name
 from finetune.model.checkpointing import decoder_layers, keep_all, recompute
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_memory import is_forecast
@@ -57,7 +58,7 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
     """Fields of SFTConfig (TrainingArguments). Checkpointing is off there: `apply_techniques` has turned it on in the model,
     and transformers and TRL would add theirs on top."""
     return {
-        "activation_checkpointing": False,
+        checkpointing_name(): False,
         "activation_offloading": False,
         "optim": "adamw_torch" if settings.optim == CPU_OFFLOAD else settings.optim,
     }

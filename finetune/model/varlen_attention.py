@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
 from finetune.model.host_memory import is_forecast
 
@@ -59,8 +60,10 @@ def varlen_attention(
     window = arguments.get("sliding_window")
     if _has_kernel(query):
         sizes = (window - 1 if window else -1, 0)
-        gqa = query.shape[1] != key.shape[1]
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sizes, enable_gqa=gqa)
+        shared: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+        if shared and not varlen_shares_keys():
+            shared, (k, v) = {}, (heads.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for heads in (k, v))
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sizes, **shared)
     else:
         out = _row_by_row(q, k, v, _offsets(starts, batch * tokens), scaling, window)
     assert isinstance(out, torch.Tensor)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import highest
 from finetune.run.accuracy import against_forecast, refuse_surprise
 from finetune.run.memory_watch import MemoryWatch
@@ -109,12 +110,10 @@ class RunCallback(TrainerCallback):
             return
         rate = args.learning_rate
         optimizer: Any = self.trainer.optimizer
-        schedule: Any = self.trainer.lr_scheduler
         for group in optimizer.param_groups:
             if group.get("initial_lr", rate) != rate:
                 group["lr"], group["initial_lr"] = group["lr"] * rate / group["initial_lr"], rate
-        schedule.base_lrs = [rate] * len(schedule.base_lrs)
-        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]  # what the next step is logged with
+        set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in optimizer.param_groups])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Between epochs only what lives on is allocated: the moment to see a leak."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.compat.torch import dump_memory_history, record_memory_history
+
 _MOST_ENTRIES = 100_000
 
 
 def start_recording(on_cuda: bool) -> None:
     """Keep every allocation with its stack from now on; costs some host memory and a few per cent of time."""
     if on_cuda:
-        import torch
-
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)
+        record_memory_history(_MOST_ENTRIES)
 
 
 def write_snapshot(path: Path, on_cuda: bool) -> Path | None:
     """Write the history; None without a card, whose allocator has none."""
     if not on_cuda:
         return None
-    import torch
-
-    torch.cuda.memory._dump_snapshot(str(path))
+    dump_memory_history(str(path))
     return path
 
 

@@ -119,7 +119,7 @@ class Worker:
         from datasets import load_from_disk
         from transformers import AutoTokenizer, set_seed
 
-        from finetune.distributed.fsdp_layers import keep_layers_apart
+        from finetune.compat.transformers import keep_layers_apart
         from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class

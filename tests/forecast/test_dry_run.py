@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
+from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.errors import RecipeError
 from finetune.forecast import cache
-from finetune.forecast.fake_model import own_quantisation_maps
 from finetune.forecast.forecast import PARTS
 from finetune.forecast.ledger import dry_run
 from finetune.forecast.tracker import StorageTracker, block_bytes

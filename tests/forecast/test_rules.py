@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from finetune.forecast.card_semantics import backward, card_semantics
+from finetune.compat.torch import backward
+from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.rules import RULES, cublas_workspace_bytes, rules_for, uses_flash
 from finetune.forecast.tracker import StorageTracker
 from finetune.units import MIB

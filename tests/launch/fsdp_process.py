@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers import trainer
 
-from finetune.distributed.fsdp_layers import keep_layers_apart
+from finetune.compat.transformers import keep_layers_apart
 from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
 from finetune.model.checkpointing import decoder_layers
 from finetune.recipe import load_recipe, resolved

@@ -8,6 +8,7 @@ import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from finetune.compat.transformers import enable_checkpointing
 from finetune.errors import RecipeError
 from finetune.model import configuration
 from finetune.model.build import (
@@ -106,7 +107,7 @@ def test_training_reaches_the_first_layer_under_checkpointing(folder):
     recipe = settings(str(folder), load_in_4bit=True, activation_checkpointing=True)
     model = attach_adapters(build_base(recipe, load_config(recipe), device="cpu", weights=True), recipe)
     prepare_for_training(model, recipe)
-    model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model.get_base_model(), {"use_reentrant": False}, 1)
     ids = torch.arange(32).reshape(2, 16)
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for _, parameter in trainable_parameters(model))

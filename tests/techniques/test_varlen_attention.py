@@ -120,7 +120,9 @@ class Operators(TorchDispatchMode):
         return out
 
 
-def test_on_a_card_packed_rows_take_the_kernel_and_make_no_mask():
+@pytest.mark.parametrize("shares_keys", [True, False], ids=["torch 2.12", "torch 2.11"])
+def test_on_a_card_packed_rows_take_the_kernel_and_make_no_mask(shares_keys, monkeypatch):
+    monkeypatch.setattr("finetune.model.varlen_attention.varlen_shares_keys", lambda: shares_keys)
     inputs = packed()
     with FakeTensorMode() as mode, Operators() as seen:
         model = model_for("torch_varlen", dtype=torch.bfloat16)

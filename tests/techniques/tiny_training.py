@@ -9,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.forecast.fake_model import materialise, own_quantisation_maps
+from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.forecast.fake_model import materialise
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import attach_adapters, build_base, load_config, model_dtype, prepare_for_training
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context

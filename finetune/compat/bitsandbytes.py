@@ -1,0 +1,101 @@
+"""Names of bitsandbytes behind its documented interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from finetune.compat.touched import Touched, replaced
+
+_READ_IN = "0.50.2"
+
+TOUCHED = (
+    Touched(
+        "bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which keeps other tensors",
+        _READ_IN, "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias",
+    ),
+    Touched(
+        "bitsandbytes.nn.modules.has_avx512bf16", "patch", "such a processor's packing would change a forecast",
+        _READ_IN, "bitsandbytes.nn.modules.Linear4bit.__init__", "",
+    ),
+    Touched(
+        "bitsandbytes.functional.name2qmap", "patch", "code books are kept for the process; those without data must not stay",
+        _READ_IN, "bitsandbytes.functional.quantize_blockwise",
+    ),
+    Touched(
+        "bitsandbytes.functional.create_dynamic_map", "patch", "it computes on values, which fake tensors do not have",
+        _READ_IN, "bitsandbytes.functional.quantize_blockwise", "signed max_exponent_bits total_bits",
+    ),
+    Touched(
+        "bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", "patch", "paged states are outside torch's allocator",
+        _READ_IN, "bitsandbytes.optim.optimizer.Optimizer2State.init_state", "self p dtype",
+    ),
+    Touched(
+        "bitsandbytes.optim.optimizer.Optimizer8bit.prefetch_state", "patch", "asks the driver to move paged states",
+        _READ_IN, "bitsandbytes.optim.optimizer.Optimizer8bit.step", "self p",
+    ),
+    Touched(
+        "bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
+        "the first evaluation would repack the weights for inference, and nothing undoes it",
+        _READ_IN, "bitsandbytes.nn.Linear4bit.forward", needs="a processor with AVX512-BF16",
+    ),
+    Touched(
+        "bitsandbytes.backends.default.ops._gemm_4bit_default_impl", "private call", "what a 4-bit matmul dequantises",
+        _READ_IN,
+    ),
+    Touched(
+        "bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card", _READ_IN,
+        "bitsandbytes.autograd._functions.matmul",
+    ),
+    Touched(
+        "bitsandbytes.autograd._functions.MatmulLtState", "private call", "the state of an int8 matmul", _READ_IN,
+        "bitsandbytes.autograd._functions.matmul",
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def int8_matmul(function: Callable[..., Any]) -> Iterator[None]:
+    """int8 layers multiply with `function`."""
+    with replaced("bitsandbytes.matmul", function):
+        yield
+
+
+@contextmanager
+def same_on_every_processor() -> Iterator[None]:
+    """A processor with AVX512-BF16 would make bitsandbytes repack the 4-bit weights for itself at the first evaluation."""
+    with replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False):
+        yield
+
+
+def keep_packing(model: Any) -> None:
+    """The same for a model that trains: the first evaluation leaves its 4-bit weights as they are."""
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+@contextmanager
+def own_quantisation_maps() -> Iterator[None]:
+    """bitsandbytes keeps its code books for the process; those made without data must not stay."""
+    import torch
+
+    with (
+        replaced("bitsandbytes.functional.name2qmap", {}),
+        replaced("bitsandbytes.functional.create_dynamic_map", lambda **_signs: torch.zeros(256)),
+    ):
+        yield
+
+
+@contextmanager
+def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
+    """Optimizers take their states from `get_state_buffer(optimizer, parameter, dtype)`, and nothing is prefetched."""
+    optimizer = "bitsandbytes.optim.optimizer.Optimizer8bit"
+    with (
+        replaced(f"{optimizer}.get_state_buffer", get_state_buffer),
+        replaced(f"{optimizer}.prefetch_state", lambda self, p: None),
+    ):
+        yield

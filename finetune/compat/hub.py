@@ -1,0 +1,28 @@
+"""Names of huggingface_hub, and of datasets, which has a copy of its switch."""
+
+from __future__ import annotations
+
+import sys
+
+from finetune.compat.touched import Touched, replace
+
+_REASON = "libraries read HF_HUB_OFFLINE once, when they are imported; without a network they would retry for most of a minute"
+
+TOUCHED = (
+    Touched(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", "patch", _REASON, "2.4.0", "huggingface_hub.constants.is_offline_mode",
+        needs="a hub that does not answer",
+    ),
+    Touched(
+        "datasets.config.HF_HUB_OFFLINE", "patch", _REASON, "5.2.0",
+        "datasets.utils.file_utils._raise_if_offline_mode_is_enabled",
+        needs="a hub that does not answer",
+    ),
+)  # fmt: skip
+
+
+def set_offline(offline: bool) -> None:
+    """Whether the libraries of this process look into their caches only."""
+    replace("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    if "datasets" in sys.modules:
+        replace("datasets.config.HF_HUB_OFFLINE", offline)

@@ -1,0 +1,66 @@
+"""A row of the registry, and the two ways to replace a name in a library: for a while, and for the life of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Touched:
+    """One name of a library that its documentation does not promise.
+
+    `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
+    subclass, an `attribute` is set or read on the library's objects, a `private call` uses it. `used_by` is the library's
+    function that looks it up (`a|b`: one of them, as the supported versions differ), `parameters` are those that it had in the
+    version `read_in`. `needs`: what a machine without a card does not have; empty when the tests can see the name used.
+    """
+
+    name: str
+    kind: Literal["patch", "override", "attribute", "private call"]
+    reason: str
+    read_in: str
+    used_by: str = ""
+    parameters: str | None = None
+    needs: str = ""
+
+
+def owner_of(name: str) -> tuple[Any, str]:
+    """The module or class that a dotted name is looked up in, and the attribute. Raises ImportError or AttributeError."""
+    *parts, attribute = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ".".join(parts[:end])
+        try:
+            found: Any = import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise  # the module is there, and something that it imports is not
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found, attribute
+    raise ModuleNotFoundError(f"no module of {name} is installed", name=parts[0])
+
+
+@contextmanager
+def replaced(name: str, value: Any) -> Iterator[None]:
+    """Within it, the dotted `name` is `value`."""
+    owner, attribute = owner_of(name)
+    before = getattr(owner, attribute)
+    _put(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)
+
+
+def replace(name: str, value: Any) -> None:
+    """From now on the dotted `name` is `value` in this process."""
+    _put(*owner_of(name), value)
+
+
+def _put(owner: Any, attribute: str, value: Any) -> None:
+    setattr(owner, attribute, value)

@@ -1,0 +1,141 @@
+"""Names of transformers behind its documented interface, and those that changed within the versions that are supported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from finetune.compat.touched import Touched, replace, replaced
+
+_READ_IN = "5.23.0"
+_GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
+_PACKED = "transformers.masking_utils.find_packed_sequence_indices"
+_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
+_WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
+
+TOUCHED = (
+    Touched(
+        _GROUPED, "patch", "torch's grouped queries make all scores in fp32 where flash attention can't be used",
+        _READ_IN, "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value",
+    ),
+    Touched(
+        _PACKED, "patch", "it reads the positions to see whether rows are packed; a forecast has no data",
+        _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
+    ),
+    Touched(
+        _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
+        _READ_IN, "transformers.Trainer._prepare_for_training", "model accelerator", "several cards",
+    ),
+    Touched(
+        f"{_LAYER}._gradient_checkpointing_func", "attribute",
+        "layer inputs go to the host unpinned where there is no card; a forecast sees what is recomputed",
+        _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
+    ),
+    Touched(
+        "transformers.AutoModelForCausalLM._model_mapping", "private call", "whether a model type has a causal language model",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
+        "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call", "puts bitsandbytes' layers into a model on meta",
+        _READ_IN, "transformers.quantizers.auto.AutoHfQuantizer.from_config",
+    ),
+    Touched(
+        "transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "puts bitsandbytes' layers in",
+        _READ_IN, "transformers.PreTrainedModel.from_pretrained",
+    ),
+    Touched(
+        "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def keys_repeated() -> Iterator[None]:
+    """Grouped queries get keys and values repeated for each query head."""
+    with replaced(_GROUPED, _never):
+        yield
+
+
+def repeat_keys() -> None:
+    """The same, from now on."""
+    replace(_GROUPED, _never)
+
+
+def _never(*_tensors: Any) -> bool:
+    return False
+
+
+@contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """transformers reads the positions to see that rows are not packed; without data it can't, and assumes that they are."""
+    with replaced(_PACKED, lambda position_ids: None):
+        yield
+
+
+def keep_layers_apart() -> None:
+    """Make transformers' Trainer leave the wrap policy alone when it prepares a model with adapters for FSDP.
+
+    It puts PEFT's in its place, which joins two policies; accelerate's preparation for FSDP2 knows single ones only and then
+    wraps no layer at all: the whole model would be gathered on every card for the whole step
+    (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy).
+    """
+    from transformers import trainer
+
+    update = trainer.update_fsdp_plugin_peft
+    if getattr(update, "keeps_layers_apart", False):
+        return
+
+    def updated(model: Any, accelerator: Any) -> None:
+        plugin = accelerator.state.fsdp_plugin
+        policy = plugin.auto_wrap_policy
+        update(model, accelerator)
+        plugin.auto_wrap_policy = policy
+
+    updated.keeps_layers_apart = True  # type: ignore[attr-defined]
+    replace(_WRAP_POLICY, updated)
+
+
+def is_causal_language_model(config: Any) -> bool:
+    """Whether transformers has a causal language model for a configuration."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:
+    """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig would; nothing is read."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
+    quantizer = AUTO_QUANTIZER_MAPPING[kind](quantization, pre_quantized=False)
+    quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+
+
+def enable_checkpointing(model: Any, arguments: dict[str, Any], every_n_layers: int) -> None:
+    """Recompute every n-th decoder layer; `arguments` are those of torch's `checkpoint`."""
+    name = checkpointing_name()
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": arguments, "every_n_layers": every_n_layers})
+
+
+def disable_checkpointing(model: Any) -> None:
+    """Recompute nothing."""
+    getattr(model, f"{checkpointing_name()}_disable")()
+
+
+@cache
+def checkpointing_name() -> str:
+    """What gradient checkpointing is called in methods and arguments: from 5.23 on `activation_checkpointing`."""
+    from transformers import PreTrainedModel
+
+    renamed = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    return "activation_checkpointing" if renamed else "gradient_checkpointing"
+
+
+def wrap_checkpoint(module: Any, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrapped(checkpoint)` in place of the function that a module is checkpointed with; nothing where it isn't."""
+    if hasattr(module, "_gradient_checkpointing_func"):
+        module._gradient_checkpointing_func = wrapped(module._gradient_checkpointing_func)

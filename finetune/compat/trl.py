@@ -1,0 +1,73 @@
+"""Names of TRL behind its documented interface. `finetune.run.training.RunTrainer` has the overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from finetune.compat.touched import Touched, replaced
+
+_READ_IN = "1.16.0"
+_TILES = "trl.kernels.chunked_logprob"
+
+TOUCHED = (
+    Touched(
+        "trl.trainer.utils._use_triton", "patch", "on a card the loss is computed on trained positions only",
+        _READ_IN, "trl.trainer.utils.add_fused_lm_head", "device",
+    ),
+    Touched(
+        f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.forward",
+    ),
+    Touched(
+        f"{_TILES}._backward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.backward",
+    ),
+    Touched(
+        f"{_TILES}._addmm_fp32", "patch", "a GEMM that adds in place where a CPU makes a product first",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.backward", "acc a b",
+    ),
+    Touched(
+        "trl.trainer.utils.add_fused_lm_head", "private call", "a dry run computes the loss that SFTTrainer computes",
+        _READ_IN, "trl.trainer.sft_trainer.SFTTrainer.__init__",
+    ),
+    Touched(
+        "trl.SFTTrainer._save_checkpoint", "override", "checkpoints are written beside, sealed and renamed",
+        _READ_IN, "transformers.Trainer._maybe_log_save_evaluate", "self model trial",
+    ),
+    Touched(
+        "trl.SFTTrainer.create_model_card", "override", "TRL writes a model card into each checkpoint's parent",
+        _READ_IN, "trl.SFTTrainer._save_checkpoint", "self model_name dataset_name tags",
+    ),
+    Touched(
+        "trl.SFTTrainer._get_train_sampler", "override", "the longest row comes first, and resuming finds the same order",
+        _READ_IN, "transformers.Trainer.get_train_dataloader", "self train_dataset",
+    ),
+    Touched(
+        "trl.SFTTrainer._get_output_dir", "override", "checkpoints are written to a folder that does not count",
+        _READ_IN, "transformers.Trainer._save_checkpoint", "self trial",
+    ),
+    Touched(
+        "trl.SFTTrainer.training_step", "override", "counts tokens, and moves or rounds what autograd keeps",
+        _READ_IN, "transformers.Trainer._run_epoch",
+    ),
+    Touched(
+        "trl.SFTTrainer.evaluate", "override", "evaluation is a phase of its own in the events",
+        _READ_IN, "transformers.Trainer._evaluate",
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def loss_of_a_card() -> Iterator[None]:
+    """TRL's loss allocates what it does on a card; the tiles have no values."""
+    with ExitStack() as stack:
+        stack.enter_context(replaced("trl.trainer.utils._use_triton", lambda device: True))
+        for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+            stack.enter_context(replaced(f"{_TILES}.{tile}", _in_place))
+        yield
+
+
+def _in_place(*arguments: Any, **named: Any) -> None:
+    pass

@@ -1,0 +1,121 @@
+"""`python count_hits.py OUT`: dry runs, a training and the doctor's probe, with a count of what the libraries call. Not a test.
+
+OUT gets, as JSON, how often a library called or read each name in the registry, and what was replaced without a row.
+"""
+
+import functools
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from registry import ROWS
+
+from finetune.compat import touched
+
+hits: Counter[str] = Counter()
+without_row: list[str] = []
+
+
+def count(name: str) -> None:
+    """Once more, when it is a library that asks."""
+    asking = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+    if asking not in ("finetune", "__main__"):
+        hits[name] += 1
+
+
+def counted(name, value):
+    if isinstance(value, dict):
+        return CountedBook(name, value)
+
+    @functools.wraps(value)
+    def function(*arguments, **named):
+        count(name)
+        return value(*arguments, **named)
+
+    return function
+
+
+class CountedBook(dict):
+    def __init__(self, name, values):
+        super().__init__(values)
+        self.name = name
+
+    def __getitem__(self, key):
+        count(self.name)
+        return super().__getitem__(key)
+
+
+def put(owner, attribute, value):
+    rows = [row.name for row in ROWS if row.kind == "patch" and row.name.endswith(f".{attribute}")]
+    name = next((name for name in rows if touched.owner_of(name)[0] is owner), None)
+    if name is None:
+        without_row.append(f"{owner}.{attribute}")
+    setattr(owner, attribute, counted(name, value))
+
+
+def probe():
+    import torch
+
+    from finetune.doctor.probe import try_bitsandbytes
+
+    compile_ = torch.compile
+    assert try_bitsandbytes()["gradient_is_finite"]
+    torch.compile = compile_
+
+
+def dry_runs():
+    from finetune.forecast import dry_run, simulate
+
+    simulate._checkpointed = counted(CHECKPOINT, simulate._checkpointed)
+    small = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
+    }  # fmt: skip
+    for kind in ({"load_in_4bit": True, "use_dora": True, "optim": "paged_adamw_8bit"}, {"load_in_8bit": True}):
+        settings = recipe_from({**RESOLVED, **kind})
+        assert dry_run(small, settings, micro_batch=1, tokens=128, capability=(7, 5)).allocated_bytes > 0
+
+
+CHECKPOINT = "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func"
+RESOLVED = {
+    "model_name_or_path": "some/model", "dataset": "rows.jsonl", "dtype": "float16", "load_in_4bit": False,
+    "load_in_8bit": False, "lora_r": 8, "lora_alpha": 16, "target_modules": "all-linear", "packing": False,
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1, "eval_steps": 10,
+    "optim": "adamw_torch_fused", "activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1,
+    "learning_rate": 1e-4, "max_length": 128,
+}  # fmt: skip
+
+
+def training(folder):
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.training import RunTrainer
+    from finetune.run.worker import Worker
+
+    for row in ROWS:
+        if row.kind == "override":
+            method = row.name.rpartition(".")[2]
+            setattr(RunTrainer, method, counted(row.name, vars(RunTrainer)[method]))
+    short = [
+        "max_steps=2",
+        "save_steps=2",
+        "eval_steps=2",
+        "dataset.max_rows=16",
+        "effective_batch_size=2",
+        "lora_r=4",
+        "per_device_train_batch_size=1",
+    ]
+    run = create_run(prepare(load_recipe("tiny-cpu", [*short, f"output_dir={folder / 'run'}"])))
+    assert Worker(run).main() == 0
+
+
+if __name__ == "__main__":
+    from finetune.recipe import recipe_from
+
+    out = Path(sys.argv[1])
+    touched._put = put
+    probe()
+    dry_runs()
+    training(out.parent)
+    out.write_text(json.dumps({"hits": hits, "without_row": without_row}))

@@ -1,0 +1,48 @@
+"""Each name in the registry is in the installed library and is looked up there; without it the check fails."""
+
+import pytest
+from registry import ROWS, problem, users
+
+from finetune.compat.touched import owner_of
+
+USED = [row for row in ROWS if row.used_by]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_library_has_the_name_and_looks_it_up(row):
+    assert problem(row) == ""
+
+
+def renamed(code, name):
+    """The code with another name in place of `name`, also in the functions inside it."""
+    constants = tuple(
+        renamed(value, name) if hasattr(value, "co_names") else f"{name}_other" if value == name else value
+        for value in code.co_consts
+    )
+    names = tuple(f"{name}_other" if value == name else value for value in code.co_names)
+    return code.replace(co_names=names, co_consts=constants)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind != "attribute"], ids=lambda row: row.name)
+def test_a_name_that_is_gone_is_found_out(row, monkeypatch):
+    owner, attribute = owner_of(row.name)
+    for home in [base for base in getattr(owner, "__mro__", [owner]) if attribute in vars(base)]:
+        try:
+            monkeypatch.delattr(home, attribute)
+        except TypeError:  # of a class that is written in C
+            monkeypatch.setattr("registry.owner_of", lambda name: (type("Without", (), {}), name.rpartition(".")[2]))
+    assert problem(row)
+
+
+@pytest.mark.parametrize("row", USED, ids=lambda row: row.name)
+def test_a_name_that_is_looked_up_no_more_is_found_out(row, monkeypatch):
+    for user in users(row):
+        monkeypatch.setattr(user, "__code__", renamed(user.__code__, row.name.rpartition(".")[2]))
+    assert "does not look" in problem(row)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.parameters], ids=lambda row: row.name)
+def test_another_parameter_is_found_out(row, monkeypatch):
+    owner, attribute = owner_of(row.name)
+    monkeypatch.setattr(owner, attribute, lambda another: None)
+    assert "takes another" in problem(row)

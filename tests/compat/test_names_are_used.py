@@ -1,0 +1,66 @@
+"""What is replaced or overridden is really called by the library: in dry runs, a training and the doctor's probe."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+import torch
+from datasets.utils.file_utils import _raise_if_offline_mode_is_enabled
+from huggingface_hub.errors import OfflineModeIsEnabled
+from registry import ROWS
+
+from finetune.compat import hub
+from finetune.compat.torch import set_rates
+
+HERE = Path(__file__).resolve().parent
+#: Those that are asked for by the library; calls of ours and attributes that ours read fail by themselves when one is gone.
+CALLED = [row.name for row in ROWS if row.kind in ("patch", "override") and not row.needs]
+CHECKPOINT = "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func"
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hits")
+    environment = {**os.environ, "FINETUNE_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, str(HERE / "count_hits.py"), str(folder / "hits.json")]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "hits.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CALLED, CHECKPOINT])
+def test_the_library_calls_what_was_put_there(counted, name):
+    assert counted["hits"].get(name, 0) > 0
+
+
+@pytest.mark.slow
+def test_nothing_is_replaced_without_a_row(counted):
+    assert counted["without_row"] == []
+
+
+def test_the_libraries_follow_when_the_hub_is_switched_off(monkeypatch):
+    for home in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(home, "HF_HUB_OFFLINE", home.HF_HUB_OFFLINE)  # put back at the end
+    hub.set_offline(False)
+    _raise_if_offline_mode_is_enabled()
+    assert not huggingface_hub.is_offline_mode()
+    hub.set_offline(True)
+    assert huggingface_hub.is_offline_mode()
+    with pytest.raises(OfflineModeIsEnabled):
+        _raise_if_offline_mode_is_enabled()
+
+
+def test_a_schedule_is_logged_with_the_rates_it_was_given():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    set_rates(schedule, 0.25, [0.25])
+    assert schedule.get_last_lr() == [0.25]
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.25]

@@ -1,0 +1,113 @@
+"""Outside finetune/compat nothing is put into a library, and every private name that is used has a row."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from registry import ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [path for part in ("finetune", "app") for path in sorted((ROOT / part).rglob("*.py"))]
+OURS = {"finetune", "app", "__future__"}
+KNOWN = {part for row in ROWS for part in row.name.split(".")}
+OVERRIDES = {row.name.rpartition(".")[2] for row in ROWS if row.kind == "override"}
+
+
+def is_foreign(module: str | None) -> bool:
+    return bool(module) and module.partition(".")[0] not in OURS | sys.stdlib_module_names
+
+
+def imports(tree: ast.AST) -> dict[str, str]:
+    """Local name -> what it is, for everything imported."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def root(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def patches(tree: ast.AST) -> list[str]:
+    """Assignments to attributes of what was imported from a library, in any form."""
+    known, found = imports(tree), []
+    for node in ast.walk(tree):
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))
+        called = isinstance(node, ast.Call) and root(node.func) in ("setattr", "delattr")
+        if stored or called:
+            target = node if stored else node.args[0]
+            through_modules = ast.unparse(target).startswith("sys.modules")
+            if through_modules or is_foreign(known.get(root(target))):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """Private names of libraries, imported or looked up on anything but `self` and `cls`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_foreign(node.module):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            found += [f"{node.lineno}: {name}" for name in names if is_private(name) and name not in KNOWN]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and root(node) not in ("self", "cls", "os"):
+            found += [f"{node.lineno}: {ast.unparse(node)}"] if node.attr not in KNOWN else []
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_leaves_the_libraries_alone(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path.parent.name != "compat":
+        assert patches(tree) == []
+        assert "finetune.compat.touched" not in {name.rpartition(".")[0] for name in imports(tree).values()}
+    assert private_names(tree) == []
+
+
+def classes_with_foreign_bases():
+    """Module, name and private methods of each class that inherits from a library's."""
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        known, module = imports(tree), ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and any(is_foreign(known.get(root(base))) for base in node.bases):
+                methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef) and is_private(part.name)}
+                yield pytest.param(module, node.name, methods, id=node.name)
+
+
+@pytest.mark.parametrize(("module", "name", "methods"), classes_with_foreign_bases())
+def test_a_class_overrides_only_what_has_a_row(module, name, methods):
+    own = getattr(importlib.import_module(module), name)
+    theirs = {attribute for base in own.__mro__[1:] if is_foreign(base.__module__) for attribute in vars(base)}
+    assert methods & theirs <= OVERRIDES
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import trl\ntrl.trainer.utils._use_triton = None",
+        "from transformers import trainer\ntrainer.update_fsdp_plugin_peft: object = None",
+        "import torch as t\nsetattr(t, 'compile', None)",
+        "from peft.tuners.lora import dora\ndel dora.deepcopy",
+        "import sys\nsys.modules['datasets'].config.HF_HUB_OFFLINE = True",
+        "def inside():\n    import bitsandbytes\n    bitsandbytes.matmul, x = None, 1",
+    ],
+)
+def test_a_patch_would_be_seen(code):
+    assert patches(ast.parse(code))
+
+
+@pytest.mark.parametrize("code", ["from torch import _dynamo", "from torch._inductor import x", "import torch\ntorch._foo()"])
+def test_a_private_name_would_be_seen(code):
+    assert private_names(ast.parse(code))
