@@ -1,5 +1,6 @@
 """State in a temporary home, one thread per process, no network: set before anything heavy is imported."""
 
+import logging
 import os
 import shutil
 import sysconfig
@@ -15,6 +16,7 @@ from warm import CLIENT, warm_server  # noqa: E402
 
 from finetune.garbage import collect_rarely, leave_all  # noqa: E402
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its words would come after pytest's closing line
 collect_rarely()  # each of four processes imports all that a run does
 
 
