@@ -30,7 +30,7 @@ def broken(monkeypatch, tmp_path):
     return put
 
 
-def states(deadline_s=120.0):
+def states(deadline_s=900.0):
     return {found.check: found for found in check_stack(deadline_s)}
 
 
@@ -66,7 +66,7 @@ def test_a_library_that_crashes_is_told_and_what_came_before_counts(broken):
 
 
 def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
-    broken("torch", "import time; time.sleep(60)")
+    broken("torch", "import time; time.sleep(1000)")
     found = states(deadline_s=1.0)
     assert found["cuda"].state == "warn" and "no answer within 1 s" in found["cuda"].what
 
