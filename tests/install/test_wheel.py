@@ -58,7 +58,14 @@ def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"finetune/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes <= names
-    assert {"app/__main__.py", "app/theme.css", "app/page.js", "finetune/bundled/tiny-base/model.safetensors"} <= names
+    assert {
+        "app/__main__.py",
+        "app/py.typed",
+        "finetune/py.typed",
+        "app/theme.css",
+        "app/page.js",
+        "finetune/bundled/tiny-base/model.safetensors",
+    } <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "recipes/")) or ".env" in name]
     shipped = {name for name in names if name.startswith(("finetune/", "app/")) and name.endswith(".py")}
     here = {str(path.relative_to(ROOT)) for folder in ("finetune", "app") for path in (ROOT / folder).rglob("*.py")}
