@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/finetune
 
-.PHONY: demo test setup setup-test ui clean
+.PHONY: demo test check docs setup setup-test setup-check ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -12,11 +12,21 @@ demo: setup
 test: setup-test
 	$(VENV)/bin/python -m pytest
 
+check: setup-check docs
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python docs/generate.py --check --quick
+
+docs: setup-check
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 ui: setup
 	$(RUN) ui
 
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
+setup-check: $(VENV)/.installed-check
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,5 +37,9 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
 	touch $@
 
+$(VENV)/.installed-check: $(VENV)/.installed-test
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -1,6 +1,10 @@
 """State in a temporary home, one thread per process, no network: set before anything heavy is imported."""
 
+import logging
 import os
+import shutil
+import sysconfig
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +16,7 @@ from warm import CLIENT, warm_server  # noqa: E402
 
 from finetune.garbage import collect_rarely, leave_all  # noqa: E402
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its words would come after pytest's closing line
 collect_rarely()  # each of four processes imports all that a run does
 
 
@@ -52,6 +57,38 @@ def pytest_collection_modifyitems(config, items):
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path in slow, rank.get(item.path.stem, len(LONGEST))))
+
+
+def has_compiler():
+    return shutil.which("gcc") and shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+
+
+#: Markers of tests that need a program: its name, whether it is here, and how to get it.
+PROGRAMS = {
+    "browser": ("Chromium", lambda: shutil.which("chromium") or shutil.which("chromium-browser"), "apt-get install chromium"),
+    "npm": ("npm", lambda: shutil.which("npm"), "apt-get install npm"),
+    "compiler": ("C++ compiler with Python's headers", has_compiler, "apt-get install g++ python3-dev"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Without its program a test is skipped, in continuous integration it fails: nobody would see there what is left out."""
+    for marker, (name, is_here, how) in PROGRAMS.items():
+        if item.get_closest_marker(marker) and not is_here():
+            if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+                pytest.fail(f"no {name}, and CI is set: {how}", pytrace=False)
+            pytest.skip(f"no {name}; {how}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped for want of a program, a line for each program."""
+    yield
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    for marker, (name, _, how) in PROGRAMS.items():
+        if count := reasons[f"no {name}; {how}"]:
+            terminalreporter.write_line(f"{count} {marker} tests skipped: no {name}; {how}")
 
 
 def pytest_unconfigure():

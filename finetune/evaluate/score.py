@@ -18,7 +18,11 @@ from finetune.run.directory import require_data
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
-_BATCH_ROWS = 32
+#: Prompt and answer tokens of the rows that are answered at once. On a card their KV cache is 2 GiB in an 8B with grouped
+#: keys; a processor is slower with more than its caches hold, and a small batch ends early.
+_ANSWERED_TOKENS = {"cpu": 8_192, "cuda": 16_384}
+#: Tokens of the rows whose loss is computed at once, fewer where their logits would be more than 256 MiB in float32.
+_LOSS_TOKENS, _LOGITS = 1_024, 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -69,26 +73,50 @@ def compare(run: RunDirectory, *, rows: int | None = None, progress: Callable[[s
 
 
 def _score(answerer: Answerer, questions: list[list[int]], references: list[str], tokenised: Any, rows: int | None) -> Score:
-    longest = max(len(answerer.tokenizer(reference, add_special_tokens=False)["input_ids"]) for reference in references)
-    answers: list[str] = []
-    for begin in range(0, len(questions), _BATCH_ROWS):
-        answers += answerer.answer(questions[begin : begin + _BATCH_ROWS], max_new_tokens=longest + 16)
+    new = max(len(answerer.tokenizer(reference, add_special_tokens=False)["input_ids"]) for reference in references) + 16
+    answers = [""] * len(questions)
+    for batch in batches([len(question) + new for question in questions], _ANSWERED_TOKENS[answerer.device]):
+        made = answerer.answer([questions[index] for index in batch], max_new_tokens=new)
+        for index, answer in zip(batch, made, strict=True):
+            answers[index] = answer
     exact = sum(answer.strip() == reference.strip() for answer, reference in zip(answers, references, strict=True)) / len(
         references
     )
     return Score(exact, _loss(answerer, tokenised, rows), answers)
 
 
+def batches(lengths: list[int], most: int) -> list[list[int]]:
+    """Indices of rows, longest first, in batches of at most `most` tokens with their padding; a longer row is alone."""
+    made: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if made and (len(made[-1]) + 1) * lengths[made[-1][0]] <= most:
+            made[-1].append(index)
+        else:
+            made.append([index])
+    return made
+
+
 @torch.inference_mode()
 def _loss(answerer: Answerer, tokenised: Any, rows: int | None) -> float | None:
-    """Mean negative log-likelihood of the trained tokens, row by row, so that no logits of a whole batch are held."""
+    """Mean negative log-likelihood of the trained tokens."""
     if tokenised is None:
         return None
+    chosen = tokenised.select(range(min(len(tokenised), rows or len(tokenised))))
+    every_ids, every_labels = chosen["input_ids"], chosen["labels"]
+    vocabulary = answerer.model.get_input_embeddings().num_embeddings
     total, count = 0.0, 0
-    for row in tokenised.select(range(min(len(tokenised), rows or len(tokenised)))):
-        ids = torch.tensor([row["input_ids"]], device=answerer.device)
-        labels = torch.tensor([row["labels"]], device=answerer.device)[:, 1:]
-        logits = answerer.model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum").item()
-        count += int((labels != -100).sum())
+    for batch in batches([len(ids) for ids in every_ids], min(_LOSS_TOKENS, _LOGITS // vocabulary)):
+        ids = _padded([every_ids[index] for index in batch], 0, answerer.device)
+        mask = _padded([[1] * len(every_ids[index]) for index in batch], 0, answerer.device)
+        labels = _padded([every_labels[index] for index in batch], -100, answerer.device)[:, 1:]
+        trained = labels != -100
+        logits = answerer.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1][trained].float()
+        total += torch.nn.functional.cross_entropy(logits, labels[trained], reduction="sum").item()
+        count += len(logits)
     return total / count if count else None
+
+
+def _padded(rows: list[list[int]], value: int, device: str) -> torch.Tensor:
+    """Rows as one tensor, filled up on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=device)

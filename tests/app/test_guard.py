@@ -50,7 +50,7 @@ def app(tmp_path_factory):
 
 def send(app, method, path, headers=None, body=None, *, token=TOKEN, host=None):
     """(status, headers, body) of one request; a stream's body is not waited for."""
-    connection = http.client.HTTPConnection("127.0.0.1", app[0], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", app[0], timeout=300)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     connection.putheader("Host", host or f"127.0.0.1:{app[0]}")
     if token:
@@ -389,7 +389,7 @@ def test_the_theme_loads_no_fonts_from_elsewhere(app):
 
 
 def test_websockets_are_refused(app):
-    with socket.create_connection(("127.0.0.1", app[0]), timeout=5) as raw:
+    with socket.create_connection(("127.0.0.1", app[0]), timeout=300) as raw:
         raw.sendall(
             f"GET /gradio_api/run/predict HTTP/1.1\r\nHost: 127.0.0.1:{app[0]}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             "Sec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()

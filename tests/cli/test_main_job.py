@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 def finetune(*arguments, cwd, code=0, python=sys.executable):
-    done = subprocess.run([python, "-m", "finetune", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
+    done = subprocess.run([python, "-m", "finetune", *arguments], capture_output=True, text=True, cwd=cwd)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

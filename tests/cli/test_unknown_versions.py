@@ -26,7 +26,7 @@ def finetune(tmp_path):
         path = os.pathsep.join([str(tmp_path / "packages"), *filter(None, sys.path)])
         return subprocess.run(
             [sys.executable, "-m", "finetune", *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True,
         )  # fmt: skip
 
     return run

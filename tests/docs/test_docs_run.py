@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from doc_pages import ROOT, every_command, generate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
 #: The bundled model's trainings are cut to a few steps here; tests/cli runs the whole one. One that is stopped needs some more.
 FINETUNE = """#!/bin/sh
 case "$*" in
@@ -25,7 +25,7 @@ exec "$PYTHON" -m finetune "$@"
 """
 #: A page's commands need what the pages before it have made.
 ORDER = ["README.md", "first-fine-tune.md", "recipe.md", "memory.md", "out-of-memory.md", "many-cards.md", "fits.md",
-         "troubleshooting.md", "security.md", "accuracy.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
+         "troubleshooting.md", "security.md", "accuracy.md", "glossary.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,9 @@ def execute(folder, command, exits):
         wait_for_a_step(folder / "work" / "runs" / "again" / "events.jsonl")
 
 
-def wait_for_a_step(events, deadline_s=300):
-    end = time.monotonic() + deadline_s
+def wait_for_a_step(events):
+    """The time limit of the test ends this."""
     while not (events.is_file() and '"kind": "step"' in events.read_text()):
-        assert time.monotonic() < end, "no step was trained"
         time.sleep(0.1)
 
 
@@ -88,10 +87,10 @@ def serve(folder, command, exits):
     )
     try:
         link = page.stdout.readline().split()[-1]
-        with urllib.request.urlopen(f"{link.partition('?')[0]}healthz", timeout=10) as answer:
+        with urllib.request.urlopen(f"{link.partition('?')[0]}healthz", timeout=300) as answer:
             assert answer.status == 200
         page.send_signal(signal.SIGINT)
-        assert page.wait(timeout=60) in exits
+        assert page.wait() in exits
     finally:
         page.kill()
 

@@ -18,12 +18,13 @@ def pci_device(folder, vendor, kind):
     return folder
 
 
+@pytest.mark.compiler
 def test_a_driver_is_named_with_the_cuda_it_runs(with_driver):
     (found,) = with_driver("check_driver")
     assert found["state"] == "ok" and found["facts"] == {"driver": "570.86.16", "cuda": "12.8"}
 
 
-def test_no_card_says_what_can_be_done_without_one(with_driver, tmp_path):
+def test_no_card_says_what_can_be_done_without_one(tmp_path):
     found = check_driver(tmp_path)
     assert found.state == "warn" and "--gpu rtx-4090" in found.fix and "tiny-cpu" in found.fix
 
@@ -37,16 +38,19 @@ def test_a_card_of_another_maker_is_not_taken_for_one(tmp_path):
     assert check_driver(pci_device(tmp_path, "0x1002", "0x030000")).state == "warn"
 
 
+@pytest.mark.compiler
 def test_a_driver_that_does_not_answer_is_told_with_its_words(with_driver):
     (found,) = with_driver("check_driver", DRIVER_STATUS="9")
     assert found["state"] in ("warn", "fail") and "Driver Not Loaded" in found["what"]
 
 
+@pytest.mark.compiler
 def test_a_free_card_is_fine(with_driver):
     (found,) = with_driver("check_cards")
     assert found["state"] == "ok" and found["facts"]["free_bytes"] == 24 * GIB
 
 
+@pytest.mark.compiler
 def test_a_card_in_use_names_the_process_that_uses_it(with_driver):
     holder = subprocess.Popen(["sleep", "60"])
     try:

@@ -32,6 +32,7 @@ def test_a_version_out_of_bounds_and_a_missing_package_are_both_named():
     assert found.fix == "pip install 'torch<2' 'no-such-package>=1'"
 
 
+@pytest.mark.compiler
 def test_the_compiler_here_compiles():
     assert check_compiler().state == "ok"
 
@@ -43,6 +44,7 @@ def test_no_compiler_is_found(monkeypatch, tmp_path):
     assert found.state == "warn" and "no C compiler" in found.what and "apt install gcc" in found.fix
 
 
+@pytest.mark.compiler
 def test_missing_python_headers_are_found(tmp_path):
     found = check_compiler(include=str(tmp_path))
     assert found.state == "warn" and "Python.h" in found.what
@@ -70,7 +72,7 @@ def broken(monkeypatch, tmp_path):
     return put
 
 
-def states(deadline_s=120.0):
+def states(deadline_s=900.0):
     return {found.check: found for found in check_stack(deadline_s)}
 
 
@@ -106,7 +108,7 @@ def test_a_library_that_crashes_is_told_and_what_came_before_counts(broken):
 
 
 def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
-    broken("torch", "import time; time.sleep(60)")
+    broken("torch", "import time; time.sleep(1000)")
     found = states(deadline_s=1.0)
     assert found["cuda"].state == "warn" and "no answer within 1 s" in found["cuda"].what
 

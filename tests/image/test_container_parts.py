@@ -58,9 +58,7 @@ def container(tmp_path):
 
 
 def wait_until_ready(folder):
-    end = time.monotonic() + 20
     while not (folder / "ready").exists():
-        assert time.monotonic() < end
         time.sleep(0.02)
 
 
@@ -69,7 +67,7 @@ def test_a_stop_signal_stops_the_runs_first_and_the_run_decides_the_exit_status(
     process = container("run", "tiny-cpu", stderr=subprocess.DEVNULL)
     wait_until_ready(tmp_path)
     process.send_signal(number)
-    assert process.wait(timeout=20) == 143
+    assert process.wait() == 143
     assert (tmp_path / "calls").read_text().splitlines()[:3] == ["run tiny-cpu", "stop --all", "asked"]
 
 
@@ -77,13 +75,13 @@ def test_the_page_is_ended_after_the_runs_have_stopped(container, tmp_path):
     process = container("ui", "--host", "0.0.0.0", stderr=subprocess.DEVNULL)
     wait_until_ready(tmp_path)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait() == 0
     assert (tmp_path / "calls").read_text().splitlines() == ["ui --host 0.0.0.0", "stop --all", "term"]
 
 
 def test_input_and_exit_status_pass_through(container):
     process = container("echo", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.communicate("a question\n", timeout=20)[0] == "a question\n"
+    assert process.communicate("a question\n")[0] == "a question\n"
     assert process.returncode == 7
 
 
@@ -115,7 +113,8 @@ def test_the_page_is_well_when_it_answers_with_success(status, well):
 def test_a_page_at_work_is_recognised():
     page = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "app"])
     try:
-        time.sleep(0.3)  # the kernel shows a new program's words a moment after it was started
+        while b"app" not in Path(f"/proc/{page.pid}/cmdline").read_bytes():  # the words of a program that was just started
+            time.sleep(0.02)
         assert healthcheck().page_is_run()
     finally:
         page.kill()

@@ -12,7 +12,7 @@ from warm import CLIENT, warm_server
 
 from finetune.events import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 def ip(*arguments):
@@ -90,7 +90,7 @@ def test_a_machine_that_dies_ends_the_other_in_time_and_both_resume_from_the_sea
         os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     assert here.wait() == 1
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300  # gloo would wait for half an hour
     assert last_state(here.run)["state"] == "failed" and "finetune resume" in last_state(here.run)["message"]
     there.process.wait()
     near, far = start.again([here.run, there.run])

@@ -1,4 +1,4 @@
-"""Faults to put into the real worker, once each. Not a test; used by test_faults.py.
+"""Faults to put into the real worker, once each. Not a test; used by the tests beside it.
 
 A fault is PLACE:WHAT. PLACE: load, step1, step5, evaluate or save. WHAT: none, oom, driver_oom, kill, hang or spike.
 """
@@ -19,7 +19,7 @@ def strike(what):
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang":
-        time.sleep(600)
+        time.sleep(100_000)
 
 
 def once(run, what):
@@ -27,6 +27,24 @@ def once(run, what):
     if not mark.exists():
         mark.touch()
         strike(what)
+
+
+def waiting_after(step, until):
+    """A fault that waits after this step's event until the file `until` is there; nobody waits for it any more after 900 s."""
+
+    def patch():
+        from finetune.run.callbacks import RunCallback
+
+        log, deadline = RunCallback.on_log, time.monotonic() + 900
+
+        def waiting(self, args, state, control, **more):
+            log(self, args, state, control, **more)
+            while state.global_step == step and not until.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        RunCallback.on_log = waiting
+
+    return patch
 
 
 def put_in(place, what, run):

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -43,11 +42,8 @@ class Forked:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout=300):
-        end = time.monotonic() + timeout
+    def wait(self):
         while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a fork", timeout)
             time.sleep(0.01)
         return self.returncode
 

@@ -21,10 +21,9 @@ def steps(run):
     return {event["step"]: event for event in read_events(run.events) if event["kind"] == "step"}
 
 
-def wait_for_step(run, step, deadline_s=90):
-    deadline = time.monotonic() + deadline_s
+def wait_for_step(process, run, step):
     while step not in steps(run):
-        assert time.monotonic() < deadline, run.log.read_text()[-2000:]
+        assert process.poll() is None, run.log.read_text()[-2000:]
         time.sleep(0.05)
 
 
@@ -38,7 +37,7 @@ def unbroken(make_run, train):
 @pytest.mark.parametrize("fault", ["load:oom", "step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
     run = make_run(*TWO_ROWS, "eval_steps=4")
-    assert supervise(run, fault).wait(timeout=240) == 0, run.log.read_text()[-2000:]
+    assert supervise(run, fault).wait() == 0, run.log.read_text()[-2000:]
     retries = [event for event in read_events(run.events) if event["kind"] == "retry"]
     assert len(retries) == 1 and retries[0]["changes"]
     memory = next(event for event in read_events(run.events) if event["kind"] == "out_of_memory")
@@ -51,48 +50,48 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
 
 def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
     run = make_run(*TWO_ROWS, "eval_steps=4")
-    assert supervise(run, "step5:kill").wait(timeout=120) == 1
+    assert supervise(run, "step5:kill").wait() == 1
     state = read_state(run)
     assert state.state == "failed" and "finetune resume" in state.message
     control.resume(run)
-    assert control.wait(run, 120)
+    assert control.wait(run, 900)
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 
 def test_a_hanging_worker_is_ended_after_the_deadline(make_run):
     run = make_run()
-    assert supervise(run, "step5:hang", FINETUNE_HANG_DEADLINE_S="5").wait(timeout=120) == 1
+    assert supervise(run, "step5:hang", FINETUNE_HANG_DEADLINE_S="5").wait() == 1
     assert any("no sign of life" in event.get("message", "") for event in read_events(run.events))
     assert not is_alive(run)
 
 
 def test_a_second_signal_ends_a_run_that_does_not_stop(make_run):
     run = make_run()
-    process = supervise(run, "step5:hang")
-    wait_for_step(run, 4)
+    process = supervise(run, "step5:hang", FINETUNE_STOP_DEADLINE_S="100000")
+    wait_for_step(process, run, 4)
     process.send_signal(signal.SIGTERM)
-    time.sleep(1)
-    began = time.monotonic()
+    while not any(event.get("state") == "stopping" for event in read_events(run.events)):
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 143 and time.monotonic() - began < 5
+    assert process.wait() == 143
     assert read_state(run).state == "stopped" and not is_alive(run)
 
 
 def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     run = make_run("max_steps=300")
     process = supervise(run, "load:none")
-    wait_for_step(run, 2)
+    wait_for_step(process, run, 2)
     process.kill()
     process.wait()
     assert read_state(run).state == "running"  # the worker goes on, and every command sees it
-    assert control.stop(run) and control.wait(run, 60)
+    assert control.stop(run) and control.wait(run, 900)
     assert read_state(run).state == "stopped"
 
 
 def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
     run = make_run()
     first, second = supervise(run, "load:none"), supervise(run, "load:none")
-    codes = sorted([first.wait(timeout=120), second.wait(timeout=120)])
+    codes = sorted([first.wait(), second.wait()])
     assert codes == [0, 2]
     assert [event["step"] for event in read_events(run.events) if event["kind"] == "step"] == list(range(1, 9))
     assert not is_alive(run)
@@ -101,7 +100,7 @@ def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
 
 def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
     run = make_run("loss_spike_factor=10")
-    assert supervise(run, "step7:spike").wait(timeout=240) == 0, run.log.read_text()[-2000:]
+    assert supervise(run, "step7:spike").wait() == 0, run.log.read_text()[-2000:]
     retry = next(event for event in read_events(run.events) if event["kind"] == "retry")
     assert retry["changes"] == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry["reason"]
     rates = {}

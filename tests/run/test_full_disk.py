@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import adapter_hash
+from faults import waiting_after
 
 from finetune.errors import DiskFull
 from finetune.events import EventWriter, read_events
@@ -74,34 +74,16 @@ def test_training_pauses_at_whatever_write_fails_and_goes_on_to_the_same_adapter
     assert adapter_hash(run) == adapter_hash(finished)
 
 
-def waiting_after(step, filled):
-    """A fault that waits after this step's event until the disk is filled."""
-
-    def patch():
-        from finetune.run.callbacks import RunCallback
-
-        log, deadline = RunCallback.on_log, time.monotonic() + 60
-
-        def waiting(self, args, state, control, **more):
-            log(self, args, state, control, **more)
-            while state.global_step == step and not filled.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-
-        RunCallback.on_log = waiting
-
-    return patch
-
-
 def test_the_supervisor_says_paused_and_resume_continues(make_run, finished, disk):
     run = on_disk(make_run(), disk)
     ballast = fill(disk, 60_000)
     control.start(run)
-    assert control.wait(run, 120)
+    assert control.wait(run, 900)
     ballast.unlink()
     state = read_state(run)
     assert state.state in ("paused", "lost") and "finetune resume" in state.message  # lost: not even the state could be written
     control.resume(run)
-    assert control.wait(run, 120)
+    assert control.wait(run, 900)
     assert adapter_hash(run) == adapter_hash(finished)
 
 

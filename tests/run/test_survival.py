@@ -8,6 +8,7 @@ import time
 
 import pytest
 from conftest import adapter_hash
+from faults import waiting_after
 
 from finetune.events import read_events
 from finetune.run.seal import newest_verified
@@ -46,14 +47,10 @@ def losses(run):
     return by_step
 
 
-def wait_for(run, kind, **values):
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for event in read_events(run.events):
-            if event["kind"] == kind and all(event.get(key) == value for key, value in values.items()):
-                return
+def wait_for_step(pid, run, step):
+    while not any(event["kind"] == "step" and event["step"] == step for event in read_events(run.events)):
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
         time.sleep(0.005)
-    raise AssertionError(f"no {kind} {values}: {run.log.read_text()[-2000:]}")
 
 
 def test_same_seed_same_adapter(unbroken, twin, train):
@@ -95,10 +92,11 @@ def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train)
 
 
 @pytest.mark.parametrize("number", [15, 2])
-def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, number):
-    pid = train.start(twin)
-    wait_for(twin, "step", step=3)
+def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path, number):
+    pid = train.start(twin, waiting_after(3, tmp_path / "asked"))
+    wait_for_step(pid, twin, 3)
     os.kill(pid, number)
+    (tmp_path / "asked").touch()
     assert train.wait(pid) == 128 + number
     assert read_state(twin).state == "stopped"
     assert train(twin) == 0
@@ -176,8 +174,8 @@ def test_resume_is_exact_with_padding_packing_workers_and_epochs(make_run, train
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
     assert train(whole) == 0, whole.log.read_text()[-2000:]
-    pid = train.start(broken)
-    wait_for(broken, "step", step=5)
+    pid = train.start(broken, waiting_after(5, tmp_path / "never"))
+    wait_for_step(pid, broken, 5)
     os.kill(pid, 9)
     train.wait(pid)
     assert train(broken) == 0

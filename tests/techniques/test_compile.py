@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.utils as dynamo
 from tiny_training import losses, plain_losses, settings_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 FORMS = {
     "plain": {},
