@@ -14,6 +14,7 @@ from typing import Any
 from make_model import make_model
 
 from finetune.events import Event, State, Step, read_events
+from finetune.serialise import to_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
 
@@ -108,4 +109,4 @@ def append(result: dict[str, Any], facts: dict[str, Any]) -> None:
     """One line in the committed results; only what ran is written."""
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**facts, **result}) + "\n")
+        file.write(json.dumps(to_json({**facts, **result})) + "\n")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+
 #: Of the lines in events.jsonl. It is raised when a reader of this version would misunderstand them; new keys don't raise it.
 VERSION = 1
+#: A longer number is damage, and would be too large for a float.
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +27,16 @@ class Event:
 class Memory:
     """Memory now, and at the peak since the step or phase began. What doesn't apply on a machine is None."""
 
-    allocated_bytes: Annotated[int | None, "in live tensors, as torch's allocator counts"] = None
-    peak_allocated_bytes: Annotated[int | None, "the most of it"] = None
-    reserved_bytes: Annotated[int | None, "held by torch's allocator"] = None
-    peak_reserved_bytes: Annotated[int | None, "the most of it"] = None
-    inactive_split_bytes: Annotated[int | None, "free pieces of blocks that are in use: fragmentation"] = None
-    card_used_bytes: Annotated[int | None, "in use on the whole card, by all programs"] = None
-    card_total_bytes: Annotated[int | None, "on the whole card"] = None
-    other_processes_bytes: Annotated[int | None, "in use on the card by other programs"] = None
-    process_rss_bytes: Annotated[int | None, "host memory of the training process"] = None
-    process_peak_rss_bytes: Annotated[int | None, "the most of it since the process began"] = None
+    allocated_bytes: Annotated[Whole | None, "in live tensors, as torch's allocator counts"] = None
+    peak_allocated_bytes: Annotated[Whole | None, "the most of it"] = None
+    reserved_bytes: Annotated[Whole | None, "held by torch's allocator"] = None
+    peak_reserved_bytes: Annotated[Whole | None, "the most of it"] = None
+    inactive_split_bytes: Annotated[Whole | None, "free pieces of blocks that are in use: fragmentation"] = None
+    card_used_bytes: Annotated[Whole | None, "in use on the whole card, by all programs"] = None
+    card_total_bytes: Annotated[Whole | None, "on the whole card"] = None
+    other_processes_bytes: Annotated[Whole | None, "in use on the card by other programs"] = None
+    process_rss_bytes: Annotated[Whole | None, "host memory of the training process"] = None
+    process_peak_rss_bytes: Annotated[Whole | None, "the most of it since the process began"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +47,9 @@ class State(Event):
     durable: ClassVar[bool] = True
 
     state: Annotated[str, "queued, starting, running, stopping, paused, finished, stopped, diverged or failed"]
-    attempt: Annotated[int | None, "number of the attempt that starts, from 1"] = None
+    attempt: Annotated[Whole | None, "number of the attempt that starts, from 1"] = None
     message: Annotated[str, "why, and what to type next"] = ""
-    exit_code: Annotated[int | None, "exit status of a run that ended"] = None
+    exit_code: Annotated[Whole | None, "exit status of a run that ended"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class Phase(Event, Memory):
     kind: ClassVar[str] = "phase"
 
     phase: Annotated[str, "load, evaluate or save"]
-    step: Annotated[int | None, "optimizer steps done; null in load"] = None
+    step: Annotated[Whole | None, "optimizer steps done; null in load"] = None
     phase_s: Annotated[float | None, "how long it took"] = None
 
 
@@ -65,14 +69,14 @@ class Start(Event):
 
     kind: ClassVar[str] = "start"
 
-    version: Annotated[int | None, "version of these lines; null in files from before there was one"] = None
+    version: Annotated[Whole | None, "version of these lines; null in files from before there was one"] = None
     resumed_from: Annotated[str | None, "name of the checkpoint; null from the beginning"] = None
-    step: Annotated[int, "optimizer steps done already"] = 0
-    total_steps: Annotated[int | None, "optimizer steps of the whole run"] = None
+    step: Annotated[Whole, "optimizer steps done already"] = 0
+    total_steps: Annotated[Whole | None, "optimizer steps of the whole run"] = None
     exact: Annotated[bool | None, "whether resuming gives the same bits as a run that was never stopped"] = None
     approximate_because: Annotated[tuple[str, ...], "why not, when it doesn't"] = ()
     versions: Annotated[dict[str, str], "of the packages that compute"] = field(default_factory=dict)
-    trainable_parameters: Annotated[int | None, "numbers that are trained"] = None
+    trainable_parameters: Annotated[Whole | None, "numbers that are trained"] = None
     memory_is: Annotated[str | None, "what the memory fields are about: card or process"] = None
 
 
@@ -82,16 +86,16 @@ class Step(Event, Memory):
 
     kind: ClassVar[str] = "step"
 
-    step: Annotated[int, "optimizer steps done, this one included"]
-    total_steps: Annotated[int | None, "optimizer steps of the whole run"] = None
+    step: Annotated[Whole, "optimizer steps done, this one included"]
+    total_steps: Annotated[Whole | None, "optimizer steps of the whole run"] = None
     epoch: Annotated[float | None, "passes over the rows, with their fraction"] = None
     loss: Annotated[float | None, "mean loss of the step's trained tokens"] = None
     learning_rate: Annotated[float | None, "of this step"] = None
     grad_norm: Annotated[float | None, "norm of the gradient before clipping"] = None
     token_accuracy: Annotated[float | None, "share of the trained tokens that were predicted"] = None
-    supervised_tokens: Annotated[int | None, "tokens trained on"] = None
-    real_tokens: Annotated[int | None, "tokens without padding"] = None
-    padded_tokens: Annotated[int | None, "tokens with padding"] = None
+    supervised_tokens: Annotated[Whole | None, "tokens trained on"] = None
+    real_tokens: Annotated[Whole | None, "tokens without padding"] = None
+    padded_tokens: Annotated[Whole | None, "tokens with padding"] = None
     step_s: Annotated[float | None, "how long the step took"] = None
     tokens_per_s: Annotated[float | None, "real tokens per second"] = None
     temperature_c: Annotated[float | None, "temperature of the card"] = None
@@ -104,7 +108,7 @@ class Evaluation(Event):
 
     kind: ClassVar[str] = "eval"
 
-    step: Annotated[int, "optimizer steps done"]
+    step: Annotated[Whole, "optimizer steps done"]
     eval_loss: Annotated[float | None, "mean loss of the held-out rows"] = None
     eval_s: Annotated[float | None, "how long it took"] = None
     eval_token_accuracy: Annotated[float | None, "share of the held-out rows' trained tokens that were predicted"] = None
@@ -117,9 +121,9 @@ class Checkpoint(Event):
     kind: ClassVar[str] = "checkpoint"
     durable: ClassVar[bool] = True
 
-    step: Annotated[int, "optimizer steps done"]
+    step: Annotated[Whole, "optimizer steps done"]
     path: Annotated[str | None, "its folder, in the run directory"] = None
-    bytes: Annotated[int | None, "size of its files, in bytes"] = None
+    bytes: Annotated[Whole | None, "size of its files, in bytes"] = None
     save_s: Annotated[float | None, "how long training waited for it"] = None
     seal_s: Annotated[float | None, "how long hashing and syncing took, beside training"] = None
 
@@ -131,13 +135,13 @@ class ForecastCheck(Event):
     kind: ClassVar[str] = "forecast"
 
     at: Annotated[str, "first step, or end"] = "first step"
-    step: Annotated[int | None, "optimizer steps done"] = None
-    predicted_allocated_bytes: Annotated[int | None, "forecast peak in live tensors"] = None
-    measured_allocated_bytes: Annotated[int | None, "measured peak in live tensors"] = None
+    step: Annotated[Whole | None, "optimizer steps done"] = None
+    predicted_allocated_bytes: Annotated[Whole | None, "forecast peak in live tensors"] = None
+    measured_allocated_bytes: Annotated[Whole | None, "measured peak in live tensors"] = None
     allocated_error: Annotated[float | None, "measured over forecast, less one: 0.1 is 10 % more than forecast"] = None
-    predicted_peak_bytes: Annotated[int | None, "forecast peak of the whole card"] = None
-    measured_card_bytes: Annotated[int | None, "measured on the whole card, without other programs"] = None
-    measured_reserved_bytes: Annotated[int | None, "measured peak of torch's allocator"] = None
+    predicted_peak_bytes: Annotated[Whole | None, "forecast peak of the whole card"] = None
+    measured_card_bytes: Annotated[Whole | None, "measured on the whole card, without other programs"] = None
+    measured_reserved_bytes: Annotated[Whole | None, "measured peak of torch's allocator"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,7 @@ class Sample(Event):
 
     kind: ClassVar[str] = "sample"
 
-    step: Annotated[int, "optimizer steps done"]
+    step: Annotated[Whole, "optimizer steps done"]
     prompt: Annotated[str | None, "the prompt"] = None
     expected: Annotated[str | None, "the answer of the row"] = None
     answer: Annotated[str | None, "the model's answer"] = None
@@ -168,7 +172,7 @@ class Retry(Event):
     kind: ClassVar[str] = "retry"
     durable: ClassVar[bool] = True
 
-    attempt: Annotated[int | None, "number of the attempt that follows"] = None
+    attempt: Annotated[Whole | None, "number of the attempt that follows"] = None
     reason: Annotated[str, "why there is one"] = ""
     changes: Annotated[dict[str, Any], "settings that it changes, with their new values"] = field(default_factory=dict)
 
@@ -181,12 +185,12 @@ class OutOfMemory(Event, Memory):
 
     phase: Annotated[str | None, "load, train, evaluate or save"] = None
     message: Annotated[str, "the error's own words"] = ""
-    asked_bytes: Annotated[int | None, "what could not be allocated"] = None
-    micro_batch: Annotated[int | None, "rows in memory at once"] = None
-    max_length: Annotated[int | None, "longest row, in tokens"] = None
-    forecast_allocated_bytes: Annotated[int | None, "forecast peak of the phase in live tensors"] = None
-    largest_free_block_bytes: Annotated[int | None, "largest free block in what the allocator holds"] = None
-    free_blocks: Annotated[int | None, "number of those blocks"] = None
+    asked_bytes: Annotated[Whole | None, "what could not be allocated"] = None
+    micro_batch: Annotated[Whole | None, "rows in memory at once"] = None
+    max_length: Annotated[Whole | None, "longest row, in tokens"] = None
+    forecast_allocated_bytes: Annotated[Whole | None, "forecast peak of the phase in live tensors"] = None
+    largest_free_block_bytes: Annotated[Whole | None, "largest free block in what the allocator holds"] = None
+    free_blocks: Annotated[Whole | None, "number of those blocks"] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import adapter_hash
 
-from finetune.events import read_events
+from finetune.events import RunWarning, Start, Step, read_events
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
@@ -41,8 +41,8 @@ def losses(run):
     """Loss by step; a step that was repeated after a crash must show the same loss again."""
     by_step = {}
     for event in read_events(run.events):
-        if event["kind"] == "step":
-            assert by_step.setdefault(event["step"], event["loss"]) == event["loss"]
+        if isinstance(event, Step):
+            assert by_step.setdefault(event.step, event.loss) == event.loss
     return by_step
 
 
@@ -50,7 +50,7 @@ def wait_for(run, kind, **values):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for event in read_events(run.events):
-            if event["kind"] == kind and all(event.get(key) == value for key, value in values.items()):
+            if event.kind == kind and all(getattr(event, key) == value for key, value in values.items()):
                 return
         time.sleep(0.005)
     raise AssertionError(f"no {kind} {values}: {run.log.read_text()[-2000:]}")
@@ -62,7 +62,7 @@ def test_same_seed_same_adapter(unbroken, twin, train):
 
 
 def test_killed_at_twenty_random_moments_the_adapter_is_the_same(unbroken, tmp_path, train, kill):
-    times = [event["time_s"] for event in read_events(unbroken.events)]
+    times = [event.time_s for event in read_events(unbroken.events)]
     lasts_s, moments, same = times[-1] - times[0] + 0.5, random.Random(0), 0
     for number in range(20):
         run = fresh_copy(unbroken, tmp_path / str(number))
@@ -147,11 +147,11 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
 
     events = EventReader(run.events, offset).new()
     assert any(
-        "checkpoint-8 skipped" in event["message"] and fault_in in event["message"]
+        "checkpoint-8 skipped" in event.message and fault_in in event.message
         for event in events
-        if event["kind"] == "warning"
+        if isinstance(event, RunWarning)
     )
-    assert next(event for event in events if event["kind"] == "start")["resumed_from"] == "checkpoint-6"
+    assert next(event for event in events if isinstance(event, Start)).resumed_from == "checkpoint-6"
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 
