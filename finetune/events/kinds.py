@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory now, and at the peak since the step or phase began. What doesn't apply on a machine is None."""
+    """Memory now, and at the peak since the step or phase began. What a machine doesn't measure is null."""
 
     allocated_bytes: Annotated[Whole | None, "in live tensors, as torch's allocator counts"] = None
     peak_allocated_bytes: Annotated[Whole | None, "the most of it"] = None
