@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -114,11 +115,12 @@ def test_lines_begin_with_kind_and_time_and_memory_comes_last(tmp_path):
 
 def filled(kind):
     """An event of that kind with a value in every field."""
-    values = {"Whole": 3, "float": 0.5, "str": "x", "bool": True, "tuple[str, ...]": ("y",)}
-    named = {
-        field.name: field.type.removeprefix("Annotated[").split(" | ")[0].split(", '")[0] for field in dataclasses.fields(kind)
-    }
-    return kind(**{name: values.get(type_.split(', "')[0], {"a": "b"}) for name, type_ in named.items()})
+    values = {
+        int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, Any]: {"a": 1},
+    }  # fmt: skip
+    hints = get_type_hints(kind)
+    types = {field.name: (hints[field.name], *get_args(hints[field.name])) for field in dataclasses.fields(kind)}
+    return kind(**{name: next(values[type_] for type_ in found if type_ in values) for name, found in types.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.kind)
