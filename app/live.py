@@ -11,7 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from app.views.series import Series
-from finetune.events import EventReader
+from finetune.events import (
+    Checkpoint,
+    Evaluation,
+    Event,
+    EventReader,
+    OutOfMemory,
+    Retry,
+    RunWarning,
+    Sample,
+    Start,
+    State,
+    Step,
+    Unknown,
+    event_from,
+    event_json,
+)
 from finetune.files import write_json
 from finetune.plan.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
@@ -35,69 +50,78 @@ class Digest:
 
     series: dict[str, Series] = field(default_factory=dict)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
-    messages: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    messages: deque[Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     peaks: dict[str, int] = field(default_factory=dict)
-    newest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    newest: dict[str, Event] = field(default_factory=dict)
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
     @property
+    def newest_step(self) -> Step | None:
+        """The newest step; None before the first."""
+        newest = self.newest.get(Step.kind)
+        return newest if isinstance(newest, Step) else None
+
+    @property
     def step(self) -> int:
-        """The newest step, 0 before the first."""
-        return int(self.newest.get("step", {}).get("step") or 0)
+        """Its number, 0 before the first."""
+        return self.newest_step.step if self.newest_step else 0
 
     @property
     def left_s(self) -> float | None:
         """Seconds left, by the median of the last steps; None when unknown."""
-        total = self.newest.get("step", {}).get("total_steps")
+        total = self.newest_step.total_steps if self.newest_step else None
         return statistics.median(self.recent_s) * max(0, total - self.step) if self.recent_s and total else None
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Add one event; kinds that are not known are only kept as the newest of their kind."""
-        kind = event["kind"]
-        self.newest[kind] = event
-        if kind == "step" and isinstance(event.get("step"), int):
-            self._take_step(event)
-        elif kind == "eval" and isinstance(event.get("step"), int):
-            self._add("eval_loss", event["step"], event.get("eval_loss"))
-            self._mark("evaluation", event["step"])
-        elif kind == "checkpoint":
-            self._mark("save", event.get("step"))
-        elif kind in ("retry", "start"):
-            self._mark(
-                "retry" if kind == "retry" else "resume" if event.get("resumed_from") else "start",
-                event.get("step") or self.step,
-            )
-        elif kind == "sample":
-            self.samples.append(event)
-        if kind in ("warning", "retry", "out_of_memory", "state", "start"):
+    def take(self, event: Event) -> None:
+        """Add one event; kinds that are not known are left out."""
+        if isinstance(event, Unknown):
+            return
+        self.newest[event.kind] = event
+        match event:
+            case Step():
+                self._take_step(event)
+            case Evaluation():
+                self._add("eval_loss", event.step, event.eval_loss)
+                self._mark("evaluation", event.step)
+            case Checkpoint():
+                self._mark("save", event.step)
+            case Retry():
+                self._mark("retry", self.step)
+            case Start():
+                self._mark("resume" if event.resumed_from else "start", event.step or self.step)
+            case Sample():
+                self.samples.append(event)
+        if isinstance(event, (RunWarning, Retry, OutOfMemory, State, Start)):
             self.messages.append(event)
 
-    def _take_step(self, event: dict[str, Any]) -> None:
-        step = event["step"]
+    def _take_step(self, event: Step) -> None:
         if "loss" not in self.series:
-            self._mark("first step", step)
+            self._mark("first step", event.step)
         for name in METRICS:
-            if event.get(name) is not None:
-                self._add(name, step, event[name])
+            value = getattr(event, name)
+            if value is not None:
+                self._add(name, event.step, value)
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes"):
-            if isinstance(event.get(name), int):
-                self.peaks[name] = max(self.peaks.get(name, 0), event[name])
-        if isinstance(event.get("step_s"), (int, float)):
-            self.recent_s.append(event["step_s"])
+            value = getattr(event, name)
+            if value is not None:
+                self.peaks[name] = max(self.peaks.get(name, 0), value)
+        if event.step_s is not None:
+            self.recent_s.append(event.step_s)
 
-    def _add(self, name: str, step: int, value: Any) -> None:
+    def _add(self, name: str, step: int, value: float | None) -> None:
         self.series.setdefault(name, Series()).add(step, value)
 
-    def _mark(self, name: str, step: Any) -> None:
-        if isinstance(step, int):
-            self.marks.append({"name": name, "step": step})
+    def _mark(self, name: str, step: int) -> None:
+        self.marks.append({"name": name, "step": step})
 
     def as_json(self) -> dict[str, Any]:
         """The digest as a file holds it."""
         return {
             "series": {name: series.as_json() for name, series in self.series.items()}, "marks": list(self.marks),
-            "samples": list(self.samples), "messages": list(self.messages), "peaks": self.peaks, "newest": self.newest,
+            "samples": [event_json(event) for event in self.samples], "peaks": self.peaks,
+            "messages": [event_json(event) for event in self.messages],
+            "newest": {kind: event_json(event) for kind, event in self.newest.items()},
             "recent_s": list(self.recent_s),
         }  # fmt: skip
 
@@ -106,9 +130,10 @@ class Digest:
         """Read back what `as_json` gave."""
         digest = cls({name: Series.from_json(series) for name, series in values["series"].items()})
         digest.marks.extend(values["marks"])
-        digest.samples.extend(values["samples"])
-        digest.messages.extend(values["messages"])
-        digest.peaks, digest.newest = values["peaks"], values["newest"]
+        digest.samples.extend(event for event in map(event_from, values["samples"]) if isinstance(event, Sample))
+        digest.messages.extend(map(event_from, values["messages"]))
+        digest.peaks = values["peaks"]
+        digest.newest = {kind: event_from(event) for kind, event in values["newest"].items()}
         digest.recent_s.extend(values["recent_s"])
         return digest
 

@@ -21,7 +21,7 @@ from typing import Any
 from app.live import LiveRun
 from app.views import run as run_view
 from finetune.card.card import Card
-from finetune.events import EventWriter
+from finetune.events import EventWriter, Step, event_json
 from finetune.files import write_json
 from finetune.forecast.forecast import Forecast
 from finetune.plan.plan import Plan
@@ -50,7 +50,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
     write_json(run.plan, plan(steps).as_json())
     (run.log).write_text("a line of the log\n" * 2000)
     writer, chance = EventWriter(run.events), random.Random(1)
-    lines = [json.dumps(step_event(step, steps, chance)) + "\n" for step in range(1, steps + 1)]
+    lines = [json.dumps(event_json(step_event(step, steps, chance))) + "\n" for step in range(1, steps + 1)]
     with run.events.open("a") as file:
         file.writelines(lines)
     live = LiveRun(run, folder / "kept.json")
@@ -61,8 +61,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
     costs, cpu, sizes = [], [], []
     for tick in range(TICKS):
         for number in range(NEW_STEPS):
-            event = step_event(steps + tick * NEW_STEPS + number + 1, steps + TICKS * NEW_STEPS, chance)
-            writer.emit(**event)
+            writer.emit(step_event(steps + tick * NEW_STEPS + number + 1, steps + TICKS * NEW_STEPS, chance))
         began, began_cpu = time.perf_counter(), time.process_time()
         live.refresh()
         sent = page(live)
@@ -94,18 +93,17 @@ def page(live: LiveRun) -> list[str]:
     ]  # fmt: skip
 
 
-def step_event(step: int, total: int, chance: random.Random) -> dict[str, Any]:
+def step_event(step: int, total: int, chance: random.Random) -> Step:
     """An event with every metric of a run on a card."""
     loss = 3 * math.exp(-3 * step / total) + chance.random() / 5 + (3.0 if step % 9973 == 0 else 0.0)
-    return {
-        "kind": "step", "step": step, "total_steps": total, "epoch": step / total, "loss": loss,
-        "learning_rate": 2e-4 * (1 - step / total), "grad_norm": 1 + chance.random(),
-        "token_accuracy": 0.5 + chance.random() / 3,
-        "tokens_per_s": 3000 + 200 * chance.random(), "step_s": 0.5 + chance.random() / 50, "allocated_bytes": 9 * GIB,
-        "peak_allocated_bytes": 10 * GIB + chance.randrange(GIB), "peak_reserved_bytes": 11 * GIB + chance.randrange(GIB // 4),
-        "card_used_bytes": 12 * GIB + chance.randrange(GIB // 4), "other_processes_bytes": GIB, "process_rss_bytes": 3 * GIB,
-        "temperature_c": 60 + chance.randrange(10), "power_w": 300 + 20 * chance.random(),
-    }  # fmt: skip
+    return Step(
+        step=step, total_steps=total, epoch=step / total, loss=loss, learning_rate=2e-4 * (1 - step / total),
+        grad_norm=1 + chance.random(), token_accuracy=0.5 + chance.random() / 3, tokens_per_s=3000 + 200 * chance.random(),
+        step_s=0.5 + chance.random() / 50, allocated_bytes=9 * GIB, peak_allocated_bytes=10 * GIB + chance.randrange(GIB),
+        peak_reserved_bytes=11 * GIB + chance.randrange(GIB // 4), card_used_bytes=12 * GIB + chance.randrange(GIB // 4),
+        other_processes_bytes=GIB, process_rss_bytes=3 * GIB, temperature_c=60 + chance.randrange(10),
+        power_w=300 + 20 * chance.random(),
+    )  # fmt: skip
 
 
 def plan(steps: int) -> Plan:

@@ -23,6 +23,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +134,41 @@ def exits() -> str:
     )
     rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *kinds]
     return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
+
+
+# -- events
+
+
+def events() -> str:
+    """The fields of every kind of event, from its type."""
+    from finetune.events import KINDS, Memory
+
+    shown = ""
+    for name, kind in KINDS.items():
+        more = " The memory fields follow." if issubclass(kind, Memory) else ""
+        table = markdown(("field", "value", "what it is"), _fields(kind))
+        shown += f"\n### `{name}`\n\n{' '.join((kind.__doc__ or '').split())}{more}\n\n{table}"
+    memory = markdown(("field", "value", "what it is"), _fields(Memory))
+    return f"{shown}\n### Memory fields\n\n{' '.join((Memory.__doc__ or '').split())}\n\n{memory}\n"
+
+
+def _fields(kind: type) -> list[tuple[str, str, str]]:
+    """Name, type with unit, and meaning of each field that the type adds itself."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [
+        (f"`{name}`", _value(name, typing.get_type_hints(kind)[name]), hints[name].__metadata__[-1])
+        for name in kind.__annotations__
+        if typing.get_origin(hints[name]) is typing.Annotated
+    ]
+
+
+def _value(name: str, hint: object) -> str:
+    words = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    units = {"_bytes": "bytes", "_s": "seconds", "_c": "°C", "_w": "watts"}
+    unit = next((unit for ending, unit in units.items() if name.endswith(ending) and not name.endswith("_per_s")), None)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    shown = [unit if unit and kind in (int, float) else words.get(kind, "") for kind in kinds]
+    return " or ".join(part or ("list of text" if "tuple" in str(hint) else "object") for part in shown)
 
 
 # -- plans
@@ -297,7 +334,7 @@ def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mea
 
 
 #: Blocks that are made in a moment, blocks that take forecasts, and blocks that follow from those on the pages.
-QUICK: dict[str, Callable[[], str]] = {"settings": settings, "exit-codes": exits, "cards": cards}
+QUICK: dict[str, Callable[[], str]] = {"settings": settings, "exit-codes": exits, "cards": cards, "events": events}
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,

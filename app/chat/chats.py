@@ -10,16 +10,37 @@ import json
 import subprocess
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from app.chat.said import KINDS, Answer, Done, Failure, Model, Question
 from app.process import converse
 from app.workspace import Workspace
-from finetune.events import EventWriter, read_events
+from finetune.events import read_events
 from finetune.run.directory import RunDirectory
 
 #: An idle chat gives its memory back.
 IDLE_S = 600.0
+
+
+@dataclass
+class Turn:
+    """A question with the answers as far as they are, or why there is none."""
+
+    question: str
+    answers: dict[Model, str] = field(default_factory=dict)
+    error: str | None = None
+    done: bool = False
+
+    def take(self, event: Answer | Failure | Done) -> None:
+        """Add what was said to it."""
+        match event:
+            case Answer():
+                self.answers[event.model] = event.text
+            case Failure():
+                self.error, self.done = event.text, True
+            case Done():
+                self.done = True
 
 
 class Chats:
@@ -39,19 +60,14 @@ class Chats:
             process.stdin.write(json.dumps({"question": question, "max_new_tokens": max_new_tokens}) + "\n")
             process.stdin.flush()
 
-    def turns(self, run: RunDirectory) -> list[dict[str, Any]]:
-        """Questions with `base` and `tuned` answers as far as they are, oldest first."""
-        found: dict[str, dict[str, Any]] = {}
-        for event in read_events(self.path(run)):
-            if event["kind"] == "question":
-                found[event["id"]] = {"question": event["text"], "base": None, "tuned": None, "error": None, "done": False}
-            elif event.get("id") in found:
-                turn = found[event["id"]]
-                if event["kind"] == "answer":
-                    turn[event["model"]] = event["text"]
-                elif event["kind"] == "error":
-                    turn["error"] = event["text"]
-                turn["done"] = turn["done"] or event["kind"] in ("done", "error")
+    def turns(self, run: RunDirectory) -> list[Turn]:
+        """What was said so far, oldest first."""
+        found: dict[str, Turn] = {}
+        for event in read_events(self.path(run), KINDS):
+            if isinstance(event, Question):
+                found[event.id] = Turn(event.text)
+            elif isinstance(event, (Answer, Failure, Done)) and event.id in found:
+                found[event.id].take(event)
         return list(found.values())
 
     def clear(self, run: RunDirectory) -> None:
@@ -87,14 +103,3 @@ class Chats:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-class Writer:
-    """What the chat process writes; one line each, see `Chats.turns`."""
-
-    def __init__(self, path: Path) -> None:
-        self._events = EventWriter(path)
-
-    def say(self, kind: str, identity: str, **values: Any) -> None:
-        """Append one event."""
-        self._events.emit(kind, id=identity, **values)

@@ -6,6 +6,8 @@ from typing import Any
 
 import gradio as gr
 
+from app.chat.chats import Turn
+from app.chat.said import MODELS, Model
 from app.context import Context
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem
@@ -109,23 +111,21 @@ def _has_adapter(run: RunDirectory) -> bool:
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
 
 
-def _conversation(turns: list[dict[str, Any]]) -> str:
+def _conversation(turns: list[Turn]) -> str:
     if not turns:
         return note("Send a message: both models answer it.")
     shown = []
     for turn in turns:
-        sides = "".join(
-            f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p></div>' for model in ("base", "tuned")
-        )
-        error = f'<p class="ft-note bad" role="alert">{inert(turn["error"])}</p>' if turn["error"] else ""
+        sides = "".join(f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p></div>' for model in MODELS)
+        error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
         shown.append(
-            f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn["question"], 10_000)}</p></div>'
+            f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn.question, 10_000)}</p></div>'
             f'<div class="ft-sides">{sides}</div>{error}</li>'
         )
     return f'<ol class="ft-chat" aria-live="polite">{"".join(shown)}</ol>'
 
 
-def _answer(turn: dict[str, Any], model: str) -> str:
-    if turn[model] is None:
-        return "no answer" if turn["done"] else '<span class="ft-busy"></span> waiting'
-    return inert(turn[model], 20_000) or "<em>an empty answer</em>"
+def _answer(turn: Turn, model: Model) -> str:
+    if model not in turn.answers:
+        return "no answer" if turn.done else '<span class="ft-busy"></span> waiting'
+    return inert(turn.answers[model], 20_000) or "<em>an empty answer</em>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ from app.live import Digest, LiveRun
 from app.views.charts import Level, Line, Mark, Panel, chart, stacked_bar
 from app.views.markup import Safe, inert, note, table
 from app.views.series import smoothed
+from finetune.events import Memory, OutOfMemory, Retry, RunWarning, Start, State, Step
 from finetune.forecast.forecast import PARTS
 from finetune.plan.plan import Plan
 from finetune.run.state import RunState
@@ -29,15 +31,15 @@ _TABLE_ROWS = 12
 
 def headline(live: LiveRun, state: RunState) -> str:
     """State in words with the numbers of now, and what the page's title says."""
-    digest, step = live.digest, live.digest.newest.get("step", {})
-    total = step.get("total_steps") or live.plan().total_steps
+    digest, step = live.digest, live.digest.newest_step
+    total = (step.total_steps if step else None) or live.plan().total_steps
     done = f"{digest.step:,} of {total:,} steps" if total else f"{digest.step:,} steps"
     title = f"{state.state} {100 * digest.step // total} %" if total and not state.ended else state.state
-    tiles = [("Step", done), ("Loss", _loss(step.get("loss"))), *_memory_tiles(digest), ("Speed", _speed(step))]
+    tiles = [("Step", done), ("Loss", _loss(step.loss if step else None)), *_memory_tiles(digest), ("Speed", _speed(step))]
     if not state.ended:
         tiles.append(("Time left", format_seconds(digest.left_s)))
-    if step.get("temperature_c") is not None:
-        tiles.append(("Card", f"{step['temperature_c']:.0f} °C, {_number(step.get('power_w'), 0)} W"))
+    if step and step.temperature_c is not None:
+        tiles.append(("Card", f"{step.temperature_c:.0f} °C, {_number(step.power_w, 0)} W"))
     shown = "".join(f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd></div>" for name, value in tiles)
     share = min(1.0, digest.step / total) if total else 0.0
     bar = f'<progress max="1" value="{share:.4f}" aria-label="Progress: {inert(done)}"></progress>'
@@ -101,7 +103,7 @@ def more_curves(digest: Digest) -> str:
 
 def memory(digest: Digest, plan: Plan) -> str:
     """The forecast by part and what was measured, side by side."""
-    step = digest.newest.get("step", {})
+    step = digest.newest_step or Memory()
     rows: list[list[Any]] = []
     bar = ""
     if plan.forecast:
@@ -116,13 +118,13 @@ def memory(digest: Digest, plan: Plan) -> str:
             if size > 0
         ]
         rows.append(["whole, forecast at the peak", format_bytes(plan.forecast.peak_bytes), _measured_peak(digest)])
-    for name, key in (
-        ("allocated now", "allocated_bytes"), ("reserved by the allocator, peak of the step", "peak_reserved_bytes"),
-        ("whole card now", "card_used_bytes"), ("other processes on the card", "other_processes_bytes"),
-        ("this process in host memory now", "process_rss_bytes"),
+    for name, now_bytes in (
+        ("allocated now", step.allocated_bytes), ("reserved by the allocator, peak of the step", step.peak_reserved_bytes),
+        ("whole card now", step.card_used_bytes), ("other processes on the card", step.other_processes_bytes),
+        ("this process in host memory now", step.process_rss_bytes),
     ):  # fmt: skip
-        if step.get(key) is not None:
-            rows.append([name, None, format_bytes(step[key])])
+        if now_bytes is not None:
+            rows.append([name, None, format_bytes(now_bytes)])
     for name, size in digest.peaks.items():
         rows.append(
             [f"{name.removesuffix('_bytes').replace('_', ' ').removeprefix('peak ')}, peak overall", None, format_bytes(size)]
@@ -137,7 +139,7 @@ def samples(digest: Digest) -> str:
     if not digest.samples:
         return note("This run has written no sample answers yet: held-out prompts are answered at each evaluation.")
     names = ("prompt", "expected", "answer")
-    rows = [[f"{event.get('step', 0):,}", *(event.get(name) or "" for name in names)] for event in reversed(digest.samples)]
+    rows = [[f"{event.step:,}", *(getattr(event, name) or "" for name in names)] for event in reversed(digest.samples)]
     return table([">step", *names], rows, "Sample answers", hidden_caption=True)
 
 
@@ -145,13 +147,18 @@ def messages(digest: Digest) -> str:
     """What the run said about itself: states, retries, warnings."""
     rows = []
     for event in reversed(digest.messages):
-        words = event.get("message") or event.get("reason") or event.get("state") or ""
-        if event["kind"] == "start":
-            source = event.get("resumed_from")
-            words = f"training {f'from {source}' if source else 'from the beginning'}"
-        if event["kind"] == "retry":
-            words += ": " + ", ".join(f"{name}={value}" for name, value in (event.get("changes") or {}).items())
-        rows.append([time.strftime("%H:%M:%S", time.localtime(event.get("time_s", 0))), event["kind"].replace("_", " "), words])
+        match event:
+            case State():
+                words = event.message or event.state
+            case Start():
+                words = f"training from {event.resumed_from or 'the beginning'}"
+            case Retry():
+                words = f"{event.reason}: {', '.join(f'{name}={value}' for name, value in event.changes.items())}"
+            case RunWarning() | OutOfMemory():
+                words = event.message
+            case _:
+                continue
+        rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), event.kind.replace("_", " "), words])
     return (
         table(["time", "what", "message"], rows, "Messages", hidden_caption=True)
         if rows
@@ -249,17 +256,17 @@ def _measured_peak(digest: Digest) -> str | None:
 
 
 def _memory_tiles(digest: Digest) -> list[tuple[str, str]]:
-    step = digest.newest.get("step", {})
-    if step.get("peak_allocated_bytes") is not None:
-        now, peak = step.get("allocated_bytes"), digest.peaks.get("peak_allocated_bytes")
+    step = digest.newest_step or Memory()
+    if step.peak_allocated_bytes is not None:
+        now, peak = step.allocated_bytes, digest.peaks.get("peak_allocated_bytes")
     else:
-        now, peak = step.get("process_rss_bytes"), digest.peaks.get("process_peak_rss_bytes")
+        now, peak = step.process_rss_bytes, digest.peaks.get("process_peak_rss_bytes")
     return [("Memory now", format_bytes(now)), ("Memory, peak", format_bytes(peak))]
 
 
-def _speed(step: dict[str, Any]) -> str:
-    rate = step.get("tokens_per_s")
-    return f"{format_count(round(rate))} tokens/s" if isinstance(rate, (int, float)) else "not measured"
+def _speed(step: Step | None) -> str:
+    rate = step.tokens_per_s if step else None
+    return f"{format_count(round(rate))} tokens/s" if rate is not None and math.isfinite(rate) else "not measured"
 
 
 def _loss(value: Any) -> str:

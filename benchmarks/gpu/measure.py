@@ -13,6 +13,9 @@ from typing import Any
 
 from make_model import make_model
 
+from finetune.events import Event, State, Step, read_events
+from finetune.serialise import to_json
+
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
 
 
@@ -44,7 +47,7 @@ def measure(
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     run = next((Path(line["run"]) for line in reversed(lines) if "run" in line), None)
     plan = json.loads((run / "plan.json").read_text()) if run else None
-    measured = summary(lines)
+    measured = summary(read_events(run / "events.jsonl") if run else [])
     if not measured["state"]:
         measured["error"] = (done.stdout + done.stderr)[-2000:]
     known = {name: plan and plan[name] for name in ("forecast", "verdict", "plan")}
@@ -52,21 +55,21 @@ def measure(
     return {**facts, "wall_s": time.perf_counter() - began, **known, **measured}
 
 
-def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(events: list[Event]) -> dict[str, Any]:
     """Peaks over all steps, and the median step without the first two."""
-    steps = [event for event in events if event.get("kind") == "step"]
-    later = [event["step_s"] for event in steps[2:]]
-    rates = [event["tokens_per_s"] for event in steps[2:] if event["tokens_per_s"]]
-    last = next((event for event in reversed(events) if "state" in event), {})
+    steps = [event for event in events if isinstance(event, Step)]
+    later = [step.step_s for step in steps[2:] if step.step_s]
+    rates = [step.tokens_per_s for step in steps[2:] if step.tokens_per_s]
+    last = next((event for event in reversed(events) if isinstance(event, State)), None)
 
     def peak(name: str) -> int | None:
-        return max((event[name] for event in steps if event.get(name) is not None), default=None)
+        return max((getattr(step, name) for step in steps if getattr(step, name) is not None), default=None)
 
     return {
-        "state": last.get("state"), "message": last.get("message"), "steps": len(steps),
+        "state": last.state if last else None, "message": last.message if last else None, "steps": len(steps),
         "measured_allocated_bytes": peak("peak_allocated_bytes"), "measured_reserved_bytes": peak("peak_reserved_bytes"),
         "measured_card_bytes": peak("card_used_bytes"), "step_s": statistics.median(later) if later else None,
-        "tokens_per_s": statistics.median(rates) if rates else None, "losses": [event["loss"] for event in steps],
+        "tokens_per_s": statistics.median(rates) if rates else None, "losses": [step.loss for step in steps],
     }  # fmt: skip
 
 
@@ -106,4 +109,4 @@ def append(result: dict[str, Any], facts: dict[str, Any]) -> None:
     """One line in the committed results; only what ran is written."""
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**facts, **result}) + "\n")
+        file.write(json.dumps(to_json({**facts, **result})) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,8 +14,9 @@ from rich.text import Text
 
 from finetune.units import format_bytes, format_count, format_seconds
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an error of a recipe is told without events
     from finetune.errors import FinetuneError
+    from finetune.events import Memory, Step
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -78,22 +79,21 @@ def _is_shown(letter: str) -> bool:
     return letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
 
 
-def step_line(event: dict[str, Any]) -> str:
+def step_line(step: Step, left_s: float | None) -> str:
     """One step as a plain line of at most 80 columns."""
-    rate, memory = event.get("tokens_per_s"), memory_now(event)
-    loss, left_s = event.get("loss"), event.get("left_s")
-    shown = f"{loss:.4f}" if isinstance(loss, float) else str(loss)
+    shown = "-" if step.loss is None else f"{step.loss:.4f}"
+    rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
     return (
-        f"step {event['step']}/{event['total_steps']}  loss {shown}  {format_count(round(rate)) if rate else '-'} tok/s  "
-        f"{memory}  left {format_seconds(left_s)}"
+        f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory_now(step)}  "
+        f"left {format_seconds(left_s)}"
     )
 
 
-def memory_now(event: dict[str, Any]) -> str:
+def memory_now(memory: Memory) -> str:
     """Memory now and at the peak, on the card; or of the process on a CPU, and then it says so."""
-    if event.get("peak_allocated_bytes") is not None:
-        return f"card {format_bytes(event['allocated_bytes'])} / {format_bytes(event['peak_allocated_bytes'])}"
-    return f"process {format_bytes(event.get('process_rss_bytes'))} / {format_bytes(event.get('process_peak_rss_bytes'))}"
+    if memory.peak_allocated_bytes is not None:
+        return f"card {format_bytes(memory.allocated_bytes)} / {format_bytes(memory.peak_allocated_bytes)}"
+    return f"process {format_bytes(memory.process_rss_bytes)} / {format_bytes(memory.process_peak_rss_bytes)}"
 
 
 def state_text(state: str) -> Text:

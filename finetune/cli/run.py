@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import statistics
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
-from finetune.events import EventReader
+from finetune.events import Checkpoint, Evaluation, Event, EventReader, Retry, RunWarning, Start, State, Step, event_json
 from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import list_runs, open_run
@@ -109,8 +110,8 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     try:
         show = _JsonView() if as_json else _BarView() if sys.stdout.isatty() else _LineView()
         with show:
-            for event in _events(run, offset, interrupts, owner):
-                show.event(event)
+            for event, left_s in _events(run, offset, interrupts, owner):
+                show.event(event, left_s)
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
@@ -121,16 +122,18 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, 1)
 
 
-def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[dict[str, Any]]:
+def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, float | None]]:
+    """Events until the run ends; with a step the seconds that are left, None where they aren't known."""
     reader, told, recent = EventReader(run.events, offset), 0, deque[float](maxlen=50)
     alive_s = time.monotonic() + 20  # a starting supervisor needs a moment before it shows
     while True:
         for event in reader.new():
             alive_s = time.monotonic()
-            if event["kind"] == "step" and event.get("step_s"):
-                recent.append(event["step_s"])
-                event["left_s"] = statistics.median(recent) * max(0, event["total_steps"] - event["step"])
-            yield event
+            left_s = None
+            if isinstance(event, Step) and event.step_s and event.total_steps:
+                recent.append(event.step_s)
+                left_s = statistics.median(recent) * max(0, event.total_steps - event.step)
+            yield event, left_s
         if len(interrupts) > told:
             told = len(interrupts)
             if not owner:
@@ -138,7 +141,7 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
             err.print("\n[yellow]stopping after this step, with a checkpoint; Ctrl-C again ends it at once[/]")
             control.stop(run, interrupts[-1])
         if time.monotonic() > alive_s and read_state(run).ended:
-            yield from reader.new()
+            yield from ((event, None) for event in reader.new())
             return
         time.sleep(0.1)
 
@@ -174,20 +177,19 @@ class _JsonView:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def event(self, event: dict[str, Any]) -> None:
-        print_json(event)
+    def event(self, event: Event, left_s: float | None) -> None:
+        print_json(event_json(event) | ({"left_s": left_s} if left_s is not None else {}))
         sys.stdout.flush()
 
 
 class _LineView(_JsonView):
     """Plain lines for a file or a pipe: about forty of them for any number of steps."""
 
-    def event(self, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        if kind == "step":
-            every = max(1, event["total_steps"] // 40)
-            if event["step"] % every == 0 or event["step"] in (1, event["total_steps"]):
-                print(step_line(event), flush=True)
+    def event(self, event: Event, left_s: float | None) -> None:
+        if isinstance(event, Step):
+            every = max(1, (event.total_steps or 0) // 40)
+            if event.step % every == 0 or event.step in (1, event.total_steps):
+                print(step_line(event, left_s), flush=True)
         elif text := _text_of(event):
             print(text, flush=True)
 
@@ -212,36 +214,33 @@ class _BarView(_JsonView):
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
 
-    def event(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "step":
-            rate = event.get("tokens_per_s")
-            loss = event["loss"] if isinstance(event["loss"], str) else f"{event['loss']:.3f}"
-            speed, left = format_count(round(rate)) if rate else "-", format_seconds(event.get("left_s"))
-            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {left}"
-            self._bar.update(
-                self._task, description="training", completed=event["step"], total=event["total_steps"], shown=shown
-            )
-        elif event["kind"] == "state":
-            self._bar.update(self._task, description=event["state"])
+    def event(self, event: Event, left_s: float | None) -> None:
+        if isinstance(event, Step):
+            loss = "-" if event.loss is None else f"{event.loss:.3f}"
+            speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
+            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {format_seconds(left_s)}"
+            self._bar.update(self._task, description="training", completed=event.step, total=event.total_steps, shown=shown)
+        elif isinstance(event, State):
+            self._bar.update(self._task, description=event.state)
         if text := _text_of(event):
             self._bar.print(escape(text))
 
 
-def _text_of(event: dict[str, Any]) -> str:
+def _text_of(event: Event) -> str:
     """The line for an event that is worth one, or nothing."""
-    kind = event["kind"]
-    if kind == "eval" and isinstance(event.get("eval_loss"), float):
-        return f"step {event['step']}: held-out loss {event['eval_loss']:.4f} ({format_seconds(event['eval_s'])})"
-    if kind == "checkpoint":
-        took_s = event["save_s"] + event["seal_s"]
-        return f"step {event['step']}: checkpoint sealed, {format_bytes(event['bytes'])} in {took_s:.2f} s"
-    if kind == "warning":
-        return f"note: {event['message']}"
-    if kind == "retry":
-        changes = ", ".join(f"{name}={value}" for name, value in event["changes"].items())
-        return f"{event['reason']}; going on by itself with {changes} (attempt {event['attempt']})"
-    if kind == "start":
-        where = f"from {event['resumed_from']}" if event["resumed_from"] else "from the beginning"
-        why = "; ".join(event["approximate_because"])
-        return f"training {where}; resuming is {'exact to the bit' if event['exact'] else f'approximate, because {why}'}"
+    match event:
+        case Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
+            return f"step {event.step}: held-out loss {event.eval_loss:.4f} ({format_seconds(event.eval_s)})"
+        case Checkpoint():
+            took_s = (event.save_s or 0) + (event.seal_s or 0)
+            return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"
+        case RunWarning():
+            return f"note: {event.message}"
+        case Retry():
+            changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
+            return f"{event.reason}; going on by itself with {changes} (attempt {event.attempt})"
+        case Start():
+            where = f"from {event.resumed_from}" if event.resumed_from else "from the beginning"
+            why = "; ".join(event.approximate_because)
+            return f"training {where}; resuming is {'exact to the bit' if event.exact else f'approximate, because {why}'}"
     return ""

@@ -16,8 +16,10 @@ import psutil
 
 from finetune.distributed.configuration import is_distributed, write_configuration
 from finetune.distributed.ranks import TOGETHER, ending_path
+from finetune.events import State, event_from
 
 if TYPE_CHECKING:
+    from finetune.events import Event
     from finetune.plan.plan import Plan
 
 
@@ -69,7 +71,7 @@ class ManyProcesses:
                     if _WORKER in child.cmdline():
                         child.send_signal(number)
 
-    def settle(self, code: int, emit: Callable[..., None]) -> int:
+    def settle(self, code: int, emit: Callable[[Event], None]) -> int:
         """The exit status of all, from what each said last; `emit`s what the leader held back. `code`: the launcher's."""
         endings = {local: ending for local in range(self.locals) if (ending := self._ending(local)) is not None}
         if 0 in endings and endings[0]["exit_code"] in TOGETHER:  # the leader has written it itself
@@ -79,11 +81,11 @@ class ManyProcesses:
         cause = min(endings.values(), key=lambda ending: _ORDER.index(ending["exit_code"]))
         silent = [str(local) for local in range(self.locals) if local not in endings]
         if silent and cause["exit_code"] == 1:  # what the others say of lost connections follows from that
-            emit("state", state="failed", exit_code=1, message=self._killed(silent))
+            emit(State(state="failed", exit_code=1, message=self._killed(silent)))
         elif cause["exit_code"] == 1 and self.plan.settings.launch.num_machines > 1:
-            emit("state", state="failed", exit_code=1, message=self._lost(str(cause["values"].get("message", ""))))
+            emit(State(state="failed", exit_code=1, message=self._lost(str(cause["event"].get("message", "")))))
         else:
-            emit(cause["kind"], **cause["values"])
+            emit(event_from(cause["event"]))
         return int(cause["exit_code"])
 
     def _killed(self, silent: list[str]) -> str:

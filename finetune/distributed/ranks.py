@@ -14,10 +14,13 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.events import EventWriter
+from finetune.events import EventWriter, OutOfMemory, State, event_json
 from finetune.files import write_json
+
+if TYPE_CHECKING:
+    from finetune.events import Event
 
 #: Ends that every process reaches at the same step, so that all wait for the leader before they exit.
 TOGETHER = (0, 6, 130, 143)
@@ -63,22 +66,21 @@ class RankEvents(EventWriter):
         super().__init__(events)
         self._rank, self._ending = rank, ending_path(events.parent, rank.local)
 
-    def emit(self, kind: str, **values: Any) -> None:
+    def emit(self, event: Event) -> None:
         """Write, keep or drop one event."""
-        code = 5 if kind == "out_of_memory" else values.get("exit_code")
+        code = 5 if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
         if code is not None:
-            self._keep_ending(kind, code, values)
+            self._keep_ending(event, code)
         if self._rank.leads and (code is None or code in TOGETHER):
-            super().emit(kind, **values)
+            super().emit(event)
 
-    def _keep_ending(self, kind: str, code: int, values: dict[str, Any]) -> None:
+    def _keep_ending(self, event: Event, code: int) -> None:
         if code == 5:
             _tell_peers(self._rank.number)
         elif code == 1 and (culprit := _told_by_peers()) is not None:  # a lost connection, because another ran out of memory
-            kind, code = "out_of_memory", 5
-            values = {"phase": "train", "message": f"process {culprit} on another machine ran out of memory"}
+            event, code = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory"), 5
         self._ending.parent.mkdir(exist_ok=True)
-        write_json(self._ending, {"rank": self._rank.number, "kind": kind, "exit_code": code, "values": values})
+        write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
 
 
 def join(rank: Rank, on_cpu: bool) -> None:

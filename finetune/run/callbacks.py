@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import highest
+from finetune.events import RunWarning, Step
 from finetune.run.accuracy import against_forecast, refuse_surprise
 from finetune.run.memory_watch import MemoryWatch
 
@@ -76,8 +77,7 @@ class RunCallback(TrainerCallback):
         tokens = self.trainer.take_token_counts()
         step_s = time.perf_counter() - self._began
         memory = self._memory.sample()
-        self._events.emit(
-            "step",
+        self._events.emit(Step(
             step=state.global_step,
             total_steps=state.max_steps,
             epoch=round(state.epoch or 0.0, 6),
@@ -90,19 +90,19 @@ class RunCallback(TrainerCallback):
             padded_tokens=tokens["padded"],
             step_s=step_s,
             tokens_per_s=tokens["real"] / step_s if tokens["real"] and step_s > 0 else None,
-            **memory,
+            **vars(memory),
             **self._memory.sensors(),
-        )
+        ))  # fmt: skip
         self._memory.reset_peak()
         for message in self._watch.step(memory, step_s):
-            self._events.emit("warning", message=message)
+            self._events.emit(RunWarning(message=message))
         self._check_finite(state.global_step, logs, control)
         self._check_spike(state.global_step, logs["loss"], control)
         if not self._compared:
             self._compared = True
-            comparison = against_forecast(self.trainer.plan, memory)
-            self._events.emit("forecast", step=state.global_step, **comparison)
-            refuse_surprise(self.trainer.plan, comparison)
+            check = against_forecast(self.trainer.plan, memory, at="first step", step=state.global_step)
+            self._events.emit(check)
+            refuse_surprise(self.trainer.plan, check)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A resumed schedule comes with the sealed learning rate; the plan's may have been lowered since."""
@@ -118,7 +118,7 @@ class RunCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Between epochs only what lives on is allocated: the moment to see a leak."""
         for message in self._watch.epoch(self._memory.sample()):
-            self._events.emit("warning", message=message)
+            self._events.emit(RunWarning(message=message))
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:
         """Opt-in watchdog: a loss far over its recent median ends the attempt, unsaved."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from finetune.events import OutOfMemory
+from finetune.run.snapshot import free_blocks
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.run.memory import MemorySampler
-
 
 #: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
 _MEMORY_TEXTS = (
@@ -38,17 +40,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> dict[str, Any]:
+def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
     """What is known: the error's own words, bytes asked for, measured against forecast, and the settings that ran."""
     settings = plan.settings
-    return {
-        "message": str(error).split("\n")[0][:500],
-        "asked_bytes": _asked_bytes(str(error)),
-        "micro_batch": settings.per_device_train_batch_size,
-        "max_length": settings.max_length,
-        "forecast_allocated_bytes": plan.forecast.peaks.get(phase) if plan.forecast else None,
-        **memory.sample(),
-    }
+    return OutOfMemory(
+        phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=_asked_bytes(str(error)),
+        micro_batch=settings.per_device_train_batch_size, max_length=settings.max_length,
+        forecast_allocated_bytes=plan.forecast.peaks.get(phase) if plan.forecast else None,
+        **free_blocks(not plan.card.is_cpu), **vars(memory.sample()),
+    )  # fmt: skip
 
 
 def _asked_bytes(text: str) -> int | None:

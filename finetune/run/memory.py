@@ -9,11 +9,7 @@ from typing import Any
 
 import psutil
 
-#: Fields of every memory sample, in bytes; null where they don't apply on this machine.
-FIELDS = (
-    "allocated_bytes", "peak_allocated_bytes", "reserved_bytes", "peak_reserved_bytes", "inactive_split_bytes",
-    "card_used_bytes", "card_total_bytes", "other_processes_bytes", "process_rss_bytes", "process_peak_rss_bytes",
-)  # fmt: skip
+from finetune.events import Memory
 
 
 class MemorySampler:
@@ -24,18 +20,14 @@ class MemorySampler:
         self._on_cuda = on_cuda
         self._card = _NvmlCard() if on_cuda else None
 
-    def sample(self) -> dict[str, int | None]:
-        """Bytes now and at the peak since `reset_peak`, by the names in FIELDS."""
-        values: dict[str, int | None] = dict.fromkeys(FIELDS)
-        values["process_rss_bytes"] = self._process.memory_info().rss
-        values["process_peak_rss_bytes"] = _peak_rss_bytes()
-        if self._on_cuda:
-            values.update(self._allocator())
-        if self._card is not None:
-            values.update(self._card.sample())
-        return values
+    def sample(self) -> Memory:
+        """Bytes now and at the peak since `reset_peak`."""
+        return Memory(
+            process_rss_bytes=self._process.memory_info().rss, process_peak_rss_bytes=_peak_rss_bytes(),
+            **(self._allocator() if self._on_cuda else {}), **(self._card.sample() if self._card is not None else {}),
+        )  # fmt: skip
 
-    def sensors(self) -> dict[str, float | None]:
+    def sensors(self) -> dict[str, Any]:
         """Temperature and power of the card; null on a CPU."""
         return self._card.sensors() if self._card is not None else {"temperature_c": None, "power_w": None}
 

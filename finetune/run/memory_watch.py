@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from typing import TYPE_CHECKING
 
 from finetune.units import GIB, MIB, format_bytes
 
-Sample = dict[str, int | None]
+if TYPE_CHECKING:
+    from finetune.events import Memory
+
 _SLOW_FACTOR = 5.0  # Windows and WSL spill to system memory silently; reports speak of 10 to 1000 times
 _OTHERS_GREW_BYTES = 512 * MIB
 _LEAK_EPOCHS, _LEAK_BYTES = 3, 32 * MIB
@@ -23,16 +26,16 @@ class MemoryWatch:
         self._others_bytes: int | None = None
         self._epoch_levels: list[int] = []
 
-    def step(self, memory: Sample, step_s: float) -> list[str]:
+    def step(self, memory: Memory, step_s: float) -> list[str]:
         """Warnings after an optimizer step that took `step_s` seconds."""
         found = [self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)]
         self._step_s.append(step_s)
         return [text for kind, text in found if text and self._first(kind)]
 
-    def epoch(self, memory: Sample) -> list[str]:
+    def epoch(self, memory: Memory) -> list[str]:
         """Warnings at an epoch's end: live bytes that grow from epoch to epoch are a leak, peaks are not."""
-        if memory["allocated_bytes"] is not None:
-            self._epoch_levels.append(memory["allocated_bytes"])
+        if memory.allocated_bytes is not None:
+            self._epoch_levels.append(memory.allocated_bytes)
         if not leaks(self._epoch_levels) or not self._first("leak"):
             return []
         grown = self._epoch_levels[-1] - self._epoch_levels[-_LEAK_EPOCHS]
@@ -43,8 +46,8 @@ class MemoryWatch:
         self._said.add(kind)
         return new
 
-    def _spill(self, memory: Sample, step_s: float) -> tuple[str, str]:
-        reserved, total, others = memory["reserved_bytes"], memory["card_total_bytes"], memory["other_processes_bytes"] or 0
+    def _spill(self, memory: Memory, step_s: float) -> tuple[str, str]:
+        reserved, total, others = memory.reserved_bytes, memory.card_total_bytes, memory.other_processes_bytes or 0
         if reserved is None or total is None or reserved + others <= total:
             return "spill", ""
         slow = len(self._step_s) >= 5 and step_s > _SLOW_FACTOR * statistics.median(self._step_s)
@@ -53,8 +56,8 @@ class MemoryWatch:
         fix = "Set 'Prefer No Sysmem Fallback' in the NVIDIA control panel, or plan with a smaller memory_budget"
         return "spill", f"{used}: the driver spills to system memory{speed}. {fix}"
 
-    def _others(self, memory: Sample) -> tuple[str, str]:
-        others = memory["other_processes_bytes"]
+    def _others(self, memory: Memory) -> tuple[str, str]:
+        others = memory.other_processes_bytes
         if others is None:
             return "others", ""
         if self._others_bytes is None:
@@ -67,8 +70,8 @@ class MemoryWatch:
             f"other programs have taken {format_bytes(grown)} more of the card since the start; this run has not grown",
         )
 
-    def _fragmentation(self, memory: Sample) -> tuple[str, str]:
-        reserved, peak = memory["peak_reserved_bytes"], memory["peak_allocated_bytes"]
+    def _fragmentation(self, memory: Memory) -> tuple[str, str]:
+        reserved, peak = memory.peak_reserved_bytes, memory.peak_allocated_bytes
         if reserved is None or peak is None:
             return "fragments", ""
         lost = reserved - peak

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from finetune.events import RunWarning, Sample
 from finetune.run.failures import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Samples:
             if not is_out_of_memory(error):
                 raise
             self._rows = []
-            events.emit("warning", message="no more sample answers: there is not enough memory left to generate them")
+            events.emit(RunWarning(message="no more sample answers: there is not enough memory left to generate them"))
             return
         for row, answer in zip(self._rows, answers, strict=True):
-            events.emit("sample", step=step, prompt=row["prompt"], expected=row["answer"], answer=answer)
+            events.emit(Sample(step=step, prompt=row["prompt"], expected=row["answer"], answer=answer))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.events import EventReader
+from finetune.events import EventReader, Start, State, Step
 
 if TYPE_CHECKING:
+    from finetune.events import Event
     from finetune.run.directory import RunDirectory
 
 
@@ -39,24 +42,26 @@ class RunState:
         return self.state in ENDED
 
 
-def read_state(run: RunDirectory, events: list[dict[str, Any]] | None = None) -> RunState:
+def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunState:
     """Derive the state from the last events and from whether anything of the run still holds its lock.
 
     Whoever follows the events already hands the newest of each kind in as `events`.
     """
     events = _last_events(run.events) if events is None else events
-    last = next((event for event in reversed(events) if event["kind"] == "state"), None)
-    step: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "step"), {})
-    start: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "start"), {})
-    state = last["state"] if last else "starting"
-    values: dict[str, Any] = {"step": step.get("step"), "loss": _number(step.get("loss"))}
-    values["total_steps"] = step.get("total_steps", start.get("total_steps"))
+    last = next((event for event in reversed(events) if isinstance(event, State)), None)
+    step = next((event for event in reversed(events) if isinstance(event, Step)), None)
+    start = next((event for event in reversed(events) if isinstance(event, Start)), None)
+    state, message = (last.state, last.message) if last else ("starting", "")
+    values: dict[str, Any] = {
+        "step": step.step if step else None,
+        "total_steps": next((event.total_steps for event in (step, start) if event and event.total_steps), None),
+        "loss": step.loss if step and step.loss is not None and math.isfinite(step.loss) else None,
+    }  # fmt: skip
     alive = is_alive(run)
-    if last and state in ENDED and not (alive and _started_since(run, last["time_s"])):
-        return RunState(state, last.get("message", ""), last.get("exit_code"), **values)
+    if last and state in ENDED and not (alive and _started_since(run, last.time_s or 0.0)):
+        return RunState(state, message, last.exit_code, **values)
     if alive:
-        state = "starting" if state in ENDED else state
-        return RunState(state, last.get("message", "") if last else "", None, **values)
+        return RunState("starting" if state in ENDED else state, message, None, **values)
     if last is None and not run.process.exists():
         return RunState("queued", "not started yet", None, **values)
     return RunState("lost", f"its process is gone; go on with: finetune resume {run.path}", 1, **values)
@@ -120,14 +125,10 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _last_events(path: Path) -> list[dict[str, Any]]:
+def _last_events(path: Path) -> list[Event]:
     """Events at the end of the file; a run of a million steps costs no more than a short one."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         return []
     return EventReader(path, max(0, size - _TAIL_BYTES)).new()
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None

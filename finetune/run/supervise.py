@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from finetune.card.allocator import allocator_environment
 from finetune.distributed.processes import many_processes
-from finetune.events import EventReader, EventWriter
+from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
 from finetune.run.card_queue import card_queue
@@ -28,6 +28,7 @@ from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record, take_lock
 
 if TYPE_CHECKING:
+    from finetune.events import Event
     from finetune.run.card_queue import Queue
 
 _POLL_S = 0.1
@@ -50,7 +51,7 @@ class Supervisor:
         self.run, self.lock = run, lock
         self.signals: list[int] = []
         self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
-        self.seen: list[dict[str, Any]] = []
+        self.seen: list[Event] = []
         self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
@@ -76,7 +77,7 @@ class Supervisor:
             if self.signals:
                 return False
             if ahead != told:
-                self._emit("state", state="queued", message=f"waits for {ahead[-1]}; {len(ahead)} ahead")
+                self._emit(State(state="queued", message=f"waits for {ahead[-1]}; {len(ahead)} ahead"))
                 told = ahead
             time.sleep(_POLL_S)
         return True
@@ -84,7 +85,7 @@ class Supervisor:
     def _attempts(self) -> int:
         attempt = 1
         while True:
-            self._emit("state", state="starting", attempt=attempt)
+            self._emit(State(state="starting", attempt=attempt))
             code = self._attempt()
             self.seen += self.reader.new()
             again = {5: self._smaller_plan, 6: self._lower_rate}.get(code)
@@ -114,7 +115,7 @@ class Supervisor:
                     _kill_tree(worker)
                     ended = True
                 else:
-                    self._emit("state", state="stopping")
+                    self._emit(State(state="stopping"))
                     many.send(worker, self.signals[0]) if many is not None else worker.send_signal(self.signals[0])
                     asked_s = time.monotonic()
                 told = len(self.signals)
@@ -122,7 +123,7 @@ class Supervisor:
                 _kill_tree(worker)
                 ended = True
             if self._hangs(began_s):
-                self._emit("warning", message=f"no sign of life for {self.hang_deadline_s:.0f} s; the process was ended")
+                self._emit(RunWarning(message=f"no sign of life for {self.hang_deadline_s:.0f} s; the process was ended"))
                 _kill_tree(worker)
                 ended = True
             time.sleep(_POLL_S)
@@ -130,7 +131,7 @@ class Supervisor:
 
     def _has_started(self) -> bool:
         self.seen += self.reader.new()
-        return any(event["kind"] == "start" for event in self.seen)
+        return any(isinstance(event, Start) for event in self.seen)
 
     def _hangs(self, began_s: float) -> bool:
         """True when a run that trains has shown no step, and no micro-batch, for longer than the deadline."""
@@ -143,66 +144,61 @@ class Supervisor:
         """Prepare the next attempt after an out-of-memory; False when there is nothing left to try."""
         from finetune.run.retry import MOST_RETRIES, adjust, next_smaller
 
-        event: dict[str, Any] = next((event for event in reversed(self.seen) if event["kind"] == "out_of_memory"), {})
-        phase = event.get("phase", "train")
+        failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
+        phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
         if changes is None:
-            self._emit(
-                "state", state="failed", exit_code=5,
-                message=f"out of memory in phase {phase} with the smallest plan there is; a shorter max_length or a smaller "
-                f"model needs less: finetune plan {self.run.recipe}",
+            self._end(
+                "failed", 5, f"out of memory in phase {phase} with the smallest plan there is; a shorter max_length or "
+                f"a smaller model needs less: finetune plan {self.run.recipe}",
             )  # fmt: skip
             return False
         adjust(self.run, changes)
-        self._emit("retry", attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes)
+        self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))
         return True
 
     def _lower_rate(self, attempt: int) -> bool:
         """After a loss spike: half the learning rate from the last checkpoint; False when it was no spike, or one too many."""
         from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan
 
-        spike = self.seen[-1] if self.seen and self.seen[-1]["kind"] == "loss_spike" else None
-        if spike is None:
+        spike = self.seen[-1] if self.seen else None
+        if not isinstance(spike, LossSpike):
             return False
         if attempt > MOST_RETRIES:
-            self._emit("state", state="diverged", exit_code=6, message=f"{spike['message']}, after {attempt} attempts")
+            self._end("diverged", 6, f"{spike.message}, after {attempt} attempts")
             return False
         changes = {"learning_rate": adjusted_plan(self.run).settings.learning_rate / 2}
         adjust(self.run, changes)
-        self._emit("retry", attempt=attempt + 1, reason=spike["message"], changes=changes)
+        self._emit(Retry(attempt=attempt + 1, reason=spike.message, changes=changes))
         return True
 
     def _last_word(self, code: int) -> int:
         """The worker says how it ended; when it was killed it could not, and this does."""
-        last: dict[str, Any] = next((event for event in reversed(self.seen) if event["kind"] == "state"), {})
-        if last.get("state") in ENDED:
-            return int(last.get("exit_code", code))
+        last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
+        if last is not None and last.state in ENDED:
+            return code if last.exit_code is None else last.exit_code
         resume = f"go on from the last checkpoint with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]
-            self._emit("state", state="stopped", exit_code=code, message=f"ended at once; {resume}")
+            self._end("stopped", code, f"ended at once; {resume}")
         elif code == 7:
-            self._emit("state", state="paused", exit_code=7, message=f"the disk is full; free some space, then {resume}")
+            self._end("paused", 7, f"the disk is full; free some space, then {resume}")
         elif code == -signal.SIGKILL:
-            self._emit(
-                "state", state="failed", exit_code=1, message=f"the process was killed (often: host memory ran out); {resume}"
-            )
+            self._end("failed", 1, f"the process was killed (often: host memory ran out); {resume}")
         else:
-            self._emit(
-                "state",
-                state="failed",
-                exit_code=1,
-                message=f"the process ended with status {code}, see {self.run.log}; {resume}",
-            )
+            self._end("failed", 1, f"the process ended with status {code}, see {self.run.log}; {resume}")
         return code if code > 0 else 1
 
-    def _emit(self, kind: str, **values: Any) -> None:
+    def _end(self, state: str, exit_code: int, message: str) -> None:
+        self._emit(State(state=state, exit_code=exit_code, message=message))
+
+    def _emit(self, event: Event) -> None:
         """The worker is the writer while it lives; between attempts and for the stop's beginning it is this process."""
         with contextlib.suppress(OSError):  # a full disk must not take the supervisor down; the state is then `lost`
             writer = EventWriter(self.run.events)
             try:
-                writer.emit(kind, **values)
+                writer.emit(event)
             finally:
                 writer.close()
         self.seen += self.reader.new()

@@ -11,15 +11,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from finetune.events import Evaluation, Memory, RunWarning, Start, Step
 from finetune.requirements import installed_version
-from finetune.run.memory import FIELDS
 
 if TYPE_CHECKING:
-    from finetune.events import EventWriter
+    from finetune.events import Event, EventWriter
     from finetune.plan.plan import Plan
     from finetune.run.directory import RunDirectory
 
@@ -28,7 +28,8 @@ _PROJECT = "finetune"
 _STEP_NAMES = {
     "loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate", "epoch": "train/epoch",
     "token_accuracy": "train/mean_token_accuracy", "tokens_per_s": "tokens_per_s", "step_s": "step_s",
-    **{name: f"memory/{name}" for name in FIELDS}, "temperature_c": "card/temperature_c", "power_w": "card/power_w",
+    **{field.name: f"memory/{field.name}" for field in fields(Memory)},
+    "temperature_c": "card/temperature_c", "power_w": "card/power_w",
 }  # fmt: skip
 _EVAL_NAMES = {"eval_loss": "eval/loss", "eval_token_accuracy": "eval/mean_token_accuracy", "eval_s": "eval_s"}
 
@@ -47,14 +48,14 @@ class Trackers:
         self._forecast = forecast_numbers(plan)
         self._open: dict[str, _Tracker] = {}
 
-    def hear(self, kind: str, values: dict[str, Any]) -> None:
+    def hear(self, event: Event) -> None:
         """One event: a start opens the trackers, steps and evaluations are logged, the rest is not for them."""
-        if kind == "start":
-            self._start(values["step"])
-        elif kind == "step":
-            self._log(values["step"], {**_renamed(_STEP_NAMES, values), **self._forecast})
-        elif kind == "eval":
-            self._log(values["step"], _renamed(_EVAL_NAMES, values))
+        if isinstance(event, Start):
+            self._start(event.step)
+        elif isinstance(event, Step):
+            self._log(event.step, {**_renamed(_STEP_NAMES, event), **self._forecast})
+        elif isinstance(event, Evaluation):
+            self._log(event.step, _renamed(_EVAL_NAMES, event))
 
     def close(self, code: int) -> None:
         """Write out, and where it is sent send, what is left; `code` is the exit status."""
@@ -80,7 +81,7 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - whatever a tracker does, the training is worth more
             self._open.pop(name, None)
             message = f"{name} is left out from here on: {type(error).__name__}: {error}; the events have all numbers"
-            self._events.emit("warning", message=message)
+            self._events.emit(RunWarning(message=message))
 
 
 def forecast_numbers(plan: Plan) -> dict[str, float]:
@@ -95,9 +96,9 @@ def forecast_numbers(plan: Plan) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _renamed(names: dict[str, str], values: dict[str, Any]) -> dict[str, float]:
+def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
     """An event's numbers by their trackers' names; unknown ones are left out."""
-    return {name: values[field] for field, name in names.items() if values.get(field) is not None}
+    return {name: getattr(event, field) for field, name in names.items() if getattr(event, field) is not None}
 
 
 def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
+from finetune.events import Checkpoint, Evaluation, Phase
 from finetune.model.techniques import step_context, training_arguments
 from finetune.run.failures import is_disk_full
 from finetune.run.samples import Samples
@@ -152,10 +153,10 @@ class RunTrainer(SFTTrainer):
         with self._phase("evaluate") as took:
             metrics = super().evaluate(*arguments, **named)
         took_s = took()
-        self.events.emit(
-            "eval", step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,
+        self.events.emit(Evaluation(
+            step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,
             eval_token_accuracy=metrics.get("eval_mean_token_accuracy"),
-        )  # fmt: skip
+        ))  # fmt: skip
         if ranks.this_rank().leads:
             self.samples.emit(self.accelerator.unwrap_model(self.model), self.state.global_step, self.events)
         return metrics
@@ -195,7 +196,7 @@ class RunTrainer(SFTTrainer):
             seal_s = time.perf_counter() - began
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
             path = str(target.relative_to(self.run.path))
-            self.events.emit("checkpoint", step=step, path=path, bytes=size, save_s=save_s, seal_s=seal_s)
+            self.events.emit(Checkpoint(step=step, path=path, bytes=size, save_s=save_s, seal_s=seal_s))
         rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
 
     @contextlib.contextmanager
@@ -214,7 +215,7 @@ class RunTrainer(SFTTrainer):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[Any]:
-        """Emit a phase's beginning, and its end with the memory peak it reached; yields a function that gives its seconds."""
+        """Emit a phase with the memory peak it reached when it has ended; yields a function that gives its seconds."""
         ended: list[float] = []
         began = time.perf_counter()
         self.memory.reset_peak()
@@ -222,5 +223,6 @@ class RunTrainer(SFTTrainer):
         yield lambda: (ended or [time.perf_counter()])[0] - began
         ended.append(time.perf_counter())
         self.phase = "train"
-        self.events.emit("phase", phase=name, step=self.state.global_step, phase_s=ended[0] - began, **self.memory.sample())
+        memory = vars(self.memory.sample())
+        self.events.emit(Phase(phase=name, step=self.state.global_step, phase_s=ended[0] - began, **memory))
         self.memory.reset_peak()

@@ -9,21 +9,23 @@ import contextlib
 import shutil
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import events
 from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.recipe.schema import Decides, settings_that_decide
-from finetune.run.accuracy import remember
+from finetune.run.accuracy import at_end, remember
 from finetune.run.directory import RunDirectory
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import facts_differ, newest_verified
-from finetune.run.snapshot import free_blocks, start_recording, write_snapshot
+from finetune.run.snapshot import start_recording, write_snapshot
 from finetune.run.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Worker:
         try:
             return self._train()
         except LossSpike as error:
-            self.events.emit("loss_spike", message=error.problems[0], learning_rate=self.plan.settings.learning_rate)
+            self.events.emit(events.LossSpike(message=error.problems[0], learning_rate=self.plan.settings.learning_rate))
             return error.exit_code
         except FinetuneError as error:
             return self._failed(error.exit_code, _STATE_OF.get(error.exit_code, "failed"), error)
@@ -69,11 +71,10 @@ class Worker:
             traceback.print_exc()
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
-                on_cuda = not self.plan.card.is_cpu
-                facts = {**describe(error, phase, self.plan, self.memory), **free_blocks(on_cuda)}
+                event = describe(error, phase, self.plan, self.memory)
                 if self.plan.settings.record_memory_history:
-                    write_snapshot(self.run.snapshot, on_cuda)
-                self.events.emit("out_of_memory", phase=phase, **facts)
+                    write_snapshot(self.run.snapshot, not self.plan.card.is_cpu)
+                self.events.emit(event)
                 return 5
             if is_disk_full(error):
                 full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
@@ -84,7 +85,7 @@ class Worker:
         message = " ".join([*error.problems, error.fix]).strip()
         print(f"{error.title}: {message}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
         with contextlib.suppress(OSError):  # a full disk: the supervisor says it when there is room again
-            self.events.emit("state", state=state, message=message, exit_code=code)
+            self.events.emit(events.State(state=state, message=message, exit_code=code))
         return code
 
     def _train(self) -> int:
@@ -105,15 +106,22 @@ class Worker:
         if self.stop.signal is not None and step < trainer.state.max_steps:
             message = f"stopped at step {step} with a checkpoint; go on with: finetune resume {self.run.path}"
             code = 128 + self.stop.signal
-            self.events.emit("state", state="stopped", message=message, exit_code=code)
+            self.events.emit(events.State(state="stopped", message=message, exit_code=code))
             return code
         self.phase = "save"
         self._save_adapter(trainer)
         if self.rank.leads:
-            with contextlib.suppress(OSError):  # a cache that can't be written spoils no finished run
-                remember(self.plan, self.run)
-        self.events.emit("state", state="finished", message=f"adapter in {self.run.adapter}", exit_code=0)
+            self._hold_against_forecast()
+        self.events.emit(events.State(state="finished", message=f"adapter in {self.run.adapter}", exit_code=0))
         return 0
+
+    def _hold_against_forecast(self) -> None:
+        """What the whole run measured: an event for those who watch it, and kept for the plans to come."""
+        steps = [event for event in events.read_events(self.run.events) if isinstance(event, events.Step)]
+        if (check := at_end(self.plan, steps)) is not None:
+            self.events.emit(check)
+        with contextlib.suppress(OSError):  # a cache that can't be written spoils no finished run
+            remember(self.plan, steps)
 
     def _build(self) -> tuple[Any, Any]:
         from datasets import load_from_disk
@@ -135,11 +143,11 @@ class Worker:
             keep_layers_apart()
         if settings.record_memory_history:
             start_recording(not self.plan.card.is_cpu)
-        self._emit_phase("load")
+        began = time.perf_counter()
         base = build_base(settings, load_config(settings), device=self.device, weights=True)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
-        self._release_load_peak()
+        self._end_load(time.perf_counter() - began)
         callback = RunCallback(self.events, self.memory, self.stop)
         rows = {
             name: load_from_disk(str(self.run.data / name)) for name in ("train", "eval") if (self.run.data / name).is_dir()
@@ -173,20 +181,17 @@ class Worker:
 
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
         for line in skipped:
-            self.events.emit("warning", message=line)
+            self.events.emit(events.RunWarning(message=line))
         approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
         sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
-        self.events.emit(
-            "start", resumed_from=checkpoint.path.name if checkpoint else None, step=checkpoint.step if checkpoint else 0,
-            total_steps=self.plan.total_steps, exact=not approximate, approximate_because=approximate, versions=versions(),
-            trainable_parameters=sum(size for size, trains in sizes if trains),
+        self.events.emit(events.Start(
+            version=events.VERSION,
+            resumed_from=checkpoint.path.name if checkpoint else None, step=checkpoint.step if checkpoint else 0,
+            total_steps=self.plan.total_steps, exact=not approximate, approximate_because=tuple(approximate),
+            versions=versions(), trainable_parameters=sum(size for size, trains in sizes if trains),
             memory_is="process" if self.plan.card.is_cpu else "card",
-        )  # fmt: skip
-        self.events.emit("state", state="running")
-
-    def _emit_phase(self, phase: str) -> None:
-        self.phase = phase
-        self.events.emit("phase", phase=phase, step=None, phase_s=None, **self.memory.sample())
+        ))  # fmt: skip
+        self.events.emit(events.State(state="running"))
 
     def _limit_card(self) -> None:
         """Cap the process at its budget, so that what is over the forecast is an error at once and not a slow spill."""
@@ -199,10 +204,13 @@ class Worker:
         share = min(1.0, max(0.0, (card.free_bytes - (card.context_bytes or 0)) / total))
         torch.cuda.set_per_process_memory_fraction(share)
 
-    def _release_load_peak(self) -> None:
+    def _end_load(self, took_s: float) -> None:
+        """Tell what loading took, and give back what it doesn't need any more; the first step has a peak of its own."""
         import gc
 
+        self.events.emit(events.Phase(phase="load", phase_s=took_s, **vars(self.memory.sample())))
         gc.collect()
+        self.memory.reset_peak()
         if not self.plan.card.is_cpu:
             import torch
 

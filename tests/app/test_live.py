@@ -6,7 +6,7 @@ import pytest
 
 from app import live as live_module
 from app.live import LiveRun
-from finetune.events import EventWriter
+from finetune.events import Checkpoint, Evaluation, EventWriter, Retry, Start, Step
 from finetune.run.directory import RunDirectory
 
 
@@ -17,10 +17,10 @@ def run(tmp_path):
     return RunDirectory(path)
 
 
-def write_steps(run, first, last, **more):
+def write_steps(run, first, last):
     writer = EventWriter(run.events)
     for step in range(first, last + 1):
-        writer.emit("step", step=step, total_steps=1000, loss=10.0 / step, process_rss_bytes=2**30, step_s=0.5, **more)
+        writer.emit(Step(step=step, total_steps=1000, loss=10.0 / step, process_rss_bytes=2**30, step_s=0.5))
     writer.close()
 
 
@@ -38,7 +38,7 @@ def test_a_tick_reads_only_what_is_new(run, tmp_path, monkeypatch):
     assert taken == []
     write_steps(run, 51, 53)
     live.refresh()
-    assert [event["step"] for event in taken] == [51, 52, 53]
+    assert [event.step for event in taken] == [51, 52, 53]
 
 
 def test_reading_at_once_and_in_pieces_gives_the_same(run, tmp_path):
@@ -78,18 +78,35 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning(run, tmp_path):
 
 def test_nan_and_unknown_kinds_do_no_harm(run, tmp_path):
     writer = EventWriter(run.events)
-    writer.emit("step", step=1, total_steps=9, loss=float("nan"), grad_norm=None)
-    writer.emit("news of a later version", step=["?"], loss={})
-    writer.emit("step", step=2, total_steps=9, loss=1.5)
+    writer.emit(Step(step=1, total_steps=9, loss=float("nan"), grad_norm=None))
+    with run.events.open("a") as file:
+        file.write('{"kind": "news of a later version", "step": ["?"]}\n{"kind": "step", "step": ["?"], "loss": {}}\n')
+    writer.emit(Step(step=2, total_steps=9, loss=1.5))
     writer.close()
     live = follow(run, tmp_path)
     live.refresh()
     assert live.digest.series["loss"].points() == [(1.5, None), (2.0, 1.5)]
 
 
+def test_no_number_of_a_damaged_file_stops_the_page(run, tmp_path):
+    write_steps(run, 1, 3)
+    names = ("step", "total_steps", "loss", "step_s", "peak_allocated_bytes", "temperature_c", "time_s")
+    with run.events.open("a") as file:
+        for name in names:
+            for number in ("9" * 400, "1e999", "-1e999", "NaN", '"nan"', "-5", "1.5"):
+                values = {"step": "4", "total_steps": "9", "loss": "1.0", **{name: number}}
+                fields = ", ".join(f'"{key}": {value}' for key, value in values.items())
+                file.write(f'{{"kind": "step", {fields}}}\n')
+    live = follow(run, tmp_path)
+    live.wait()
+    json.dumps(live.digest.as_json())
+    assert live.digest.step and live.state().step == live.digest.step
+    assert live.digest.left_s is not None and live.digest.series["loss"].points()
+
+
 def test_a_long_history_is_read_in_the_background_and_kept(run, tmp_path, monkeypatch):
     monkeypatch.setattr(live_module, "DIGEST_BYTES", 50_000)
-    write_steps(run, 1, 5000, filler="x" * 100)
+    write_steps(run, 1, 5000)
     live = follow(run, tmp_path)
     assert live.refresh() is False
     live.wait()
@@ -104,12 +121,12 @@ def test_a_long_history_is_read_in_the_background_and_kept(run, tmp_path, monkey
 
 def test_marks_say_what_happened_when(run, tmp_path):
     writer = EventWriter(run.events)
-    writer.emit("start", resumed_from=None, step=0)
-    writer.emit("step", step=1, total_steps=4, loss=1.0)
-    writer.emit("eval", step=2, eval_loss=0.9, eval_s=1.0)
-    writer.emit("checkpoint", step=2, path="x", bytes=1, save_s=0.1, seal_s=0.1)
-    writer.emit("retry", attempt=2, reason="out of memory", changes={})
-    writer.emit("start", resumed_from="checkpoint-2", step=2)
+    writer.emit(Start(resumed_from=None, step=0))
+    writer.emit(Step(step=1, total_steps=4, loss=1.0))
+    writer.emit(Evaluation(step=2, eval_loss=0.9, eval_s=1.0))
+    writer.emit(Checkpoint(step=2, path="x", bytes=1, save_s=0.1, seal_s=0.1))
+    writer.emit(Retry(attempt=2, reason="out of memory", changes={}))
+    writer.emit(Start(resumed_from="checkpoint-2", step=2))
     writer.close()
     live = follow(run, tmp_path)
     live.refresh()

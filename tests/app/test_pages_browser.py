@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import screenshots
-from finetune.events import EventWriter
+from finetune.events import EventWriter, Sample, State, Step
 from finetune.run.directory import RunDirectory
 
 TOKEN = "b" * 32
@@ -129,9 +129,9 @@ def fake_run(served, name, steps=50):
     shutil.copy(real.with_name("recipe.yaml"), run.recipe)
     writer = EventWriter(run.events)
     for step in range(1, steps + 1):
-        writer.emit("step", step=step, total_steps=steps, loss=3.0 / step, process_rss_bytes=2**30, step_s=0.1)
-    writer.emit("sample", step=steps, prompt="<img src=x onerror=alert(1)>", answer="\x1b[31m**bold** ${alert(1)} {{value}}")
-    writer.emit("state", state="finished", message="<b>done</b>", exit_code=0)
+        writer.emit(Step(step=step, total_steps=steps, loss=3.0 / step, process_rss_bytes=2**30, step_s=0.1))
+    writer.emit(Sample(step=steps, prompt="<img src=x onerror=alert(1)>", answer="\x1b[31m**bold** ${alert(1)} {{value}}"))
+    writer.emit(State(state="finished", message="<b>done</b>", exit_code=0))
     writer.close()
     return run
 

@@ -42,6 +42,14 @@ def test_json_streams_events_and_ends_with_run_and_state(place):
     assert all(event["allocated_bytes"] is None for event in steps)  # no card here: unknown, not 0
 
 
+def test_each_phase_is_timed_and_the_forecast_is_compared_at_both_ends(place):
+    events = place[1][:-1]
+    phases = {event["phase"]: event["phase_s"] for event in events if event["kind"] == "phase"}
+    assert set(phases) == {"load", "evaluate"} and all(took_s > 0 for took_s in phases.values())
+    assert [event["at"] for event in events if event["kind"] == "forecast"] == ["first step", "end"]
+    assert [event["version"] for event in events if event["kind"] == "start"] == [1]
+
+
 def test_held_out_exact_match_goes_from_nothing_to_nearly_all(place):
     scores = json.loads(finetune("eval", "latest", "--json", cwd=place[0]))
     assert scores["rows"] >= 100

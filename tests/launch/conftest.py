@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from finetune.events import read_events
+from finetune.events import Step, read_events
 from finetune.run.directory import RunDirectory
 
 #: Engines that a user installs when he wants them: the tests with their own parsers are there when they are.
@@ -32,7 +32,7 @@ class Supervised:
         return self.process.wait()
 
     def wait_for_step(self, step) -> None:
-        while not any(event["kind"] == "step" and event["step"] >= step for event in read_events(self.run.events)):
+        while not any(isinstance(event, Step) and event.step >= step for event in read_events(self.run.events)):
             assert self.process.poll() is None, self.run.log.read_text()[-3000:]
             time.sleep(0.05)
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from finetune.events import read_events
+from finetune.events import State, Step, read_events
 
 #: A sitecustomize.py that makes process 1 run out of memory in step 3, as long as its micro-batch is 2.
 OUT_OF_MEMORY_ON_RANK_1 = """
@@ -20,9 +20,9 @@ if os.environ.get("RANK") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
 """
 
 
-def steps(run) -> list[dict]:
+def steps(run) -> list[Step]:
     """The `step` events of a run, the last attempt's where a step was done twice."""
-    latest = {event["step"]: event for event in read_events(run.events) if event["kind"] == "step"}
+    latest = {event.step: event for event in read_events(run.events) if isinstance(event, Step)}
     return [latest[number] for number in sorted(latest)]
 
 
@@ -33,9 +33,9 @@ def adapter(run) -> dict:
     return load_file(Path(run.adapter) / "adapter_model.safetensors")
 
 
-def last_state(run) -> dict:
+def last_state(run) -> State:
     """The last `state` event."""
-    return [event for event in read_events(run.events) if event["kind"] == "state"][-1]
+    return [event for event in read_events(run.events) if isinstance(event, State)][-1]
 
 
 def facts(checkpoint: Path) -> dict:

@@ -10,7 +10,7 @@ import pytest
 from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, last_state, steps
 from warm import CLIENT, warm_server
 
-from finetune.events import read_events
+from finetune.events import Retry, Start, read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -74,7 +74,7 @@ def test_two_machines_train_together_and_each_has_the_whole_story(start, one):
     here, there = start()
     assert (here.wait(), there.wait()) == (0, 0), here.run.log.read_text()[-2000:] + there.run.log.read_text()[-2000:]
     for far, near, alone in zip(steps(there.run), steps(here.run), steps(one), strict=True):
-        assert far["loss"] == near["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert far.loss == near.loss == pytest.approx(alone.loss, rel=1e-4)
     for name, weights in adapter(here.run).items():
         assert weights.equal(adapter(there.run)[name])
     for run in (here.run, there.run):
@@ -91,17 +91,17 @@ def test_a_machine_that_dies_ends_the_other_in_time_and_both_resume_from_the_sea
     began = time.monotonic()
     assert here.wait() == 1
     assert time.monotonic() - began < 300  # gloo would wait for half an hour
-    assert last_state(here.run)["state"] == "failed" and "finetune resume" in last_state(here.run)["message"]
+    assert last_state(here.run).state == "failed" and "finetune resume" in last_state(here.run).message
     there.process.wait()
     near, far = start.again([here.run, there.run])
-    near.wait_for_step(steps(here.run)[-1]["step"] + 2)
+    near.wait_for_step(steps(here.run)[-1].step + 2)
     began_from = [
-        [event for event in read_events(run.events) if event["kind"] == "start"][-1]["step"] for run in (near.run, far.run)
+        [event for event in read_events(run.events) if isinstance(event, Start)][-1].step for run in (near.run, far.run)
     ]
     assert began_from[0] == began_from[1] >= 2
     near.process.send_signal(signal.SIGTERM)  # one machine is asked; both stop after the same step
     assert (near.wait(), far.wait()) == (143, 143)
-    assert steps(near.run)[-1]["step"] == steps(far.run)[-1]["step"]
+    assert steps(near.run)[-1].step == steps(far.run)[-1].step
 
 
 def test_out_of_memory_on_one_machine_is_the_same_retry_on_both(start, tmp_path):
@@ -109,5 +109,5 @@ def test_out_of_memory_on_one_machine_is_the_same_retry_on_both(start, tmp_path)
     here, there = start(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert (here.wait(), there.wait()) == (0, 0), here.run.log.read_text()[-2000:] + there.run.log.read_text()[-2000:]
     for run in (here.run, there.run):
-        retries = [event for event in read_events(run.events) if event["kind"] == "retry"]
-        assert [retry["changes"] for retry in retries] == [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]
+        retries = [event for event in read_events(run.events) if isinstance(event, Retry)]
+        assert [retry.changes for retry in retries] == [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]

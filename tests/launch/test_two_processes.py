@@ -10,7 +10,7 @@ import pytest
 import torch
 from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, facts, last_state, steps
 
-from finetune.events import read_events
+from finetune.events import Checkpoint, Start, State, Step, read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
 
@@ -20,25 +20,25 @@ LOSS_TOLERANCE = 1e-4
 
 def test_two_processes_give_the_loss_curve_of_one(one, two):
     for alone, together in zip(steps(one), steps(two), strict=True):
-        assert together["loss"] == pytest.approx(alone["loss"], rel=LOSS_TOLERANCE)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
-        assert together["learning_rate"] == alone["learning_rate"]
+        assert together.loss == pytest.approx(alone.loss, rel=LOSS_TOLERANCE)
+        assert together.grad_norm == pytest.approx(alone.grad_norm, rel=1e-3)
+        assert together.learning_rate == alone.learning_rate
     for name, weights in adapter(one).items():
         torch.testing.assert_close(adapter(two)[name], weights, rtol=1e-2, atol=1e-4)
 
 
 def test_every_step_counts_the_tokens_of_both(one, two):
     for alone, together in zip(steps(one), steps(two), strict=True):
-        assert together["supervised_tokens"] == alone["supervised_tokens"]
-        assert together["real_tokens"] == alone["real_tokens"]
+        assert together.supervised_tokens == alone.supervised_tokens
+        assert together.real_tokens == alone.real_tokens
 
 
 def test_there_is_one_event_stream(two):
     events = read_events(two.events)
-    assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3, 4]
-    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [2, 4]
-    assert [event["kind"] for event in events].count("start") == 1
-    assert [event["state"] for event in events if event["kind"] == "state"] == ["starting", "running", "finished"]
+    assert [event.step for event in events if isinstance(event, Step)] == [1, 2, 3, 4]
+    assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4]
+    assert [event.kind for event in events].count("start") == 1
+    assert [event.state for event in events if isinstance(event, State)] == ["starting", "running", "finished"]
 
 
 def test_each_process_has_its_random_state_in_the_seal(two):
@@ -57,9 +57,9 @@ def copy_back_to_step_2(run, make_launch, *overrides):
 def test_resuming_with_the_same_processes_is_exact(two, make_launch, supervise):
     run = copy_back_to_step_2(two, make_launch, "launch.num_processes=2")
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
-    start = next(event for event in read_events(run.events) if event["kind"] == "start")
-    assert start["resumed_from"] == "checkpoint-2" and start["exact"] is True
-    assert [event["step"] for event in steps(run)] == [3, 4]
+    start = next(event for event in read_events(run.events) if isinstance(event, Start))
+    assert start.resumed_from == "checkpoint-2" and start.exact is True
+    assert [event.step for event in steps(run)] == [3, 4]
     for name, weights in adapter(two).items():
         assert torch.equal(adapter(run)[name], weights), name
 
@@ -67,10 +67,10 @@ def test_resuming_with_the_same_processes_is_exact(two, make_launch, supervise):
 def test_resuming_with_another_number_of_processes_says_that_it_is_approximate(two, make_launch, supervise):
     run = copy_back_to_step_2(two, make_launch)
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
-    start = next(event for event in read_events(run.events) if event["kind"] == "start")
-    assert start["exact"] is False and "with 1 process(es), not 2" in start["approximate_because"][0]
+    start = next(event for event in read_events(run.events) if isinstance(event, Start))
+    assert start.exact is False and "with 1 process(es), not 2" in start.approximate_because[0]
     for alone, together in zip(steps(run), steps(two)[2:], strict=True):
-        assert alone["loss"] == pytest.approx(together["loss"], rel=LOSS_TOLERANCE)
+        assert alone.loss == pytest.approx(together.loss, rel=LOSS_TOLERANCE)
 
 
 def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes(two, make_launch, supervise):
@@ -86,13 +86,11 @@ def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes(two, mak
     assert code == 1
     assert not any(psutil.pid_exists(pid) for pid in ranks.values())
     state = last_state(run)
-    assert (
-        state["state"] == "failed" and "process 1 of 2 was killed" in state["message"] and "finetune resume" in state["message"]
-    )
+    assert state.state == "failed" and "process 1 of 2 was killed" in state.message and "finetune resume" in state.message
     again = supervise(run)
-    again.wait_for_step(steps(run)[-1]["step"] + 1)
-    start = [event for event in read_events(run.events) if event["kind"] == "start"][-1]
-    assert start["step"] >= 2 and start["exact"] is True
+    again.wait_for_step(steps(run)[-1].step + 1)
+    start = [event for event in read_events(run.events) if isinstance(event, Start)][-1]
+    assert start.step >= 2 and start.exact is True
     again.process.send_signal(signal.SIGTERM)
     assert again.wait() == 143
 
@@ -103,8 +101,8 @@ def test_a_stop_signal_stops_all_after_the_same_step_with_a_seal(make_launch, su
     at_work.wait_for_step(2)
     at_work.process.send_signal(signal.SIGTERM)
     assert at_work.wait() == 143, run.log.read_text()[-3000:]
-    state, last = last_state(run), steps(run)[-1]["step"]
-    assert state["state"] == "stopped" and f"stopped at step {last}" in state["message"]
+    state, last = last_state(run), steps(run)[-1].step
+    assert state.state == "stopped" and f"stopped at step {last}" in state.message
     assert (run.checkpoints / f"checkpoint-{last}" / "MANIFEST.json").is_file()
 
 
@@ -114,12 +112,12 @@ def test_one_process_out_of_memory_is_one_retry_of_all(two, make_launch, supervi
     at_work = supervise(run, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert at_work.wait() == 0, run.log.read_text()[-3000:]
     events = read_events(run.events)
-    kinds = [event["kind"] for event in events]
+    kinds = [event.kind for event in events]
     assert kinds.count("out_of_memory") == 1 and kinds.count("retry") == 1
     retry = events[kinds.index("retry")]
-    assert retry["changes"] == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    assert [event["state"] for event in events if event["kind"] == "state"] == [
+    assert retry.changes == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    assert [event.state for event in events if isinstance(event, State)] == [
         "starting", "running", "starting", "running", "finished",
     ]  # fmt: skip
     for before, after in zip(steps(two), steps(run), strict=True):
-        assert after["loss"] == pytest.approx(before["loss"], rel=LOSS_TOLERANCE)
+        assert after.loss == pytest.approx(before.loss, rel=LOSS_TOLERANCE)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from finetune.errors import DiskFull, RecipeError
-from finetune.events import EventWriter
+from finetune.events import EventWriter, State
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory, create, list_runs, open_run
 from finetune.run.state import is_alive, process_is, process_record, read_state, take_lock
@@ -72,20 +72,20 @@ def test_a_run_without_events_or_process_is_queued(run):
 
 
 def test_a_run_whose_process_is_gone_is_lost_and_says_how_to_resume(run):
-    EventWriter(run.events).emit("state", state="running")
+    EventWriter(run.events).emit(State(state="running"))
     write_json(run.process, {"worker": {"pid": 2**22 - 3, "started_s": 1.0}})
     state = read_state(run)
     assert state.state == "lost" and "finetune resume" in state.message
 
 
 def test_a_reused_process_id_does_not_count_as_alive(run):
-    EventWriter(run.events).emit("state", state="running")
+    EventWriter(run.events).emit(State(state="running"))
     write_json(run.process, {"worker": {**process_record(os.getpid()), "started_s": 12345.0}})
     assert not is_alive(run) and read_state(run).state == "lost"
 
 
 def test_a_living_process_is_running(run):
-    EventWriter(run.events).emit("state", state="running")
+    EventWriter(run.events).emit(State(state="running"))
     write_json(run.process, {"worker": process_record(os.getpid())})
     assert read_state(run).state == "running"
 
@@ -116,12 +116,12 @@ def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
 
 
 def test_a_finished_run_stays_finished_whatever_lives(run):
-    EventWriter(run.events).emit("state", state="finished", exit_code=0)
+    EventWriter(run.events).emit(State(state="finished", exit_code=0))
     write_json(run.process, {"worker": process_record(os.getpid())})
     assert read_state(run).state == "finished"
 
 
 def test_a_damaged_process_file_is_not_fatal(run):
     run.process.write_text('{"worker": {"pi')
-    EventWriter(run.events).emit("state", state="running")
+    EventWriter(run.events).emit(State(state="running"))
     assert read_state(RunDirectory(run.path)).state == "lost"

@@ -1,18 +1,40 @@
-"""events.jsonl is the only channel: nothing written is lost, nothing half-written is read."""
+"""events.jsonl is the only channel: nothing written is lost, nothing half-written is read, and what is damaged stops nobody."""
 
+import dataclasses
+import json
 import math
+import random
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from finetune.events import EventReader, EventWriter, read_events
+from finetune.events import (
+    KINDS,
+    VERSION,
+    Checkpoint,
+    EventReader,
+    EventWriter,
+    RunWarning,
+    Start,
+    State,
+    Step,
+    Unknown,
+    event_from,
+    event_json,
+    read_events,
+)
+
+
+def steps(events):
+    return [event.step for event in events if isinstance(event, Step)]
 
 
 def test_a_reader_gets_each_event_once(tmp_path):
     writer, reader = EventWriter(tmp_path / "e"), EventReader(tmp_path / "e")
-    writer.emit("step", step=1)
-    assert [event["step"] for event in reader.new()] == [1]
-    writer.emit("step", step=2)
-    assert [event["step"] for event in reader.new()] == [2]
+    writer.emit(Step(step=1))
+    assert steps(reader.new()) == [1]
+    writer.emit(Step(step=2))
+    assert steps(reader.new()) == [2]
     assert reader.new() == []
 
 
@@ -20,34 +42,130 @@ def test_a_torn_last_line_is_left_for_later(tmp_path):
     path = tmp_path / "e"
     path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st')
     reader = EventReader(path)
-    assert len(reader.new()) == 1
+    assert steps(reader.new()) == [1]
     with path.open("ab") as file:
         file.write(b'ep", "step": 2}\n')
-    assert [event["step"] for event in reader.new()] == [2]
+    assert steps(reader.new()) == [2]
 
 
 def test_a_writer_does_not_continue_the_line_of_a_dead_one(tmp_path):
     path = tmp_path / "e"
     path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st')
-    EventWriter(path).emit("step", step=2)
-    assert [event["step"] for event in read_events(path)] == [1, 2]
+    EventWriter(path).emit(Step(step=2))
+    assert steps(read_events(path)) == [1, 2]
 
 
 def test_what_is_not_an_event_is_left_out(tmp_path):
-    (tmp_path / "e").write_bytes(b'1\n[]\n{"no": "kind"}\nnot json\n\xff\xfe\n{"kind": "new one"}\n')
-    assert read_events(tmp_path / "e") == [{"kind": "new one"}]
+    (tmp_path / "e").write_bytes(b'1\n[]\n{"no": "kind"}\n{"kind": 5}\nnot json\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
+    assert read_events(tmp_path / "e") == []
+
+
+def test_a_kind_of_a_later_version_is_kept_as_it_stands(tmp_path):
+    line = {"kind": "new one", "time_s": 1.0, "news": [1]}
+    (tmp_path / "e").write_text(json.dumps(line) + "\n")
+    (event,) = read_events(tmp_path / "e")
+    assert event == Unknown(values=line) and event_json(event) == line
+
+
+@pytest.mark.parametrize(
+    ("line", "event"),
+    [
+        ('{"kind": "step", "step": 7}', Step(step=7)),
+        ('{"step": 7, "kind": "step"}', Step(step=7)),
+        ('{"kind": "step", "step": 7, "news": {"a": 1}}', Step(step=7)),
+        ('{"kind": "step", "step": 7, "loss": {}, "step_s": 0.5, "time_s": "now"}', Step(step=7, step_s=0.5)),
+        ('{"kind": "start", "versions": 5, "approximate_because": null}', Start()),
+        ('{"kind": "state", "state": "running", "message": null}', State(state="running")),
+    ],
+)
+def test_what_can_be_read_of_a_line_is(tmp_path, line, event):
+    (tmp_path / "e").write_text(line + "\n")
+    assert read_events(tmp_path / "e") == [event]
+
+
+@pytest.mark.parametrize("line", ['{"kind": "step"}', '{"kind": "step", "step": "x"}', '{"kind": "step", "step": null}'])
+def test_an_event_without_what_makes_it_one_is_left_out(tmp_path, line):
+    (tmp_path / "e").write_text(line + "\n")
+    assert read_events(tmp_path / "e") == []
 
 
 @pytest.mark.parametrize(("value", "written"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (None, None)])
-def test_numbers_that_json_has_not_are_text(tmp_path, value, written):
-    EventWriter(tmp_path / "e").emit("step", loss=value, nested={"list": [value]})
-    event = read_events(tmp_path / "e")[0]
-    assert (event["loss"], event["nested"]["list"]) == (written, [written])
+def test_numbers_that_json_has_not_are_text_in_the_file_and_numbers_to_the_reader(tmp_path, value, written):
+    EventWriter(tmp_path / "e").emit(Step(step=1, loss=value))
+    assert json.loads((tmp_path / "e").read_text())["loss"] == written
+    assert repr(read_events(tmp_path / "e")[0].loss) == repr(value)
 
 
 def test_a_reader_can_go_on_from_a_kept_offset(tmp_path):
     writer, reader = EventWriter(tmp_path / "e"), EventReader(tmp_path / "e")
-    writer.emit("step", step=1)
+    writer.emit(Step(step=1))
     reader.new()
-    writer.emit("step", step=2)
-    assert [event["step"] for event in EventReader(tmp_path / "e", reader.offset).new()] == [2]
+    writer.emit(Step(step=2))
+    assert steps(EventReader(tmp_path / "e", reader.offset).new()) == [2]
+
+
+def test_lines_begin_with_kind_and_time_and_memory_comes_last(tmp_path):
+    EventWriter(tmp_path / "e").emit(Step(step=1, process_rss_bytes=5))
+    names = list(json.loads((tmp_path / "e").read_text()))
+    assert names[:4] == ["kind", "time_s", "step", "total_steps"] and names[-2:] == [
+        "process_rss_bytes",
+        "process_peak_rss_bytes",
+    ]
+
+
+def filled(kind):
+    """An event of that kind with a value in every field."""
+    values = {
+        int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, Any]: {"a": 1},
+    }  # fmt: skip
+    hints = get_type_hints(kind)
+    types = {field.name: (hints[field.name], *get_args(hints[field.name])) for field in dataclasses.fields(kind)}
+    return kind(**{name: next(values[type_] for type_ in found if type_ in values) for name, found in types.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.kind)
+def test_every_kind_comes_back_as_it_was_written(kind, tmp_path):
+    written = filled(kind)
+    assert all(value is not None for value in vars(written).values())
+    assert event_from(json.loads(json.dumps(event_json(written)))) == written
+    EventWriter(tmp_path / "e").emit(written)
+    (read,) = read_events(tmp_path / "e")
+    assert dataclasses.replace(read, time_s=written.time_s) == written and read.time_s > 1e9
+
+
+def test_no_damage_to_a_file_raises(tmp_path):
+    writer = EventWriter(tmp_path / "whole")
+    for event in (filled(kind) for kind in KINDS.values()):
+        writer.emit(event)
+    whole, chance = (tmp_path / "whole").read_bytes(), random.Random(3)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(chance.randrange(1, 30)):
+            place = chance.randrange(len(damaged))
+            damaged[place : place + chance.randrange(3)] = chance.choice(
+                [b"", b"\n", b'"', b"{", b"]", b"9" * 400, b"-", b"\xff", b"null"]
+            )
+        (tmp_path / "e").write_bytes(damaged)
+        for event in read_events(tmp_path / "e"):
+            json.dumps(event_json(event))
+
+
+def test_listeners_hear_what_was_written(tmp_path):
+    writer, heard = EventWriter(tmp_path / "e"), []
+    writer.listeners.append(heard.append)
+    writer.emit(RunWarning(message="a"))
+    assert heard == read_events(tmp_path / "e")
+
+
+def test_what_a_resume_relies_on_is_synced(tmp_path, monkeypatch):
+    synced, writer = [], EventWriter(tmp_path / "e")
+    monkeypatch.setattr("os.fsync", lambda _: synced.append(steps(read_events(tmp_path / "e")) or "durable"))
+    writer.emit(Checkpoint(step=1))
+    writer.emit(State(state="running"))
+    writer.emit(Step(step=1))
+    assert synced == ["durable", "durable"]
+
+
+def test_a_file_says_its_version_and_one_without_is_read(tmp_path):
+    assert event_json(Start(version=VERSION))["version"] == 1
+    assert event_from({"kind": "start", "step": 2}).version is None

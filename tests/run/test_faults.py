@@ -8,7 +8,7 @@ import pytest
 from conftest import adapter_hash
 from forked import supervise
 
-from finetune.events import read_events
+from finetune.events import OutOfMemory, Retry, RunWarning, Step, read_events
 from finetune.run import control
 from finetune.run.state import is_alive, read_processes, read_state
 
@@ -18,7 +18,7 @@ TWO_ROWS = ("effective_batch_size=4", "per_device_train_batch_size=2", "dataset.
 
 
 def steps(run):
-    return {event["step"]: event for event in read_events(run.events) if event["kind"] == "step"}
+    return {event.step: event for event in read_events(run.events) if isinstance(event, Step)}
 
 
 def wait_for_step(process, run, step):
@@ -38,14 +38,14 @@ def unbroken(make_run, train):
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
     run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, fault).wait() == 0, run.log.read_text()[-2000:]
-    retries = [event for event in read_events(run.events) if event["kind"] == "retry"]
-    assert len(retries) == 1 and retries[0]["changes"]
-    memory = next(event for event in read_events(run.events) if event["kind"] == "out_of_memory")
-    assert memory["phase"] and memory["micro_batch"] == 2
+    retries = [event for event in read_events(run.events) if isinstance(event, Retry)]
+    assert len(retries) == 1 and retries[0].changes
+    memory = next(event for event in read_events(run.events) if isinstance(event, OutOfMemory))
+    assert memory.phase and memory.micro_batch == 2
     for step, event in steps(unbroken).items():
         again = steps(run)[step]
-        assert again["loss"] == pytest.approx(event["loss"], abs=1e-5)
-        assert (again["supervised_tokens"], again["real_tokens"]) == (event["supervised_tokens"], event["real_tokens"])
+        assert again.loss == pytest.approx(event.loss, abs=1e-5)
+        assert (again.supervised_tokens, again.real_tokens) == (event.supervised_tokens, event.real_tokens)
 
 
 def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
@@ -61,7 +61,7 @@ def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
 def test_a_hanging_worker_is_ended_after_the_deadline(make_run):
     run = make_run()
     assert supervise(run, "step5:hang", FINETUNE_HANG_DEADLINE_S="5").wait() == 1
-    assert any("no sign of life" in event.get("message", "") for event in read_events(run.events))
+    assert any(isinstance(event, RunWarning) and "no sign of life" in event.message for event in read_events(run.events))
     assert not is_alive(run)
 
 
@@ -93,7 +93,7 @@ def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
     first, second = supervise(run, "load:none"), supervise(run, "load:none")
     codes = sorted([first.wait(), second.wait()])
     assert codes == [0, 2]
-    assert [event["step"] for event in read_events(run.events) if event["kind"] == "step"] == list(range(1, 9))
+    assert [event.step for event in read_events(run.events) if isinstance(event, Step)] == list(range(1, 9))
     assert not is_alive(run)
     assert not any(Path(f"/proc/{int(record['pid'])}/fd").exists() for record in read_processes(run).values())
 
@@ -101,10 +101,10 @@ def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
 def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
     run = make_run("loss_spike_factor=10")
     assert supervise(run, "step7:spike").wait() == 0, run.log.read_text()[-2000:]
-    retry = next(event for event in read_events(run.events) if event["kind"] == "retry")
-    assert retry["changes"] == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry["reason"]
+    retry = next(event for event in read_events(run.events) if isinstance(event, Retry))
+    assert retry.changes == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry.reason
     rates = {}
     for event in read_events(run.events):
-        if event["kind"] == "step":
-            rates.setdefault(event["step"], []).append(event["learning_rate"])
+        if isinstance(event, Step):
+            rates.setdefault(event.step, []).append(event.learning_rate)
     assert rates[7][1] == pytest.approx(rates[7][0] / 2) and len(rates[6]) == 1

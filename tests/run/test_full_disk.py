@@ -9,7 +9,7 @@ from conftest import adapter_hash
 from faults import waiting_after
 
 from finetune.errors import DiskFull
-from finetune.events import EventWriter, read_events
+from finetune.events import EventWriter, RunWarning, State, Step, read_events
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -61,7 +61,7 @@ def test_training_pauses_at_whatever_write_fails_and_goes_on_to_the_same_adapter
 ):
     run, filled = on_disk(make_run(), disk), tmp_path / "filled"
     pid = train.start(run, waiting_after(at_step, filled))
-    while not any(event["kind"] == "step" and event["step"] == at_step for event in read_events(run.events)):
+    while not any(isinstance(event, Step) and event.step == at_step for event in read_events(run.events)):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
     ballast = fill(disk, leave)
     filled.touch()
@@ -119,12 +119,12 @@ def test_a_full_disk_tears_no_event_and_loses_no_file(disk):
     fill(disk)
     with pytest.raises(OSError, match=r"[Dd]isk is full|No space left"):
         while True:
-            writer.emit("warning", message="x" * 1000)
+            writer.emit(RunWarning(message="x" * 1000))
     with pytest.raises(OSError, match="No space left"):
         write_json(disk / "plan.json", {"kept": "x" * 100_000})
     (disk / "ballast").unlink()
-    writer.emit("state", state="running")
-    EventWriter(disk / "events.jsonl").emit("state", state="finished")
+    writer.emit(State(state="running"))
+    EventWriter(disk / "events.jsonl").emit(State(state="finished"))
     events = read_events(disk / "events.jsonl")
-    assert [event["state"] for event in events if event["kind"] == "state"][-1] == "finished"
+    assert [event.state for event in events if isinstance(event, State)][-1] == "finished"
     assert (disk / "plan.json").read_text() == '{\n "kept": true\n}'

@@ -1,13 +1,13 @@
 """What the memory curve means is said in words, once, and only when it is so."""
 
-from finetune.run.memory import FIELDS
+from finetune.events import Memory
 from finetune.run.memory_watch import MemoryWatch, leaks
 
 GIB = 2**30
 
 
 def sample(**bytes_):
-    return {**dict.fromkeys(FIELDS), **{f"{name}_bytes": value for name, value in bytes_.items()}}
+    return Memory(**{f"{name}_bytes": value for name, value in bytes_.items()})
 
 
 def test_without_a_card_there_is_nothing_to_say():

@@ -10,7 +10,7 @@ import pytest
 from conftest import adapter_hash
 from faults import waiting_after
 
-from finetune.events import read_events
+from finetune.events import RunWarning, Start, Step, read_events
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
@@ -42,13 +42,13 @@ def losses(run):
     """Loss by step; a step that was repeated after a crash must show the same loss again."""
     by_step = {}
     for event in read_events(run.events):
-        if event["kind"] == "step":
-            assert by_step.setdefault(event["step"], event["loss"]) == event["loss"]
+        if isinstance(event, Step):
+            assert by_step.setdefault(event.step, event.loss) == event.loss
     return by_step
 
 
 def wait_for_step(pid, run, step):
-    while not any(event["kind"] == "step" and event["step"] == step for event in read_events(run.events)):
+    while not any(isinstance(event, Step) and event.step == step for event in read_events(run.events)):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
         time.sleep(0.005)
 
@@ -59,7 +59,7 @@ def test_same_seed_same_adapter(unbroken, twin, train):
 
 
 def test_killed_at_twenty_random_moments_the_adapter_is_the_same(unbroken, tmp_path, train, kill):
-    times = [event["time_s"] for event in read_events(unbroken.events)]
+    times = [event.time_s for event in read_events(unbroken.events)]
     lasts_s, moments, same = times[-1] - times[0] + 0.5, random.Random(0), 0
     for number in range(20):
         run = fresh_copy(unbroken, tmp_path / str(number))
@@ -145,11 +145,11 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
 
     events = EventReader(run.events, offset).new()
     assert any(
-        "checkpoint-8 skipped" in event["message"] and fault_in in event["message"]
+        "checkpoint-8 skipped" in event.message and fault_in in event.message
         for event in events
-        if event["kind"] == "warning"
+        if isinstance(event, RunWarning)
     )
-    assert next(event for event in events if event["kind"] == "start")["resumed_from"] == "checkpoint-6"
+    assert next(event for event in events if isinstance(event, Start)).resumed_from == "checkpoint-6"
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import adapter_hash
 
-from finetune.events import read_events
+from finetune.events import Memory, read_events
 from finetune.plan.plan import read_plan
 from finetune.requirements import installed_version
-from finetune.run.memory import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +23,7 @@ def installed(name):
 
 
 def events_of(run, kind):
-    return [event for event in read_events(run.events) if event["kind"] == kind]
+    return [event for event in read_events(run.events) if event.kind == kind]
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +50,14 @@ def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
     assert train(run) == 0
     (curves, text), plan, steps = curves_of(run), read_plan(run.plan), events_of(run, "step")
     names = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "learning_rate"}
-    names |= {name: name for name in ("tokens_per_s", "step_s")} | {f"memory/{name}": name for name in FIELDS}
+    names |= {name: name for name in ("tokens_per_s", "step_s")} | {f"memory/{name}": name for name in Memory.__annotations__}
     for tag, field in names.items():
-        known = {event["step"]: event[field] for event in steps if event[field] is not None}
+        known = {event.step: getattr(event, field) for event in steps if getattr(event, field) is not None}
         assert curves.get(tag, {}) == pytest.approx(known), tag
     assert "memory/process_rss_bytes" in curves and len(steps) == 8
     for tag, value in {"forecast/peak_bytes": plan.forecast.peak_bytes, "forecast/budget_bytes": plan.budget_bytes}.items():
         assert curves[tag] == pytest.approx(dict.fromkeys(range(1, 9), value)), tag
-    assert curves["eval/loss"] == pytest.approx({event["step"]: event["eval_loss"] for event in events_of(run, "eval")})
+    assert curves["eval/loss"] == pytest.approx({event.step: event.eval_loss for event in events_of(run, "eval")})
     written = json.loads(text.removeprefix("```json").removesuffix("```"))
     assert written["forecast/verdict"] == plan.verdict and written["lora_r"] == plan.settings.lora_r
 
@@ -88,16 +87,16 @@ def test_steps_done_again_after_a_resume_are_shown_once(make_run, train):
 
     run = make_run("report_to=[tensorboard]")
     assert [train(run, breaks), train(run)] == [1, 0]
-    assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert [event.step for event in events_of(run, "step")] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
     losses = curves_of(run)[0]["train/loss"]
-    assert losses == pytest.approx({event["step"]: event["loss"] for event in events_of(run, "step")})
+    assert losses == pytest.approx({event.step: event.loss for event in events_of(run, "step")})
 
 
 def test_a_tracker_that_can_not_be_opened_is_left_out_and_the_run_finishes(make_run, train):
     run = make_run("report_to=[tensorboard]")
     run.trackers.write_text("in the way")
     assert train(run) == 0
-    (warning,) = [event["message"] for event in events_of(run, "warning") if "tensorboard" in event["message"]]
+    (warning,) = [event.message for event in events_of(run, "warning") if "tensorboard" in event.message]
     assert "left out" in warning and len(events_of(run, "step")) == 8
 
 
@@ -113,7 +112,7 @@ def test_a_tracker_that_can_not_be_closed_is_said_and_the_last_event_stays(make_
     run = make_run("report_to=[tensorboard]")
     assert train(run, breaks) == 0
     assert "tensorboard could not be closed" in capfd.readouterr().err
-    assert read_events(run.events)[-1]["state"] == "finished"
+    assert read_events(run.events)[-1].state == "finished"
 
 
 def test_a_tracker_that_breaks_is_left_out_and_the_run_finishes(make_run, train):
@@ -131,7 +130,7 @@ def test_a_tracker_that_breaks_is_left_out_and_the_run_finishes(make_run, train)
 
     run = make_run("report_to=[tensorboard]")
     assert train(run, breaks) == 0
-    assert len([event for event in events_of(run, "warning") if "Input/output error" in event["message"]]) == 1
+    assert len([event for event in events_of(run, "warning") if "Input/output error" in event.message]) == 1
     assert list(curves_of(run)[0]["train/loss"]) == [1, 2] and len(events_of(run, "step")) == 8
 
 
@@ -144,9 +143,9 @@ def test_wandb_stays_offline_and_in_the_run_directory(make_run, train):
     written, plan = file.read_bytes(), read_plan(run.plan)
     for event in events_of(run, "step"):  # its values are JSON texts in protobuf records, not compressed
         for field in ("loss", "process_rss_bytes", "process_peak_rss_bytes"):
-            assert json.dumps(event[field]).encode() in written
+            assert json.dumps(getattr(event, field)).encode() in written
     assert json.dumps(plan.forecast.peak_bytes).encode() in written and json.dumps(plan.verdict).encode() in written
-    assert not [event for event in events_of(run, "warning") if "wandb" in event["message"]]
+    assert not [event for event in events_of(run, "warning") if "wandb" in event.message]
 
 
 @installed("trackio")
@@ -158,8 +157,8 @@ def test_trackio_stays_in_the_run_directory(make_run, train):
         (config,) = [json.loads(text) for (text,) in database.execute("SELECT config FROM configs")]
     peak = read_plan(run.plan).forecast.peak_bytes
     for event in events_of(run, "step"):
-        values = rows[event["step"]]
-        assert values["train/loss"] == event["loss"] and values["memory/process_rss_bytes"] == event["process_rss_bytes"]
+        values = rows[event.step]
+        assert values["train/loss"] == event.loss and values["memory/process_rss_bytes"] == event.process_rss_bytes
         assert values["forecast/peak_bytes"] == config["forecast/peak_bytes"] == peak
     assert len(rows) == 8
 

@@ -1,0 +1,126 @@
+"""The file of events: who appends to it, and who reads what is new."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.events.kinds import KINDS, Event, Unknown
+from finetune.serialise import from_json, readable, to_json
+
+_Kinds = Mapping[str, type[Event]]
+
+
+class EventWriter:
+    """Appends events to a file. Each line is one write(), so that readers never see half of one from a living writer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.listeners: list[Callable[[Event], None]] = []  # hear each event after it is written
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = self._ends_torn()  # a writer that died inside a line left no newline; ours must not continue its line
+
+    def _ends_torn(self) -> bool:
+        size = os.fstat(self._file).st_size
+        if not size:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(size - 1)
+            return file.read(1) != b"\n"
+
+    def emit(self, event: Event) -> None:
+        """Write one event, with the time. Raises OSError when the disk is full."""
+        event = dataclasses.replace(event, time_s=round(time.time(), 3))
+        data = json.dumps(event_json(event), allow_nan=False).encode() + b"\n"
+        if self._torn:
+            data = b"\n" + data
+        written = os.write(self._file, data)
+        if written != len(data):
+            self._torn = self._torn or written > 0
+            raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
+        self._torn = False
+        if event.durable:
+            os.fsync(self._file)
+        for hear in self.listeners:
+            hear(event)
+
+    def close(self) -> None:
+        """Close the file; the writer can't be used afterwards."""
+        os.close(self._file)
+
+
+class EventReader:
+    """Reads events that are new since the last call. `offset` is in bytes and can be kept to go on later."""
+
+    def __init__(self, path: Path, offset: int = 0, kinds: _Kinds = KINDS) -> None:
+        self.path, self.offset, self._kinds = path, offset, kinds
+
+    def new(self, most_bytes: int = 64 * 2**20) -> list[Event]:
+        """Events appended since the last call, from at most `most_bytes`; broken lines are left out."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(most_bytes)
+        except (FileNotFoundError, IsADirectoryError):
+            return []
+        whole = data.rfind(b"\n") + 1
+        self.offset += whole
+        events = (_event_of(line, self._kinds) for line in data[:whole].splitlines())
+        return [event for event in events if event is not None]
+
+
+def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
+    """All events of a file."""
+    reader, events = EventReader(path, kinds=kinds), list[Event]()
+    while new := reader.new():
+        events += new
+    return events
+
+
+def event_json(event: Event) -> dict[str, Any]:
+    """The content of an event's line."""
+    if isinstance(event, Unknown):
+        return event.values
+    kind: Any = type(event)
+    return {"kind": event.kind, **{name: to_json(getattr(event, name)) for name in _order(kind)}}
+
+
+def event_from(values: dict[str, Any], kinds: _Kinds = KINDS) -> Event:
+    """Read back what `event_json` gave. Raises ValueError when it is of another type."""
+    kind = kinds.get(values["kind"])
+    return Unknown(values=values) if kind is None else from_json(kind, values)
+
+
+@functools.cache
+def _order(kind: Any) -> tuple[str, ...]:
+    """Its fields as they are written: the time, its own, and last the memory that many kinds share."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
+
+
+#: Our own writer puts the kind first, so that a line need not be read twice to know how.
+_KIND = re.compile(rb'\{"kind": "(\w+)"')
+
+
+def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
+    """The event of a line; None for the torn line of a writer that died, and for what is no event."""
+    found = _KIND.match(line)
+    kind = kinds.get(found[1].decode()) if found else None
+    if kind is not None:
+        return readable(kind, line)
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        return None
+    kind = kinds.get(values["kind"])
+    return readable(kind, line) if kind is not None else Unknown(values=values)

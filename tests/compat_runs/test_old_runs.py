@@ -1,0 +1,98 @@
+"""Runs of an earlier version are shown, go on, are scored and merged by this one.
+
+`finished.tar.gz` and `stopped.tar.gz` were made by the code of commit 6ca0f3b: the bundled model, 24 rows, 6 steps on a CPU.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from app.live import LiveRun
+from finetune.cli import main
+from finetune.plan.plan import read_plan
+from finetune.run.directory import list_runs, open_run
+from finetune.run.state import read_state
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def old(home):
+    """The current folder has both runs below runs/."""
+    for name in ("finished", "stopped"):
+        with tarfile.open(HERE / f"{name}.tar.gz") as archive:
+            archive.extractall(home / "runs", filter="data")
+
+
+@pytest.fixture
+def answer(monkeypatch, capsys):
+    """answer(*command) -> exit code and the values of each line that it printed."""
+
+    def ask(*command):
+        monkeypatch.setattr("sys.argv", ["finetune", *command, "--json"])
+        code = main()
+        printed = capsys.readouterr().out
+        return code, [json.loads(line) for line in printed.splitlines()]
+
+    return ask
+
+
+def test_they_are_listed_with_their_states(old, answer):
+    code, [rows] = answer("runs")
+    shown = {row["path"]: (row["state"], row["step"], row["total_steps"]) for row in rows}
+    assert code == 0
+    assert shown == {"runs/finished": ("finished", 6, 6), "runs/stopped": ("stopped", 2, 6)}
+    assert all(isinstance(row["loss"], float) for row in rows)
+
+
+@pytest.mark.parametrize(("name", "exit_code", "steps"), [("finished", 0, 6), ("stopped", 130, 2)])
+def test_watching_shows_what_happened(old, answer, name, exit_code, steps):
+    code, [*events, end] = answer("watch", name)
+    assert (code, end["state"], end["exit_code"]) == (exit_code, name, exit_code)
+    assert [event["step"] for event in events if event["kind"] == "step"] == list(range(1, steps + 1))
+    assert len([event for event in events if event["kind"] == "checkpoint"]) == steps // 2
+
+
+def test_their_plans_are_read(old):
+    plan = read_plan(open_run("finished").plan)
+    assert (plan.verdict, plan.total_steps, plan.card.is_cpu) == ("fits", 6, True)
+    assert (plan.settings.lora_r, plan.settings.effective_batch_size) == (1, 8)
+    assert plan.data.rows == 24 and plan.data.eval_rows == 6
+    assert plan.forecast.allocated_bytes > 0 and plan.forecast.parts["weights"] > 0
+
+
+def test_the_page_follows_them(old, tmp_path):
+    for run in list_runs():
+        live = LiveRun(run, tmp_path / f"{run.path.name}.json")
+        live.wait()
+        assert live.digest.step == read_state(run).step and live.state() == read_state(run)
+        assert len(live.digest.series["loss"].bins) == live.digest.step
+        assert live.plan().total_steps == 6
+
+
+def test_memory_by_phase_is_shown(old, answer):
+    code, [shown] = answer("snapshot", "finished")
+    assert code == 0 and {"load", "train", "evaluate", "save"} <= set(shown["peaks"])
+    assert shown["forecast"]["predicted_allocated_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_to_its_end(old, answer):
+    code, [*events, end] = answer("resume", "stopped")
+    assert (code, end["state"]) == (0, "finished")
+    (start,) = [event for event in events if event["kind"] == "start"]
+    assert (start["resumed_from"], start["exact"]) == ("checkpoint-2", True)
+    new = {event["step"]: event["loss"] for event in events if event["kind"] == "step"}
+    _, [*unbroken, _] = answer("watch", "finished")
+    once = {event["step"]: event["loss"] for event in unbroken if event["kind"] == "step"}
+    assert new == pytest.approx({step: once[step] for step in (3, 4, 5, 6)}, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_scored_and_merged(old, answer):
+    code, [*_, scores] = answer("eval", "finished")
+    assert code == 0 and scores
+    code, _ = answer("merge", "finished")
+    assert code == 0 and list(Path("runs/finished").rglob("model*.safetensors"))
