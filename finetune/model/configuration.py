@@ -71,8 +71,9 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     if path in known:
         return dict(known[path])
     close = difflib.get_close_matches(path, known, n=2, cutoff=0.6)
-    hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    raise RecipeError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", f"{hint}Or give a local folder.")
+    hint = f"Did you mean {' or '.join(close)}? Or give" if close else "Give the hub id in full, or"
+    fix = f"{hint} a local folder."
+    raise RecipeError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
 
 
 def default_attention(values: dict[str, Any]) -> str:

@@ -70,7 +70,7 @@ def test_a_second_signal_ends_a_run_that_does_not_stop(make_run):
     process = supervise(run, "step5:hang", FINETUNE_STOP_DEADLINE_S="100000")
     wait_for_step(process, run, 4)
     process.send_signal(signal.SIGTERM)
-    while not any(event.get("state") == "stopping" for event in read_events(run.events)):
+    while not any(getattr(event, "state", None) == "stopping" for event in read_events(run.events)):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
