@@ -1,6 +1,6 @@
 """Answers with base and tuned model side by side: `python -m app.chat.process RUN FILE`, questions as JSON on standard input.
 
-Ends when the app ends, and after a time without questions, so that the memory is free for training.
+Ends when the app ends, or after IDLE_S without a question, so that its memory is free for training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune.run.directory import RunDirectory
 
 
 def main() -> int:
-    """Load at the first question, answer until idle."""
+    """Load the model at the first question, answer until idle."""
     run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
     collect_rarely()
     claim_stdout()
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 class Conversation:
-    """Both models' sides: each continues its own answers."""
+    """One message history for each model, with that model's own answers."""
 
     def __init__(self, run: RunDirectory, path: Path) -> None:
         self._run, self._answerer = run, None
@@ -56,7 +56,7 @@ class Conversation:
         self._restore(path)
 
     def answer(self, question: str, most_tokens: int, writer: Writer, identity: str) -> None:
-        """Both answers, written when each is whole."""
+        """Generate both answers; each is written when it is complete."""
         if self._answerer is None:
             from finetune.evaluate.answerer import Answerer
 
@@ -70,7 +70,7 @@ class Conversation:
             writer.say("answer", identity, model=model, text=text)
 
     def _restore(self, path: Path) -> None:
-        """Go on with the conversation that the page shows."""
+        """Continue the conversation that the page shows."""
         questions = {event["id"]: event["text"] for event in read_events(path) if event["kind"] == "question"}
         for event in read_events(path):
             if event["kind"] == "answer" and event.get("id") in questions:
