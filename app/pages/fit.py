@@ -33,9 +33,9 @@ def build(context: Context, page: gr.Blocks) -> None:
     show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
     with gr.Row(elem_classes="ft-controls"):
         card = gr.Dropdown(["auto", "cpu", *catalogue()], label="Card", info="auto: this machine's card", elem_id="fit-card")
-        length = gr.Slider(64, 16384, step=64, label="Max length, tokens", elem_id="fit-length")
-        rank = gr.Slider(1, 256, step=1, label="LoRA rank", elem_id="fit-rank")
-        batch = gr.Slider(1, 256, step=1, label="Effective batch size", elem_id="fit-batch")
+        length = gr.Slider(64, 16384, step=64, label="Max length", info="tokens per row", elem_id="fit-length")
+        rank = gr.Slider(1, 256, step=1, label="LoRA rank", info="r of each adapter", elem_id="fit-rank")
+        batch = gr.Slider(1, 256, step=1, label="Effective batch", info="rows per step", elem_id="fit-batch")
         price = gr.Number(0.0, label="Price per hour", minimum=0, info="optional, for the cost", elem_id="fit-price")
     trouble = show(elem_id="fit-trouble")
     with gr.Row():
@@ -59,7 +59,7 @@ def build(context: Context, page: gr.Blocks) -> None:
                 elem_classes="ft-mono",
             )
             with gr.Row():
-                show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download recipe.yaml</a>')
+                show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download</a>')
                 load = gr.UploadButton("Upload a recipe", file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
                 back = gr.Button("Reset sliders to auto", size="sm", elem_id="fit-auto")
             shipped = gr.Dropdown(["", *shipped_recipes()], label="Start from a shipped recipe", elem_id="fit-shipped")

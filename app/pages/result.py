@@ -34,7 +34,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         with gr.Row(elem_classes="ft-controls"):
             options = gr.Textbox(
                 label="Options",
-                info=f"of finetune {verb}; may be empty",
+                info=f"command-line options of finetune {verb}, optional",
                 max_length=400,
                 elem_id=f"result-{verb}-options",
                 scale=3,

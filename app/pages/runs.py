@@ -41,9 +41,9 @@ def build(context: Context, page: gr.Blocks) -> None:
         new = gr.Textbox(label="New name", max_length=100, elem_id="runs-new-name", scale=2)
         rename = gr.Button("Rename", elem_id="runs-rename", size="sm")
         discard = gr.Button("Delete", variant="stop", elem_id="runs-discard", size="sm")
-    with gr.Row(visible=False) as sure:
+    with gr.Row(visible=False, elem_classes="ft-controls") as sure:
         show(note("Delete this run? It is moved to .trash in the folder with the runs, where it can be restored."))
-        yes = gr.Button("Delete", variant="stop", elem_id="runs-discard-yes", size="sm")
+        yes = gr.Button("Yes, delete", variant="stop", elem_id="runs-discard-yes", size="sm")
         no = gr.Button("Keep", elem_id="runs-discard-no", size="sm")
     said = show(elem_id="runs-said")
     show("<h2>Queue</h2>")

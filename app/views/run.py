@@ -125,7 +125,7 @@ def memory(digest: Digest, plan: Plan) -> str:
             rows.append([name, None, format_bytes(step[key])])
     for name, size in digest.peaks.items():
         rows.append(
-            [f"{name.removesuffix('_bytes').replace('_', ' ').removeprefix('peak ')}, peak overall", None, format_bytes(size)]
+            [f"{name.removesuffix('_bytes').replace('_', ' ').replace('peak ', '')}, peak overall", None, format_bytes(size)]
         )
     if not rows:
         return note("Memory is measured from the first step on.")
