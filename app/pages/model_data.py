@@ -171,8 +171,8 @@ def _models(models: list[Model], badges: dict[str, Any]) -> str:
         badge = badges.get(model.name)
         parameters = model.parameters or (badge or {}).get("parameters")
         size = format_count(parameters) if parameters else None
-        rows.append([model.name, model.source, size, model.licence, Safe(_badge(badge))])
-    return table(["model", "from", ">parameters", "licence", "on the chosen card"], rows, "Models", hidden_caption=True)
+        rows.append([model.name, Safe(_badge(badge)), model.source, size, model.licence])
+    return table(["model", "fit", "from", ">parameters", "licence"], rows, "Models", hidden_caption=True)
 
 
 def _badge(badge: dict[str, Any] | None) -> str:

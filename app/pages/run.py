@@ -121,7 +121,7 @@ class _View:
 def _resume_button(state: RunState) -> dict[str, Any]:
     """Whether the run can go on, and if it can't, why."""
     if not state.ended:
-        return {"interactive": False, "value": "Resume (still running)"}
+        return {"interactive": False, "value": "Resume (running)"}
     if state.state == "finished":
         return {"interactive": False, "value": "Resume (finished)"}
     return {"interactive": True, "value": "Resume"}
