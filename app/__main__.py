@@ -12,11 +12,11 @@ from finetune.errors import FinetuneError
 
 def main() -> int:
     """Parse the command line and serve. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="finetune ui", description="The web page, on this machine, behind a token.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the token is asked for in any case")
-    parser.add_argument("--port", type=int, default=7860, help="port, or the next free one; 0 takes any")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
-    parser.add_argument("--allow-host", action="append", default=[], help="another name under which browsers reach this server")
+    parser = argparse.ArgumentParser(prog="finetune ui", description="Serve the web page and print its link, with the token.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the token is always required")
+    parser.add_argument("--port", type=int, default=7860, help="port; the next free one when it is taken; 0: any free port")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder with the runs")
+    parser.add_argument("--allow-host", action="append", default=[], help="another host name that browsers use for this server")
     chosen = parser.parse_args()
     try:
         return serve(chosen.host, chosen.port, chosen.runs, tuple(chosen.allow_host))

@@ -1,4 +1,4 @@
-"""What all pages share: where things are, the followed runs, and the helper processes."""
+"""What all pages share: workspace, followed runs, draft recipe, queue and helper processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.workspace import Workspace
 
 
 class Context:
-    """One app. `close` ends its helpers; runs and queued starts are no helpers and go on."""
+    """State of one app. `close` ends the planner and the chat; runs and the queue continue."""
 
     def __init__(self, workspace: Workspace, temporary: Path) -> None:
         self.workspace, self._temporary = workspace, temporary
@@ -27,7 +27,7 @@ class Context:
         self.tasks = Tasks(workspace)
 
     def close(self) -> None:
-        """End the planner and the chats; remove what was uploaded and not used."""
+        """End the planner and the chat; remove unused uploads."""
         self.planner.close()
         self.chats.close()
         shutil.rmtree(self._temporary, ignore_errors=True)

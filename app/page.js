@@ -1,5 +1,5 @@
-// What the server can't do: the tab's title says how it stands, and a start that was asked for here leads to its run.
-const told = () => {
+// What the server can't do: set the tab's title, and open a run's page when the run that was requested here has started.
+const update = () => {
   const titled = document.querySelector("[data-title]");
   if (titled) {
     const title = `${titled.dataset.title} · finetune`;
@@ -11,5 +11,5 @@ const told = () => {
     if (ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
 };
-new MutationObserver(told).observe(document.documentElement, { childList: true, subtree: true });
-told();
+new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true });
+update();

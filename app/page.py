@@ -1,4 +1,4 @@
-"""The page as a whole: its parts, looks and navigation. Each part is a module of app.pages."""
+"""Builds the Gradio app: pages, navigation and theme. Each page is a module of app.pages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import gradio as gr
 from app.context import Context
 from app.pages import chat, fit, model_data, result, run, runs
 
-#: Address -> name in the navigation, and what builds it. The first one stands at the root.
+#: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
     ("", "Model & data", model_data.build),
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
-    ("try", "Try it", chat.build),
+    ("try", "Chat", chat.build),
     ("result", "Result", result.build),
 )
 
 
 def build_page(context: Context) -> tuple[gr.Blocks, dict[str, Any]]:
-    """The Gradio application and the looks that mounting takes."""
+    """The Gradio application, and the theme options for mounting it."""
     with gr.Blocks(title="finetune", analytics_enabled=False, fill_width=True) as page:
         _top()
         PAGES[0][2](context, page)
@@ -38,7 +38,7 @@ def _top() -> None:
 
 
 def _theme() -> gr.themes.Base:
-    """System fonts only: nothing is fetched for looks."""
+    """System fonts only: nothing is fetched."""
     return gr.themes.Default(
         primary_hue=gr.themes.colors.teal,
         neutral_hue=gr.themes.colors.slate,

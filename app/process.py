@@ -17,7 +17,7 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Without the app's token, and with nothing phoning home."""
+    """Environment without the app's token, and with telemetry off."""
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
     return {**values, "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -32,7 +32,7 @@ def detach(workspace: Workspace, module: str, *arguments: str, log: Path) -> int
 
 
 def converse(workspace: Workspace, module: str, *arguments: str, log: Path) -> subprocess.Popen[str]:
-    """Start a process that is spoken with in lines of JSON and ends with the app (its standard input closes)."""
+    """Start a process that reads and writes lines of JSON and ends with the app, when its standard input closes."""
     with log.open("ab") as file:
         return subprocess.Popen(
             command(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, cwd=workspace.root,
@@ -41,7 +41,7 @@ def converse(workspace: Workspace, module: str, *arguments: str, log: Path) -> s
 
 
 def claim_stdout() -> IO[str]:
-    """Keep standard output for our lines alone: what libraries print goes to standard error."""
+    """Reserve standard output for the answers: what libraries print goes to standard error."""
     ours: Any = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     return ours

@@ -1,4 +1,4 @@
-"""Where the app finds things: the folder it was started in, the runs, and a hidden folder of its own for what is no run."""
+"""The app's folders: the one it was started in, the runs, and a hidden one for the app's own files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Workspace:
 
     @property
     def state(self) -> Path:
-        """What the app keeps that is no run: draft recipe, queue, uploads, conversations."""
+        """The app's own files: draft recipe, queue, uploads, conversations."""
         return self.runs / ".app"
 
     def folder(self, name: str) -> Path:
@@ -34,36 +34,38 @@ class Workspace:
         return path
 
     def list_runs(self) -> list[RunDirectory]:
-        """Runs, newest first; links that lead elsewhere are no runs of this workspace."""
+        """Runs, newest first; symbolic links are left out."""
         return [run for run in list_runs(self.runs) if not run.path.is_symlink()]
 
     def run(self, name: str | None) -> RunDirectory | None:
-        """The run called `name`; None when there is none. A name never leads out of the folder."""
+        """The run called `name`; None when there is none. A name can't lead out of the folder."""
         if not name or name != Path(name).name or name.startswith("."):
             return None
         run = RunDirectory(self.runs / name)
         return run if run.plan.is_file() and not run.path.is_symlink() else None
 
     def newest(self) -> RunDirectory | None:
-        """The run that a page shows when none is named: one at work, else the newest."""
+        """The run that a page shows when none is named: a live one, else the newest."""
         found = self.list_runs()
         return next((run for run in found if is_alive(run)), found[0] if found else None)
 
     def rename(self, run: RunDirectory, name: str) -> RunDirectory:
-        """Give a run another name. Raises RecipeError when the name is no plain name, is taken, or the run is at work."""
+        """Give a run another name. Raises RecipeError when the name is invalid or taken, or the run is alive."""
         name = name.strip()
         if not _NAME.fullmatch(name):
-            raise RecipeError(f"{name[:100]!r} is no name for a run", "Use letters, digits, spaces, and . _ + - inside.")
+            raise RecipeError(
+                f"{name[:100]!r} is not a valid run name", "Begin with a letter or digit; also allowed: . _ + - and spaces."
+            )
         if (self.runs / name).exists():
-            raise RecipeError(f"there is something called {name!r} already", "Choose another name.")
+            raise RecipeError(f"{name!r} exists already", "Choose another name.")
         if is_alive(run):
-            raise RecipeError(f"{run.path.name} is at work", "Stop it first; its processes know it by this name.")
+            raise RecipeError(f"{run.path.name} is running", "Stop it first.")
         return RunDirectory(run.path.rename(self.runs / name))
 
     def discard(self, run: RunDirectory) -> Path:
-        """Move a run away, not destroy it. Returns where it went. Raises RecipeError when it is at work."""
+        """Delete a run by moving it to .trash; returns its path there. Raises RecipeError when it is alive."""
         if is_alive(run):
-            raise RecipeError(f"{run.path.name} is at work", "Stop it first.")
+            raise RecipeError(f"{run.path.name} is running", "Stop it first.")
         target = self.runs / ".trash" / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
         target.parent.mkdir(exist_ok=True, mode=0o700)
         return Path(shutil.move(run.path, target))

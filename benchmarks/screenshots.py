@@ -1,8 +1,8 @@
-"""Pictures of every page in both themes, wide and as a phone; `docs/page.png` is made from one of them.
+"""Screenshots of every page in both themes, wide and phone; `docs/page.png` is made from one of them.
 
     python benchmarks/screenshots.py OUT [--runs runs] [--url LINK]
 
-Without --url it starts `finetune ui` for as long as it takes. Needs Chromium and playwright.
+Without --url it starts `finetune ui` while it runs. Needs Chromium and playwright.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SETTLE_MS, _BUSY_MS = 4000, 180_000
 
 
 def main() -> int:
-    """Write the pictures; returns 0, or 1 when a page said something in the console."""
-    parser = argparse.ArgumentParser(description="Pictures of every page in both themes.")
+    """Write the screenshots; returns 0, or 1 when a page logged an error in the console."""
+    parser = argparse.ArgumentParser(description="Screenshots of every page in both themes.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--url", help="link of a page that is served already, with its token")
+    parser.add_argument("--url", help="link of a running server, with its token")
     parser.add_argument("--only", nargs="*", choices=list(ADDRESSES), default=list(ADDRESSES))
     chosen = parser.parse_args()
     out = chosen.out.absolute()
@@ -38,7 +38,7 @@ def main() -> int:
     with ExitStack() as stack:
         link = chosen.url or stack.enter_context(page_started(Path.cwd(), "--runs", str(chosen.runs.absolute())))
         said = take(link, out, chosen.only)
-    print("\n".join(said) or f"{out}: no page said anything in the console")
+    print("\n".join(said) or f"{out}: no console errors")
     return 1 if said else 0
 
 
@@ -54,7 +54,7 @@ def page_started(folder: Path, *options: str) -> Iterator[str]:
 
 
 def take(link: str, out: Path, pages: list[str]) -> list[str]:
-    """Visit each page in both themes and sizes; returns what the consoles said."""
+    """Visit each page in both themes and sizes; returns the console errors."""
     from playwright.sync_api import sync_playwright
 
     said: list[str] = []
@@ -75,7 +75,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
 
 
 def _picture(context: Any, address: str, path: Path) -> list[str]:
-    """One page; what it says while it is looked at, not what its breaking connections say when the tab is closed."""
+    """Screenshot one page; returns its console errors, without those of connections that closing the tab breaks."""
     said: list[str] = []
     tab = context.new_page()
     tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)

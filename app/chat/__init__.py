@@ -1,1 +1,1 @@
-"""Chat: conversations with a run's model, in a process of their own."""
+"""Chat with a run's base and tuned model, in a separate process."""

@@ -1,7 +1,7 @@
-"""Conversations with a run's base and tuned model. Generation is a process of its own; what was said is in a file.
+"""Conversations with a run's base and tuned model: a separate process generates, a file keeps what was said.
 
 The page sends a question to the process, which writes it and the answers to RUNS/.app/chat/<run>.jsonl; every tab reads the
-same file, and closing one loses nothing.
+same file, and closing a tab loses nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.workspace import Workspace
 from finetune.events import read_events
 from finetune.run.directory import RunDirectory
 
-#: An idle chat gives its memory back.
+#: After this long without a question the chat process ends and frees its memory.
 IDLE_S = 600.0
 
 
@@ -44,7 +44,7 @@ class Turn:
 
 
 class Chats:
-    """At most one model is in memory: asking another run ends the former's process."""
+    """Keeps at most one model in memory: a question to another run ends the previous run's process."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._folder = workspace, workspace.folder("chat")
@@ -71,7 +71,7 @@ class Chats:
         return list(found.values())
 
     def clear(self, run: RunDirectory) -> None:
-        """Begin a new conversation; the old one is kept beside."""
+        """Start a new conversation; the old file is kept under a name that ends in .old."""
         with self._lock:
             self._end()
             if self.path(run).exists():
@@ -82,7 +82,7 @@ class Chats:
         return self._folder / f"{run.path.name}.jsonl"
 
     def at_work(self, run: RunDirectory) -> bool:
-        """True while this run's process lives."""
+        """True while this run's chat process is alive."""
         return self._name == run.path.name and self._process is not None and self._process.poll() is None
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Answers with base and tuned model side by side: `python -m app.chat.process RUN FILE`, questions as JSON on standard input.
 
-Ends when the app ends, and after a time without questions, so that the memory is free for training.
+Ends when the app ends, or after IDLE_S without a question, so that its memory is free for training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune.run.directory import RunDirectory
 
 
 def main() -> int:
-    """Load at the first question, answer until idle."""
+    """Load the model at the first question, answer until idle."""
     run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
     collect_rarely()
     claim_stdout()
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 class Conversation:
-    """Both models' sides: each continues its own answers."""
+    """One message history for each model, with that model's own answers."""
 
     def __init__(self, run: RunDirectory, path: Path) -> None:
         self._run, self._answerer = run, None

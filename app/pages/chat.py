@@ -1,4 +1,4 @@
-"""Try it: the same question to base and tuned model, side by side."""
+"""Chat: the same question to base and tuned model, side by side."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _QUESTION_CHARACTERS = 8000
 def build(context: Context, page: gr.Blocks) -> None:
     """Components, and how they are kept up to date."""
     view = _View(context)
-    show('<h1 class="ft-title" data-title="Try it">Try it</h1>')
+    show('<h1 class="ft-title" data-title="Chat">Chat</h1>')
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="chat-run", scale=3)
-        most = gr.Slider(16, 1024, value=128, step=16, label="Longest answer, tokens", elem_id="chat-most", scale=2)
+        most = gr.Slider(16, 1024, value=128, step=16, label="Max new tokens", elem_id="chat-most", scale=2)
         clear = gr.Button("New conversation", elem_id="chat-clear", size="sm")
     warning = show(elem_id="chat-warning")
     turns = show(elem_id="chat-turns")
     with gr.Row(elem_classes="ft-controls"):
         question = gr.Textbox(label="Your message", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-question", scale=5)
-        send = gr.Button("Send to both", variant="primary", elem_id="chat-send")
+        send = gr.Button("Send", variant="primary", elem_id="chat-send")
     said = show(elem_id="chat-said")
     seen = gr.State("")
     page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], [seen, turns, warning], **QUIET)
@@ -49,17 +49,17 @@ class _View:
         self.context = context
 
     def choose(self, request: gr.Request) -> Any:
-        """Runs that have something to talk to; the address may name one."""
+        """Runs with an adapter or checkpoint; the address may name one."""
         runs = [run for run in self.context.workspace.list_runs() if _has_adapter(run)]
         asked = self.context.workspace.run(request.query_params.get("run"))
         chosen = asked or (runs[0] if runs else None)
         return gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None)
 
     def tick(self, name: str | None, seen: str) -> list[Any]:
-        """The conversation when it grew, and the warning that belongs to this moment."""
+        """The conversation when it grew, and the current memory warning."""
         run = self.context.workspace.run(name)
         if run is None:
-            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start one.</a></p></div>'
+            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
             return gr.skip() if seen == "none" else ["none", empty, ""]
         shown = _conversation(self.context.chats.turns(run))
         warning = self._warning(run)
@@ -74,20 +74,22 @@ class _View:
         if not _has_adapter(run):
             return [
                 gr.skip(),
-                problem("Nothing to talk to yet", [f"{name} has no adapter and no sealed checkpoint"], "Let it train further."),
+                problem(
+                    "No model to chat with yet", [f"{name} has no adapter or checkpoint"], "Wait for its first checkpoint."
+                ),
             ]
         self.context.chats.ask(run, question[:_QUESTION_CHARACTERS], int(most))
         return ["", ""]
 
     def clear(self, name: str | None) -> str:
-        """Begin again; the model is unloaded, too."""
+        """Start a new conversation and unload the model."""
         run = self.context.workspace.run(name)
         if run is not None:
             self.context.chats.clear(run)
         return ""
 
     def _warning(self, run: RunDirectory) -> str:
-        """By forecast: what a running training needs, and what loading this model would add."""
+        """Forecast of whether this model fits beside the run that is training; empty when none is."""
         busy = next((one for one in self.context.workspace.list_runs() if is_alive(one)), None)
         if busy is None or self.context.chats.at_work(run):
             return ""
@@ -95,14 +97,14 @@ class _View:
         who = f"{busy.path.name} is training"
         if training.forecast is None or ours.forecast is None:
             return note(
-                f"{who}; there is no forecast of whether this model fits beside it. Loading it may end the training.", "warn"
+                f"{who}, and there is no forecast of whether both fit. A message here may make it run out of memory.", "warn"
             )
         load = ours.forecast.peaks.get("load", ours.forecast.parts.get("weights", 0))
         both, budget = training.forecast.peak_high_bytes + load, training.budget_bytes or training.card.free_bytes
         if both <= budget:
-            return note(f"{who}; by forecast both fit: {format_bytes(both)} of {format_bytes(budget)}.")
+            return note(f"{who}; forecast for both: {format_bytes(both)} of {format_bytes(budget)}, it fits.")
         return note(
-            f"{who}; loading this model beside it would need {format_bytes(both)} of {format_bytes(budget)}: it would not fit.",
+            f"{who}; forecast for both: {format_bytes(both)} of {format_bytes(budget)}, it does not fit.",
             "bad",
         )
 
@@ -113,7 +115,7 @@ def _has_adapter(run: RunDirectory) -> bool:
 
 def _conversation(turns: list[Turn]) -> str:
     if not turns:
-        return note("Send a message: both models answer it.")
+        return note("Send a message: the base and the tuned model both answer it.")
     shown = []
     for turn in turns:
         sides = "".join(f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p></div>' for model in MODELS)
@@ -128,4 +130,4 @@ def _conversation(turns: list[Turn]) -> str:
 def _answer(turn: Turn, model: Model) -> str:
     if model not in turn.answers:
         return "no answer" if turn.done else '<span class="ft-busy"></span> waiting'
-    return inert(turn.answers[model], 20_000) or "<em>an empty answer</em>"
+    return inert(turn.answers[model], 20_000) or "<em>empty answer</em>"

@@ -1,4 +1,4 @@
-"""Fit: the plan for a card, where every byte goes, what to change, and Start. The recipe stands beside it, always in step."""
+"""Fit: the plan for a card, its memory by part, suggestions, and Run. Form, recipe text and command line always agree."""
 
 from __future__ import annotations
 
@@ -28,53 +28,51 @@ _PLAN_GOOD_S = 10.0
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components, and how they are kept in step."""
+    """Components, and the handlers that keep them in agreement."""
     view = _View(context)
     show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
     with gr.Row(elem_classes="ft-controls"):
-        card = gr.Dropdown(
-            ["auto", "cpu", *catalogue()], label="Card", info="auto: the one in this machine", elem_id="fit-card"
-        )
-        length = gr.Slider(64, 16384, step=64, label="Longest row, tokens", elem_id="fit-length")
-        rank = gr.Slider(1, 256, step=1, label="Rank of the adapters", elem_id="fit-rank")
-        batch = gr.Slider(1, 256, step=1, label="Rows per step (effective batch)", elem_id="fit-batch")
-        price = gr.Number(0.0, label="Price per hour", minimum=0, info="for the cost column", elem_id="fit-price")
+        card = gr.Dropdown(["auto", "cpu", *catalogue()], label="Card", info="auto: this machine's card", elem_id="fit-card")
+        length = gr.Slider(64, 16384, step=64, label="Max length", info="tokens per row", elem_id="fit-length")
+        rank = gr.Slider(1, 256, step=1, label="LoRA rank", info="r of each adapter", elem_id="fit-rank")
+        batch = gr.Slider(1, 256, step=1, label="Effective batch", info="rows per step", elem_id="fit-batch")
+        price = gr.Number(0.0, label="Price per hour", minimum=0, info="optional, for the cost", elem_id="fit-price")
     trouble = show(elem_id="fit-trouble")
     with gr.Row():
         with gr.Column(scale=3, min_width=320):
             verdict = show('<p class="ft-note"><span class="ft-busy"></span> planning</p>', elem_id="fit-verdict")
             ledger = show(elem_id="fit-ledger")
-            show("<h2>What would make it smaller</h2>")
+            show("<h2>Ways to use less memory</h2>")
             suggested = [
                 gr.Button(visible=False, size="sm", elem_id=f"fit-suggestion-{number}") for number in range(_SUGGESTIONS)
             ]
             no_suggestion = show()
         with gr.Column(scale=2, min_width=320):
             text = gr.Textbox(
-                label="The recipe", lines=16, max_lines=30, buttons=["copy"], elem_id="fit-yaml", elem_classes="ft-mono"
+                label="Recipe", lines=16, max_lines=30, buttons=["copy"], elem_id="fit-yaml", elem_classes="ft-mono"
             )
             command = gr.Textbox(
-                label="The same on the command line",
+                label="The same as a command",
                 interactive=False,
                 buttons=["copy"],
                 elem_id="fit-command",
                 elem_classes="ft-mono",
             )
             with gr.Row():
-                show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download recipe.yaml</a>')
-                load = gr.UploadButton("Load a recipe", file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
-                back = gr.Button("All sliders back to auto", size="sm", elem_id="fit-auto")
+                show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download</a>')
+                load = gr.UploadButton("Upload a recipe", file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
+                back = gr.Button("Reset sliders to auto", size="sm", elem_id="fit-auto")
             shipped = gr.Dropdown(["", *shipped_recipes()], label="Start from a shipped recipe", elem_id="fit-shipped")
-            force = gr.Checkbox(label="Start although it does not fit", visible=False, elem_id="fit-force")
-            start = gr.Button("Start", variant="primary", elem_id="fit-start")
+            force = gr.Checkbox(label="Run although it does not fit", visible=False, elem_id="fit-force")
+            start = gr.Button("Run", variant="primary", elem_id="fit-start")
             progress = show(elem_id="fit-progress")
-    with gr.Accordion("Why each setting is what it is", open=True):
+    with gr.Accordion("Settings and reasons", open=True):
         reasons = show(elem_id="fit-reasons")
     with gr.Accordion("Alternatives", open=True):
         others = show(elem_id="fit-alternatives")
-        compare = gr.Button("Forecast what else there is", size="sm", elem_id="fit-compare")
-    with gr.Accordion("Advanced: every setting of a recipe", open=False, elem_id="fit-advanced"):
-        show(note("trust_remote_code is not here: running a model's own code is allowed from the command line only."))
+        compare = gr.Button("Compare alternatives", size="sm", elem_id="fit-compare")
+    with gr.Accordion("Advanced: all recipe settings", open=False, elem_id="fit-advanced"):
+        show(note("trust_remote_code is not here: a model's own code can be allowed on the command line only."))
         rows = recipe_form.build()
     seen, mine, overrides, stamp = gr.State(0), gr.State(""), gr.State([]), gr.State(0)
     buttons = [*suggested, command, force, start, compare]
@@ -106,7 +104,7 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Each handler changes the draft file or nothing, and shows what the file then says."""
+    """Handlers: each changes the draft file or nothing, then shows the file's contents."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -115,26 +113,26 @@ class _View:
         self._compared = ""
 
     def everything(self, price: float | None) -> list[Any]:
-        """All that the page shows, from the draft."""
+        """Values of all components, from the draft."""
         edited = self.context.draft.read()
         shown, plan = self._shown(edited, price or 0.0)
         return [*shown, edited.text, *self._form(edited, plan), *(field.text(edited) for field in self.rows)]
 
     def if_changed(self, seen: int, price: float | None) -> list[Any]:
-        """The same when another tab has changed the draft, nothing otherwise."""
+        """Values of all components when another tab has changed the draft, else nothing."""
         if seen == self.context.draft.stamp:
             return gr.skip()
         return self.everything(price)
 
     def slide(self, name: str, value: Any, price: float | None) -> list[Any]:
-        """A slider or the card: set it, plan again, keep the recipe's text in step."""
+        """Set a slider's setting or the card, plan again, update the recipe's text."""
         edited = self.context.draft.change(**{name: int(value) if isinstance(value, float) else value})
         return [*self._shown(edited, price or 0.0)[0], edited.text]
 
     def write(self, text: str, price: float | None) -> list[Any]:
-        """The recipe's text was edited: the form follows. The text itself is left as it is typed.
+        """Update the form from the edited recipe text, which stays as typed.
 
-        Bound to every change, as pasting does not count as input in Gradio; what the draft says already is no change.
+        Bound to every change, as pasting is no input event in Gradio; text that equals the draft is skipped.
         """
         if text == self.context.draft.read().text:
             return gr.skip()
@@ -143,7 +141,7 @@ class _View:
         return [*shown, *self._form(edited, plan), *(field.text(edited) for field in self.rows)]
 
     def set_field(self, field: recipe_form.Field, text: Any, price: float | None) -> list[Any]:
-        """One field under Advanced."""
+        """Set one field under Advanced."""
         if field.text(self.context.draft.read()) == str(text).strip():
             return gr.skip()
         edited = self.context.draft.change(**recipe_form.typed(field, text))
@@ -151,7 +149,7 @@ class _View:
         return [*shown, edited.text, *self._form(edited, plan)]
 
     def suggestion(self, number: int, overrides: list[str], price: float | None) -> list[Any]:
-        """One click: the change that a suggestion names."""
+        """Apply a suggestion."""
         if number < len(overrides):
             self.context.draft.apply(overrides[number])
         return self.everything(price)
@@ -162,20 +160,20 @@ class _View:
         return self.everything(price)
 
     def load(self, path: str | None, price: float | None) -> list[Any]:
-        """A recipe file that was uploaded; its text replaces the draft."""
+        """Replace the draft by an uploaded recipe file."""
         if path:
             self.context.draft.write(Path(path).read_bytes()[:1_000_001].decode("utf-8", "replace"))
             shutil.rmtree(Path(path).parent, ignore_errors=True)
         return self.everything(price)
 
     def start_from(self, name: str | None, price: float | None) -> list[Any]:
-        """A shipped recipe replaces the draft."""
+        """Replace the draft by a shipped recipe."""
         if name in shipped_recipes():
             self.context.draft.start_from(str(name))
         return self.everything(price)
 
     def reprice(self, price: float | None) -> list[Any]:
-        """The cost column only."""
+        """Update the cost only."""
         edited = self.context.draft.read()
         plan = self._plan(edited) if edited.recipe else None
         return (
@@ -193,7 +191,7 @@ class _View:
         return [self._progress(entry.path.name), entry.path.name]
 
     def tick(self, mine: str, stamp: int) -> list[Any]:
-        """How the start that was asked for goes on, and whether the draft has changed."""
+        """Progress of the requested start, and whether the draft has changed."""
         self.context.queue.ensure()
         now = self.context.draft.stamp
         return [self._progress(mine), gr.skip() if now == stamp else now]
@@ -216,14 +214,14 @@ class _View:
         return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {words}</p>'
 
     def compare(self, price: float | None) -> list[Any]:
-        """Forecasts of what is next to the plan: they take seconds, so they are made when asked for and stay for the recipe."""
+        """Forecast the alternatives of this recipe: that takes seconds, so only on request."""
         edited = self.context.draft.read()
         if edited.recipe is not None:
             self._compared, self._planned = write_recipe(edited.recipe), None
         return self.everything(price)
 
     def _plan(self, edited: Edited) -> Plan:
-        """The plan of the draft. The last one is good for seconds: other tabs ask the same, and free memory changes."""
+        """The plan of the draft; the last one is reused for seconds: other tabs ask the same, and free memory changes."""
         key = write_recipe(edited.recipe) if edited.recipe else ""
         if self._planned is None or self._planned[0] != key or time.monotonic() - self._planned[1] > _PLAN_GOOD_S:
             answer = self.context.planner.ask("plan", recipe=key, free_bytes=None, compare=key == self._compared)
@@ -258,7 +256,7 @@ class _View:
             ], None
         buttons = [_suggestion_button(item) for item in plan.suggestions[:_SUGGESTIONS]]
         buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
-        nothing = "" if plan.suggestions else note("There is nothing to suggest.")
+        nothing = "" if plan.suggestions else note("No suggestions.")
         return [
             trouble + plan_view.data_note(plan), plan_view.verdict(plan, price), plan_view.ledger(plan),
             plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
@@ -268,7 +266,7 @@ class _View:
         ], plan  # fmt: skip
 
     def _form(self, edited: Edited, plan: Plan | None) -> list[Any]:
-        """Card and sliders: what is set, or what the plan chose."""
+        """Values of card and sliders: set by the recipe, or chosen by the plan."""
         recipe = plan.settings if plan else edited.recipe
         if recipe is None:
             return [gr.skip() for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Model and data: choose both, see at once what will be trained on."""
+"""Model and data: choose both, and see what will be trained on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECKED = 12
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components, and what they do to the draft."""
+    """Components and their handlers."""
     view = _View(context)
     show('<h1 class="ft-title" data-title="Model and data">Model and data</h1>')
     with gr.Row():
@@ -32,21 +32,21 @@ def build(context: Context, page: gr.Blocks) -> None:
             model = gr.Dropdown(
                 [],
                 label="Model",
-                info="bundled, downloaded, a folder, or an id of the hub",
+                info="bundled, downloaded, a folder, or a Hugging Face id",
                 allow_custom_value=True,
                 elem_id="model-name",
             )
             with gr.Row(elem_classes="ft-controls"):
-                words = gr.Textbox(label="Search the hub", max_length=100, elem_id="model-search", scale=3)
+                words = gr.Textbox(label="Search Hugging Face", max_length=100, elem_id="model-search", scale=3)
                 search = gr.Button("Search", elem_id="model-search-go", size="sm", scale=1)
-                check = gr.Button("Which of these fit?", elem_id="model-check", size="sm", scale=1)
+                check = gr.Button("Check which fit", elem_id="model-check", size="sm", scale=1)
             found = show(elem_id="model-found")
         with gr.Column(min_width=320):
             show("<h2>Data</h2>")
             data = gr.Dropdown(
                 [],
                 label="Dataset",
-                info="bundled, a local file, or an id of the hub",
+                info="bundled, a local file, or a Hugging Face id",
                 allow_custom_value=True,
                 elem_id="data-name",
             )
@@ -58,9 +58,9 @@ def build(context: Context, page: gr.Blocks) -> None:
     show('<p><a class="ft-button primary" href="/fit">Next: does it fit?</a></p>')
     with gr.Row():
         with gr.Column(min_width=320):
-            show("<h2>Length of the rows</h2>")
+            show("<h2>Row lengths</h2>")
             lengths = show(elem_id="data-lengths")
-            show("<h2>First row as the model sees it; trained tokens are marked</h2>")
+            show("<h2>First row as the model sees it, trained tokens marked</h2>")
             marked = show(elem_id="data-marked")
         with gr.Column(min_width=320):
             show("<h2>First rows as conversations</h2>")
@@ -76,13 +76,13 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers: each writes the draft or shows what is in it."""
+    """Handlers: each changes the draft or shows it."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def choose(self) -> list[Any]:
-        """What there is to choose from, and what is chosen."""
+        """Choices of model and dataset, and the draft's values."""
         self.context.planner.warm()
         edited = self.context.draft.read()
         models, datasets = local_models(self.context.workspace), local_datasets(self.context.workspace)
@@ -96,22 +96,22 @@ class _View:
         ]
 
     def set_model(self, name: str | None) -> str:
-        """The model goes into the draft; a revision belongs to the model before."""
+        """Set the draft's model, without the previous model's revision."""
         edited = self.context.draft.change(model_name_or_path=(name or "").strip(), model_revision=None)
         return problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
 
     def set_data(self, path: str | None) -> str:
-        """The dataset goes into the draft; what belonged to the one before goes out."""
+        """Set the draft's dataset, without the previous dataset's options."""
         dataset: dict[str, Any] = {"path": (path or "").strip()}
         edited = self.context.draft.change(dataset=dataset)
         return problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
 
     def upload(self, path: str | None) -> list[Any]:
-        """Keep an uploaded file among the app's own; the recipe names it there."""
+        """Move an uploaded file to the app's uploads and set it as the dataset."""
         if not path or Path(path).suffix.lower() not in DATA_ENDINGS:
             return [
                 gr.skip(),
-                problem("The data needs a change", ["this kind of file isn't read"], f"Use {', '.join(DATA_ENDINGS)}."),
+                problem("The data needs a change", ["this file type is not supported"], f"Use {', '.join(DATA_ENDINGS)}."),
             ]
         source = Path(path)
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", source.stem)[:60].strip("-") or "data"
@@ -136,7 +136,7 @@ class _View:
         ]  # fmt: skip
 
     def search(self, words: str) -> list[Any]:
-        """Models of the hub; without one, those that are here."""
+        """Models that the hub finds; local models when nothing is searched for."""
         here = local_models(self.context.workspace)
         if not words.strip():
             return [_models(here, {}), gr.Dropdown([model.name for model in here])]
@@ -145,11 +145,11 @@ class _View:
         except FinetuneError as error:
             return [problem("Offline", error.problems, error.fix) + _models(here, {}), gr.skip()]
         if not models:
-            return [note("The hub found no model of this name."), gr.skip()]
+            return [note("Hugging Face has no model with this name."), gr.skip()]
         return [_models(models, self._badges(models)), gr.Dropdown([model.name for model in [*models, *here]])]
 
     def check(self, words: str) -> str:
-        """Badges for the models that are here."""
+        """Badges for the local models."""
         models = local_models(self.context.workspace)
         return _models(models, self._badges(models))
 
@@ -171,8 +171,8 @@ def _models(models: list[Model], badges: dict[str, Any]) -> str:
         badge = badges.get(model.name)
         parameters = model.parameters or (badge or {}).get("parameters")
         size = format_count(parameters) if parameters else None
-        rows.append([model.name, model.source, size, model.licence, Safe(_badge(badge))])
-    return table(["model", "from", ">parameters", "licence", "on this card"], rows, "Models", hidden_caption=True)
+        rows.append([model.name, Safe(_badge(badge)), model.source, size, model.licence])
+    return table(["model", "fit", "from", ">parameters", "licence"], rows, "Models", hidden_caption=True)
 
 
 def _badge(badge: dict[str, Any] | None) -> str:

@@ -1,4 +1,4 @@
-"""Result: base against tuned on held-out rows, and what else the command line offers for a finished run."""
+"""Result: evaluate base against tuned on held-out rows, and export a merged model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from finetune.units import format_seconds
 
 _TICK_S = 1.0
 _ROWS_SHOWN = 12
-_DONE = {"eval": "Evaluate: base against tuned", "merge": "Merge into one model"}
+_TITLES = {"eval": "Base against tuned on held-out rows", "merge": "Merge the adapter into the base model"}
+_BUTTONS = {"eval": "Evaluate", "merge": "Export"}
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components, and how they are kept up to date."""
+    """Components and their handlers."""
     view = _View(context)
     show('<h1 class="ft-title" data-title="Result">Result</h1>')
     with gr.Row(elem_classes="ft-controls"):
@@ -29,16 +30,16 @@ def build(context: Context, page: gr.Blocks) -> None:
     panes: list[Any] = []
     said = show(elem_id="result-said")
     for verb in VERBS:
-        show(f"<h2>{_DONE[verb]}</h2>")
+        show(f"<h2>{_TITLES[verb]}</h2>")
         with gr.Row(elem_classes="ft-controls"):
             options = gr.Textbox(
                 label="Options",
-                info=f"as after finetune {verb} RUN, or empty",
+                info=f"command-line options of finetune {verb}, optional",
                 max_length=400,
                 elem_id=f"result-{verb}-options",
                 scale=3,
             )
-            start = gr.Button(_DONE[verb], elem_id=f"result-{verb}", size="sm")
+            start = gr.Button(_BUTTONS[verb], elem_id=f"result-{verb}", size="sm")
         panes.append(show(elem_id=f"result-{verb}-shown"))
         start.click(functools.partial(view.start, verb), [name, options], said, **BUTTON)
     page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], [seen, *panes], **QUIET)
@@ -47,13 +48,13 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; commands run detached and leave their output in files."""
+    """Handlers; commands run detached and write their output to files."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def choose(self, request: gr.Request) -> Any:
-        """Runs with an adapter; the address may name one."""
+        """Runs with an adapter or checkpoint; the address may name one."""
         runs = [
             run
             for run in self.context.workspace.list_runs()
@@ -79,7 +80,7 @@ class _View:
         run = self.context.workspace.run(name)
         verbs = VERBS
         if run is None:
-            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start one.</a></p></div>'
+            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
             shown = [empty, *[""] * (len(verbs) - 1)]
         else:
             shown = [_task(verb, self.context.tasks.of(run, verb)) for verb in verbs]
@@ -90,7 +91,7 @@ class _View:
 def _task(verb: str, task: Any) -> str:
     status = task.status()
     if status is None:
-        return note("Not done yet.")
+        return note("Not run yet.")
     command = f'<p class="ft-mono">{inert(status.get("command", ""))}</p>'
     if status["state"] == "running":
         last = task.log().strip().splitlines()[-1:] or ["starting"]
@@ -99,11 +100,11 @@ def _task(verb: str, task: Any) -> str:
     if isinstance(result, dict) and "problems" in result:
         return command + problem(f"finetune {verb} failed", result["problems"], result.get("fix", ""))
     if status["state"] == "failed":
-        return command + problem(f"finetune {verb} failed", task.log().strip().splitlines()[-5:] or ["it left no message"])
+        return command + problem(f"finetune {verb} failed", task.log().strip().splitlines()[-5:] or ["no output"])
     if verb == "eval" and isinstance(result, dict):
         return command + _scores(result)
     rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) else []
-    return command + (table(["what", "value"], rows, f"Result of {verb}", hidden_caption=True) if rows else note("Done."))
+    return command + (table(["name", "value"], rows, f"Result of {verb}", hidden_caption=True) if rows else note("Done."))
 
 
 def _scores(result: dict[str, Any]) -> str:
@@ -120,8 +121,8 @@ def _scores(result: dict[str, Any]) -> str:
     rows = [[prompt.strip(), wanted, before, after] for prompt, wanted, before, after in answers]
     return (
         summary
-        + note(f"It took {format_seconds(result['seconds'])}.")
-        + table(["prompt", "wanted", "base", "tuned"], rows, "Answers")
+        + note(f"Evaluated in {format_seconds(result['seconds'])}.")
+        + table(["prompt", "expected", "base", "tuned"], rows, "Answers")
     )
 
 

@@ -24,12 +24,12 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="run-name", scale=3, allow_custom_value=True)
         smoothing = gr.Slider(0, 0.99, value=0.8, step=0.01, label="Smoothing", elem_id="run-smoothing", scale=2)
-        stop = gr.Button("Stop with a checkpoint", variant="stop", elem_id="run-stop", interactive=False)
+        stop = gr.Button("Stop", variant="stop", elem_id="run-stop", interactive=False)
         resume = gr.Button("Resume", elem_id="run-resume", interactive=False)
     said = show(elem_id="run-said")
     head = show(elem_id="run-head")
     curves = show(elem_id="run-curves")
-    with gr.Accordion("The same numbers as a table", open=False):
+    with gr.Accordion("Loss and memory as a table", open=False):
         numbers = show(elem_id="run-numbers")
     with gr.Row():
         with gr.Column(min_width=320):
@@ -95,7 +95,7 @@ class _View:
         if run is None:
             return ""
         asked = control.stop(run)
-        return note("Stopping after this step, with a checkpoint." if asked else "Nothing of this run is at work.")
+        return note("Stopping after this step, with a checkpoint." if asked else "This run is not running.")
 
     def resume(self, name: str | None) -> str:
         """Queue the run to go on from its newest checkpoint."""
@@ -106,22 +106,22 @@ class _View:
             self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
-        return note("Going on from the newest checkpoint.")
+        return note("Resuming from the newest checkpoint.")
 
     def _without_run(self, seen: tuple[Any, ...]) -> list[Any]:
         self.context.queue.ensure()
         now = ("none", len(self.context.workspace.list_runs()))
         if now == tuple(seen):
             return gr.skip()
-        link = '<a href="/fit">See what fits, start one.</a>'
-        words = f'<div class="ft-empty" data-title="Run"><p>There is no run yet.</p><p>{link}</p></div>'
+        link = '<a href="/fit">Plan and start a run.</a>'
+        words = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
         return [now, words, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
 
 
 def _resume_button(state: RunState) -> dict[str, Any]:
     """Whether the run can go on, and if it can't, why."""
     if not state.ended:
-        return {"interactive": False, "value": "Resume (it is at work)"}
+        return {"interactive": False, "value": "Resume (running)"}
     if state.state == "finished":
-        return {"interactive": False, "value": "Resume (it has finished)"}
+        return {"interactive": False, "value": "Resume (finished)"}
     return {"interactive": True, "value": "Resume"}

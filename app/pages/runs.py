@@ -1,4 +1,4 @@
-"""Runs: all of them with state and forecast against measured; compare, rename, move away; what waits in the queue."""
+"""Runs: a table with state and forecast against measured peak; compare, rename, delete; the queue."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components, and how they are kept up to date."""
+    """Components and their handlers."""
     view = _View(context)
     show('<h1 class="ft-title" data-title="Runs">Runs</h1>')
     listed = show(elem_id="runs-list")
     show("<h2>Compare</h2>")
     chosen = gr.Dropdown(
-        [], label=f"Up to {_MOST_COMPARED} runs", multiselect=True, max_choices=_MOST_COMPARED, elem_id="runs-compare"
+        [], label=f"Runs, up to {_MOST_COMPARED}", multiselect=True, max_choices=_MOST_COMPARED, elem_id="runs-compare"
     )
     compared = show(elem_id="runs-compared")
-    show("<h2>Rename or move away</h2>")
+    show("<h2>Rename or delete</h2>")
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="runs-name", scale=2)
         new = gr.Textbox(label="New name", max_length=100, elem_id="runs-new-name", scale=2)
         rename = gr.Button("Rename", elem_id="runs-rename", size="sm")
-        discard = gr.Button("Move away", variant="stop", elem_id="runs-discard", size="sm")
-    with gr.Row(visible=False) as sure:
-        show(note("The run goes to the folder .trash beside the other runs; nothing is destroyed."))
-        yes = gr.Button("Yes, move it away", variant="stop", elem_id="runs-discard-yes", size="sm")
-        no = gr.Button("Keep it", elem_id="runs-discard-no", size="sm")
+        discard = gr.Button("Delete", variant="stop", elem_id="runs-discard", size="sm")
+    with gr.Row(visible=False, elem_classes="ft-controls") as sure:
+        show(note("Delete this run? It is moved to .trash in the folder with the runs, where it can be restored."))
+        yes = gr.Button("Yes, delete", variant="stop", elem_id="runs-discard-yes", size="sm")
+        no = gr.Button("Keep", elem_id="runs-discard-no", size="sm")
     said = show(elem_id="runs-said")
     show("<h2>Queue</h2>")
     queue = show(elem_id="runs-queue")
     with gr.Row(elem_classes="ft-controls"):
-        entry = gr.Dropdown([], label="Waiting start", elem_id="runs-queue-entry")
-        cancel = gr.Button("Take it out of the queue", elem_id="runs-queue-cancel", size="sm")
+        entry = gr.Dropdown([], label="Waiting run", elem_id="runs-queue-entry")
+        cancel = gr.Button("Cancel", elem_id="runs-queue-cancel", size="sm")
     seen = gr.State(None)
     shown = [seen, listed, queue, chosen, name, entry]
     page.load(view.tick, [seen, chosen, name, entry], shown, **QUIET)
@@ -64,13 +64,13 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; all of it from the run directories and the queue's files."""
+    """Handlers; they read the run directories and the queue's files."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def tick(self, seen: Any, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
-        """The list and the queue when they changed."""
+        """The table and the queue when they changed."""
         self.context.queue.ensure()
         runs = self.context.workspace.list_runs()[:_LISTED]
         listed = _list([self._row(run) for run in runs])
@@ -88,10 +88,10 @@ class _View:
         ]  # fmt: skip
 
     def compare(self, names: list[str] | None) -> str:
-        """Curves over each other, and what differs in the recipes."""
+        """Curves of the chosen runs in one chart, and the settings that differ."""
         runs = [run for name in (names or [])[:_MOST_COMPARED] if (run := self.context.workspace.run(name))]
         if not runs:
-            return note("Choose runs to see their curves over each other and how their settings differ.")
+            return note("Choose runs to compare their curves and settings.")
         lives = [self.context.lives.of(run) for run in runs]
         for live in lives:
             live.refresh()
@@ -114,25 +114,25 @@ class _View:
         return [note(f"{name} is now called {renamed.path.name}."), gr.Dropdown(choices=names, value=renamed.path.name)]
 
     def discard(self, name: str | None) -> list[Any]:
-        """Move the run away, after asking."""
+        """Delete the run, which the user has confirmed."""
         run = self.context.workspace.run(name)
         if run is None:
             return [note("Choose a run."), gr.Row(visible=False), gr.skip()]
         try:
             target = self.context.workspace.discard(run)
         except FinetuneError as error:
-            return [problem("Not moved", error.problems, error.fix), gr.Row(visible=False), gr.skip()]
+            return [problem("Not deleted", error.problems, error.fix), gr.Row(visible=False), gr.skip()]
         self.context.lives.forget(run)
         names = [entry.path.name for entry in self.context.workspace.list_runs()]
         return [
-            note(f"{name} is now in {target.parent.name}/{target.name}."),
+            note(f"Deleted {name}; it can be restored from {target.parent.name}/{target.name}."),
             gr.Row(visible=False),
             gr.Dropdown(choices=names, value=None),
         ]
 
     def cancel(self, entry: str | None) -> str:
-        """Take a waiting start out of the queue."""
-        return note("It is out of the queue." if entry and self.context.queue.cancel(entry) else "It is not waiting any more.")
+        """Cancel a waiting run."""
+        return note("Cancelled." if entry and self.context.queue.cancel(entry) else "It is no longer waiting.")
 
     def _row(self, run: RunDirectory) -> list[Any]:
         live = self.context.lives.of(run)
@@ -158,13 +158,13 @@ class _View:
             name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"
         ]
         if not names:
-            return note("The settings of these runs are the same.")
+            return note("These runs have the same settings.")
         rows = [[name, *(str(values.get(name)) for values in settings)] for name in names]
         return table(["setting", *(live.run.path.name for live in lives)], rows, "Settings that differ")
 
 
 def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
-    """One line for each run, of the first of the metrics that it has."""
+    """One line for each run: the first of the metrics that it has."""
     lines = []
     for number, live in enumerate(lives):
         series = next((live.digest.series[name] for name in names if name in live.digest.series), None)
@@ -176,8 +176,8 @@ def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: flo
 
 def _list(rows: list[list[Any]]) -> str:
     if not rows:
-        return '<div class="ft-empty"><p>There is no run yet.</p><p><a href="/fit">See what fits, and start one.</a></p></div>'
-    columns = ["run", "state", "loss", ">step", ">last loss", ">peak, forecast", ">peak, measured", ">off by"]
+        return '<div class="ft-empty"><p>No runs yet.</p><p><a href="/fit">Plan and start a run.</a></p></div>'
+    columns = ["run", "state", "loss", ">step", ">last loss", ">forecast peak", ">measured peak", ">difference"]
     return table(columns, rows, "Runs, newest first", hidden_caption=True)
 
 
@@ -190,15 +190,11 @@ def _queue(entries: list[tuple[str, dict[str, Any]]]) -> str:
         ]
         for name, status in reversed(entries)
     ]
-    return (
-        table(["asked for at", "state", "message"], rows, "Queue", hidden_caption=True)
-        if rows
-        else note("Nothing was asked for yet.")
-    )
+    return table(["queued at", "state", "message"], rows, "Queue", hidden_caption=True) if rows else note("The queue is empty.")
 
 
 def _asked(name: str) -> str:
-    """When an entry was asked for: its name begins with the time in nanoseconds."""
+    """When an entry was queued: its name begins with the time in nanoseconds."""
     return time.strftime("%d %b %H:%M:%S", time.localtime(int(name.partition("-")[0]) / 1e9))
 
 

@@ -1,4 +1,4 @@
-"""Plans for where the sliders may be put next, made beside the questions. The forecasts' cache on disk remembers them."""
+"""Plans likely next slider positions in forks between questions; the forecast cache on disk keeps the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.recipe import Recipe, resolved
 
-#: What people choose, by setting.
+#: Usual values by setting.
 USUAL = {
     "lora_r": (8, 16, 32, 64, 128, 256),
     "max_length": (256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384),
@@ -21,11 +21,10 @@ MakePlan = Callable[[Recipe, Callable[[str], None]], Any]
 
 
 class Ahead:
-    """Plans recipes that differ in one setting from the one planned last, nearest first.
+    """Plans recipes that differ in one setting from the last planned one, nearest value first.
 
-    Forks of this process do it, one for each setting, which have the libraries and the data already: no question waits for a
-    plan that nobody asked for. `leave` are the file descriptors that they must not hold. Where there is no fork (Windows),
-    nothing is done ahead.
+    One fork of this process for each setting: it has the libraries and the data already, and no question waits for it. `leave`
+    are the file descriptors that the forks close. Without os.fork (Windows) nothing is planned ahead.
     """
 
     def __init__(self, make_plan: MakePlan, leave: tuple[int, ...] = ()) -> None:
@@ -33,7 +32,7 @@ class Ahead:
         self._children: list[int] = []
 
     def start_from(self, recipe: Recipe, settings: Recipe) -> None:
-        """Work around this recipe, which was planned with these settings, instead of what was worked at."""
+        """Plan the neighbours of this recipe, which was planned with these settings; ends the work on the last one's."""
         self.end()
         for name in USUAL if hasattr(os, "fork") else ():
             parent, child = os.getpid(), os.fork()
@@ -42,13 +41,13 @@ class Ahead:
             self._children.append(child)
 
     def end(self) -> None:
-        """Drop what is being planned; what has been forecast so far is kept."""
+        """End the forks; finished forecasts stay in the cache."""
         for child in self._children:
             os.kill(child, signal.SIGKILL)
         self.wait()
 
     def wait(self) -> None:
-        """Until all is planned."""
+        """Wait until all forks have ended."""
         while self._children:
             os.waitpid(self._children.pop(), 0)
 
@@ -61,14 +60,14 @@ class Ahead:
             for recipe in recipes:
                 if os.getppid() != parent:
                     break
-                with contextlib.suppress(Exception):  # whoever asks for that plan is told
+                with contextlib.suppress(Exception):  # the error is shown when that plan is asked for
                     self._make_plan(recipe, lambda _doing: None)
         finally:
             os._exit(0)
 
 
 def neighbours(recipe: Recipe, settings: Recipe, name: str) -> Iterator[Recipe]:
-    """The recipe with one setting put to each usual value that it allows, the values nearest to the plan's first."""
+    """The recipe with one setting at each usual value, those nearest to the plan's first; yields valid recipes only."""
     now = getattr(settings, name)
     for value in sorted((value for value in USUAL[name] if value != now), key=lambda value: abs(math.log(value / now))):
         with contextlib.suppress(ValueError):  # does not go with what the recipe sets

@@ -1,4 +1,4 @@
-"""Models and datasets to choose from: what is here, and what the hub finds when it can be reached."""
+"""Models and datasets to choose from: local ones, and models found on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 @dataclass(frozen=True)
 class Model:
-    """A base model: where it is from, and what the hub says of its size and licence (None: not known)."""
+    """A base model: its source, and its size and licence according to the hub (None: not known)."""
 
     name: str
     source: str
@@ -36,7 +36,7 @@ def local_models(workspace: Workspace) -> list[Model]:
 
 
 def local_datasets(workspace: Workspace) -> list[str]:
-    """The bundled dataset, data files below the workspace, and what was uploaded."""
+    """The bundled dataset, data files below the workspace, and uploads."""
     found = ["support"]
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
@@ -66,7 +66,7 @@ def search_models(words: str) -> list[Model]:
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
         raise RecipeError(
             f"the hub can't be reached: {type(error).__name__}",
-            "Choose a model that is here, or give the path of a model folder.",
+            "Choose a local model, or give the path of a model folder.",
         ) from None
     models = []
     for info in found:

@@ -14,13 +14,13 @@ from finetune.files import write_text
 from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe import yaml as recipe_yaml
 
-#: What a stranger finds: the bundled model and data, which train on any machine.
+#: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
 
 
 @dataclass(frozen=True)
 class Edited:
-    """The text as it stands, and the recipe it says; None with problems when it says none."""
+    """The draft's text and the recipe parsed from it; the recipe is None, with problems, when it is invalid."""
 
     text: str
     recipe: Recipe | None
@@ -29,12 +29,12 @@ class Edited:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is set, by name; empty when the text is no recipe."""
+        """Settings by name; empty when the text is no valid recipe."""
         return self.recipe.model_dump(exclude_unset=True, mode="json") if self.recipe else {}
 
 
 class Draft:
-    """Reads and writes the file. Text that is no recipe is kept with its problems; until then the form can't change it."""
+    """Reads and writes the draft file. Invalid text is kept with its problems; the form can't change it until it is valid."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.Lock()
@@ -48,7 +48,7 @@ class Draft:
             return 0
 
     def read(self) -> Edited:
-        """The draft; the first recipe when there is none yet."""
+        """The draft; the FIRST recipe when there is none yet."""
         try:
             text = self._path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -56,22 +56,22 @@ class Draft:
         return understood(text)
 
     def write(self, text: str) -> Edited:
-        """Replace the whole text, as the YAML box does."""
+        """Replace the whole text, as the recipe's text box does."""
         edited = understood(text)
         if len(text) <= recipe_yaml.MAX_BYTES:
             self._store(text)
         return edited
 
     def start_from(self, name: str) -> Edited:
-        """Take a shipped recipe as it stands. Raises RecipeError when there is none of this name."""
+        """Replace the draft by a shipped recipe. Raises RecipeError when there is none of this name."""
         if name not in shipped_recipes():
             raise RecipeError(f"there is no shipped recipe {name!r}")
         return self.write(find_recipe(name).read_text(encoding="utf-8"))
 
     def change(self, **settings: Any) -> Edited:
-        """Set (or, with None, unset) settings by dotted name written with `__`. When they don't agree, nothing is changed.
+        """Set (or, with None, unset) settings by dotted name written with `__`. An invalid combination changes nothing.
 
-        `trust_remote_code` is not changed here: running other people's code takes more than a click, it takes the file.
+        `trust_remote_code` is never changed here: a click must not allow a model's own code.
         """
         with self._lock:
             now = self.read()
@@ -108,7 +108,7 @@ class Draft:
 
 
 def understood(text: str) -> Edited:
-    """What a text says as a recipe. Remote code is refused here as it would run from a page."""
+    """Parse a text as a recipe; `trust_remote_code` is refused, as a page must not run a model's own code."""
     try:
         recipe = parse_recipe(text, "recipe")
     except RecipeError as error:
@@ -116,13 +116,13 @@ def understood(text: str) -> Edited:
     if recipe.trust_remote_code:
         return Edited(
             text, None, ("trust_remote_code: the page does not run a model's own code",),
-            "Start it from the command line, where you can see what you allow: finetune run RECIPE.yaml",
+            "Allow it on the command line: finetune run RECIPE.yaml",
         )  # fmt: skip
     return Edited(text, recipe)
 
 
 def command_line(recipe: Recipe) -> str:
-    """The command that does the same: the shipped recipe that needs fewest changes, and those; else a file to save first."""
+    """The equivalent command: the shipped recipe that needs the fewest overrides, else a file to save first."""
     wanted = recipe.model_dump(exclude_unset=True, mode="json")
     best: list[str] | None = None
     for name in shipped_recipes():
@@ -137,7 +137,7 @@ def command_line(recipe: Recipe) -> str:
 
 
 def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
-    """Overrides that turn `base` into `wanted`; what only `base` has goes back to the schema's default."""
+    """Overrides that turn `base` into `wanted`; keys that only `base` has get the schema's default."""
     found = []
     for key in [*wanted, *(key for key in base if key not in wanted)]:
         if key in wanted and wanted[key] == base.get(key):

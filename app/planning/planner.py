@@ -1,4 +1,4 @@
-"""Questions to the planner process: what is in the data, what would fit. The app itself imports no torch and opens no GPU."""
+"""Asks the planner process about data and plans, so that the app itself imports no torch and opens no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 300.0
 
 
 class PlannerError(FinetuneError):
-    """What the planner process reported; the kind of the first error is in `title`."""
+    """An error that the planner process reported; `title` is its kind."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values.get("problems", ["the planner gave no answer"]), values.get("fix", ""))
@@ -24,7 +24,7 @@ class PlannerError(FinetuneError):
 
 
 class Planner:
-    """One process, one question at a time; it keeps models' shapes, data and forecasts in memory between questions."""
+    """One planner process, one question at a time; it keeps data and forecasts in memory between questions."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -33,7 +33,7 @@ class Planner:
         self._lock = threading.Lock()
 
     def warm(self) -> None:
-        """Start the process ahead of the first question: importing the libraries takes seconds."""
+        """Start the process before the first question, as importing the libraries takes seconds."""
         with self._lock:
             self._running()
 

@@ -1,8 +1,8 @@
-"""The planner, a process of its own: reads questions as lines of JSON, answers with lines of JSON.
+"""The planner process: reads questions as lines of JSON, answers with lines of JSON.
 
 look    {"recipe": yaml}                                  what is in the data: report, lengths, examples, one example marked
-plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the data as it was read;
-         "compare": bool}                                 with forecasts of what is next to it
+plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
+         "compare": bool}                                 `compare` adds forecasts of the alternatives
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from finetune.data import EncodedRows
 
 _DATASETS, _LENGTHS_SENT, _EXAMPLES = 3, 20_000, 5
-#: Settings that decide which tokens are trained on when the rows are tokens already.
+#: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
 
@@ -39,7 +39,7 @@ class Questions:
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One answer. FinetuneErrors are answers, too."""
+        """The answer to one question; errors are answers, too."""
         try:
             recipe = parse_recipe(question["recipe"], "recipe")
             kind = question["kind"]
@@ -51,7 +51,7 @@ class Questions:
             return {"badges": {name: _badge(recipe, name) for name in question["models"]}}
         except FinetuneError as error:
             return {**error.as_json(), "title": error.title}
-        except Exception as error:  # noqa: BLE001 - the page says what it was, and the next question gets its answer
+        except Exception as error:  # noqa: BLE001 - the page shows it, and the process answers the next question
             import traceback
 
             traceback.print_exc()
@@ -65,7 +65,7 @@ class Questions:
         free_bytes: int | None = None,
         compare: bool = False,
     ) -> Plan:
-        """The plan of a recipe; `progress` may raise to end it."""
+        """The plan of a recipe; `progress` may raise to cancel it."""
         from finetune.card import find_card
         from finetune.plan.planning import plan_recipe, read_rows
 
@@ -74,7 +74,7 @@ class Questions:
         return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
 
     def _encode(self, recipe: Recipe) -> EncodedRows:
-        """The rows as tokens; the limit of length is applied afterwards."""
+        """The rows as tokens, not yet limited to max_length."""
         from finetune.plan.planning import encode_rows
 
         chosen = recipe.model_dump(mode="json")
@@ -88,7 +88,7 @@ class Questions:
 
 
 def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Verdict for this model in place of the recipe's, with its own settings left to the planner; and its size."""
+    """Verdict and size of this model with the recipe's data, card and max_length; other settings are the planner's."""
     from finetune.card import find_card
     from finetune.model.configuration import read_config
     from finetune.plan.planning import plan_recipe, without_rows
@@ -105,7 +105,7 @@ def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
 
 
 def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:
-    """What is in the data. Rows that can't be trained on are shown, not raised; the start still refuses them."""
+    """Report, lengths and examples of the data. Refused rows are listed, not raised; a run still refuses them."""
     from finetune import data
 
     prepared = encoded.within(recipe, None).prepared()
@@ -127,7 +127,7 @@ def _conversation(example: Any) -> list[dict[str, str]]:
 
 
 def main() -> int:
-    """Answer until standard input closes, which is when the app ends; plan ahead of the next question."""
+    """Answer until standard input closes, when the app ends; plan ahead between questions."""
     collect_rarely()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
     out = claim_stdout()

@@ -1,1 +1,1 @@
-"""Starts: what waits to be started, and the process that starts it."""
+"""The queue of runs, and the process that starts them."""

@@ -1,6 +1,6 @@
-"""Takes queued starts in order: `python -m app.starts.starter RUNS`. Prepares in a child, starts what the command line starts.
+"""Starts queued runs in order, as the command line would: `python -m app.starts.starter RUNS`. Each is prepared in a child:
 
-`python -m app.starts.starter RUNS ENTRY` is that child: finetune.run.prepare, then finetune.run.control, status into the entry.
+`python -m app.starts.starter RUNS ENTRY` calls finetune.run.prepare, then finetune.run.control, and writes the entry's status.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POLL_S = 0.3
 
 
 def main() -> int:
-    """Work until the queue is empty; leave at once when another starter works."""
+    """Start runs until the queue is empty; exit at once when another starter is running."""
     collect_rarely()
     workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
     if len(sys.argv) > 2:
@@ -46,24 +46,24 @@ def _take(workspace: Workspace, entry: Entry) -> None:
     busy = next((run.path.name for run in workspace.list_runs() if is_alive(run)), None)
     if busy:
         status = entry.status()
-        message = f"waiting until {busy} has ended"
+        message = f"starts when {busy} has ended"
         if status["message"] != message and entry.path.exists():
             entry.say("waiting", message, **_kept(status))
         time.sleep(_POLL_S)
         return
-    entry.say("preparing", "loading the libraries", **_kept(entry.status()))
+    entry.say("preparing", "loading libraries", **_kept(entry.status()))
     with entry.log.open("ab") as log:
         code = subprocess.run(
             command("app.starts.starter", str(workspace.runs), str(entry.path)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env=environment(), check=False,
         ).returncode  # fmt: skip
-    if entry.status()["state"] == "preparing":  # it died without a word
+    if entry.status()["state"] == "preparing":  # it died before it wrote why
         entry.say("failed", f"the preparation ended with status {code}", problems=[_last_line(entry.log)], fix="")
 
 
 def start(workspace: Workspace, entry: Entry) -> int:
-    """Prepare and start one entry. Every problem goes into its status."""
+    """Prepare and start one entry. Errors are written to its status."""
     status = entry.status()
     try:
         if status.get("resume"):
@@ -86,7 +86,7 @@ def _prepare(workspace: Workspace, entry: Entry, force: bool) -> RunDirectory:
     recipe = load_recipe(entry.recipe)
     kept = _kept(entry.status())
     prepared = prepare(recipe, force=force, progress=lambda text: entry.say("preparing", text, **kept))
-    if recipe.output_dir == AUTO:  # the name is the plan's, the folder is the one that this page shows
+    if recipe.output_dir == AUTO:  # the plan chooses the name, the app the folder
         name = Path(str(prepared.plan.settings.output_dir)).name
         settings = prepared.plan.settings.model_copy(update={"output_dir": str(workspace.runs / name)})
         prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, settings=settings))
@@ -95,7 +95,7 @@ def _prepare(workspace: Workspace, entry: Entry, force: bool) -> RunDirectory:
 
 
 def _wait_for_life(run: RunDirectory) -> None:
-    """The next entry must see that this run is at work; its supervisor needs a moment to take the lock."""
+    """Wait until the supervisor has the run's lock, so that the next entry sees that a run is alive."""
     for _ in range(100):
         if is_alive(run):
             return
@@ -108,7 +108,7 @@ def _kept(status: dict[str, object]) -> dict[str, object]:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "it left no message"
+    return lines[-1][:500] if lines else "no output"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is done with a result (evaluate, merge, export, publish) as the command line does it: detached, output in files."""
+"""Commands on a run's result (eval, merge): detached processes with their output in files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_is, process_record
 
-#: Commands of `finetune` that take a run and make something of its result.
+#: Commands of `finetune` on a run's result.
 VERBS = ("eval", "merge")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One command on one run: where its output is, and how it stands."""
+    """One command on one run: its output files and its status."""
 
     path: Path
 
@@ -48,7 +48,7 @@ class Task:
         return _read(self.path / "log.txt")
 
     def result(self) -> Any:
-        """The JSON that the command printed last; None when there is none."""
+        """The last line of JSON that the command printed; None without one."""
         for line in reversed(self.output().strip().splitlines()):
             try:
                 return json.loads(line)
@@ -58,7 +58,7 @@ class Task:
 
 
 class Tasks:
-    """Commands on results."""
+    """Starts commands on results and finds their tasks."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -68,13 +68,13 @@ class Tasks:
         return Task(self._workspace.folder("tasks") / run.path.name / verb)
 
     def start(self, run: RunDirectory, verb: str, options: str = "") -> Task:
-        """Start one. Raises RecipeError when it runs already, or is not a command."""
+        """Start a command. Raises RecipeError when it is running already or not one of VERBS."""
         if verb not in VERBS:
-            raise RecipeError(f"{verb[:40]!r} is not a command for a result")
+            raise RecipeError(f"{verb[:40]!r} is not a command on a result")
         task = self.of(run, verb)
         status = task.status()
         if status and status["state"] == "running":
-            raise RecipeError(f"finetune {verb} is at work on {run.path.name} already")
+            raise RecipeError(f"finetune {verb} is already running on {run.path.name}")
         task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")

@@ -1,7 +1,7 @@
-"""Starts wait here, one folder each, and one process takes them in order when no other run is at work.
+"""The queue: one folder for each requested run; one process starts them in order when no other run is alive.
 
 A folder has recipe.yaml and status.json: `{"state": waiting | preparing | started | failed, "message": ..., "run": ...}`. The
-page that asked may be closed and the app may end: the starter (app.starts.starter) is a process of its own.
+page may be closed and the app may end: the starter (app.starts.starter) is a separate, detached process.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from finetune.files import write_json
 from finetune.recipe import Recipe, write_recipe
 
 OPEN = ("waiting", "preparing")
-#: Entries that are done are shown for a while and then removed.
+#: Started and failed entries that are kept.
 _KEPT = 8
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One start that was asked for."""
+    """One requested start."""
 
     path: Path
 
     @property
     def recipe(self) -> Path:
-        """What was asked for."""
+        """The recipe to run."""
         return self.path / "recipe.yaml"
 
     @property
@@ -42,14 +42,14 @@ class Entry:
         return self.path / "log.txt"
 
     def status(self) -> dict[str, Any]:
-        """How far it is; `failed` when its file can't be read."""
+        """The entry's status; `failed` when its file can't be read."""
         try:
             return json.loads((self.path / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return {"state": "failed", "message": "its status can't be read", "problems": [], "fix": ""}
+            return {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
 
     def say(self, state: str, message: str = "", **values: Any) -> None:
-        """Write the status; readers see the old or the new one, never half."""
+        """Write the status atomically."""
         write_json(self.path / "status.json", {"state": state, "message": message, **values})
 
 
@@ -60,32 +60,32 @@ class Queue:
         self.workspace, self.folder = workspace, workspace.folder("queue")
 
     def entries(self) -> list[Entry]:
-        """All that are there, oldest first."""
+        """All entries, oldest first."""
         return [Entry(path) for path in sorted(self.folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
 
     def waiting(self) -> list[Entry]:
-        """Those that have not started."""
+        """Entries that are waiting or preparing."""
         return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
 
     def newest(self) -> Entry | None:
-        """The last one asked for."""
+        """The newest entry."""
         found = self.entries()
         return found[-1] if found else None
 
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
-        """Ask for a start (or that `resume` goes on); returns at once."""
+        """Queue a new run, or with `resume` that run's continuation; returns at once."""
         building = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
         building.mkdir(mode=0o700)
         entry = Entry(building)
         entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
-        entry.say("waiting", "waiting for the starter", resume=resume, force=force, asked_s=time.time())
+        entry.say("waiting", "in the queue", resume=resume, force=force, asked_s=time.time())
         entry = Entry(building.rename(self.folder / building.name[1:]))
         self.forget_old()
         self.ensure()
         return entry
 
     def cancel(self, name: str) -> bool:
-        """Take an entry that waits out of the queue; False when it has begun or is not there."""
+        """Remove a waiting entry; False when it has begun or does not exist."""
         for entry in self.entries():
             if entry.path.name == name and entry.status()["state"] == "waiting":
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -93,12 +93,12 @@ class Queue:
         return False
 
     def ensure(self) -> None:
-        """Start the starter when there is work and none is running. Two at once do no harm: the second one leaves."""
+        """Start the starter when entries wait and none is running; a second one would exit at once."""
         if self.waiting() and not is_locked(self.folder / ".lock"):
             detach(self.workspace, "app.starts.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
 
     def forget_old(self) -> None:
-        """Remove all but the newest entries that are done."""
+        """Remove all but the newest started and failed entries."""
         done = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
         for entry in done[:-_KEPT]:
             shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Charts as inline SVG made on the server: nothing is loaded, both themes, lines stretch with the page and labels don't.
+"""Charts as inline SVG made on the server: no scripts, both themes; lines stretch with the page, labels don't.
 
-Lines are drawn in a 1000 x 100 box that is stretched; text stands beside it as HTML at percentages, so it keeps its size.
+Lines are drawn in a 1000 x 100 box that is stretched; text is HTML placed at percentages, so it keeps its size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mark:
 
 
 def chart(panels: Sequence[Panel], marks: Sequence[Mark], last_step: float, label: str, x_title: str = "step") -> str:
-    """Panels over one step axis. `label` is what a screen reader says in place of the picture."""
+    """Panels over one step axis. `label` is the text for screen readers."""
     right = max(last_step, 1.0)
     drawn = "".join(_panel(panel, marks, right) for panel in panels)
     ticks = "".join(
@@ -80,12 +80,12 @@ def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
     labels = [f'<span class="ft-y" style="top:{y_of(value):.2f}%">{inert(panel.show(value))}</span>' for value in ticks]
     named = (
         [line for line in panel.lines if line.points] if len(panel.lines) > 1 or panel.levels else []
-    )  # else the title says it
+    )  # else the title names it
     legend = [f'<li class="{line.css}">{inert(line.label)}</li>' for line in named]
     for level in panel.levels:
         if level in beyond:
             legend.append(
-                f'<li class="{level.css} beyond">{inert(level.label)} {inert(panel.show(level.value))} (above the picture)</li>'
+                f'<li class="{level.css} beyond">{inert(level.label)} {inert(panel.show(level.value))} (above the chart)</li>'
             )
             continue
         if level.band:
@@ -114,7 +114,7 @@ def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
 
 
 def _range(panel: Panel) -> tuple[float, float, list[Level]]:
-    """Lowest and highest value shown; levels far above the lines would flatten them and are only named."""
+    """Lowest and highest value shown; levels far above the lines would flatten them and are only in the legend."""
     values = [value for line in panel.lines for _, value in line.points if value is not None]
     highest = max(values, default=0.0)
     near = [level for level in panel.levels if not values or level.value <= 2.5 * highest]
@@ -141,7 +141,7 @@ class Scale:
 
 
 def _polylines(points: Sequence[Point], scale: Scale) -> list[str]:
-    """One text of coordinates for each stretch between gaps."""
+    """Coordinates of one polyline for each stretch between gaps."""
     x_unit, y_zero, y_unit = scale.x_unit, scale.y_zero, scale.y_unit
     stretches: list[list[str]] = [[]]
     for step, value in points:
@@ -190,7 +190,7 @@ def sparkline(points: Sequence[Point], label: str) -> str:
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float, label: str) -> str:
-    """One bar of `(name, size, css)` against `whole`; what is over stands beyond the mark at the whole's end."""
+    """One bar of `(name, size, css)` against `whole`; what exceeds it extends beyond a mark at its end."""
     scale = max(whole, sum(size for _, size, _ in parts)) or 1.0
     pieces = "".join(
         f'<span class="{css}" style="width:{100 * size / scale:.3f}%" title="{inert(name)}"></span>'
@@ -223,7 +223,7 @@ def histogram(lengths: Sequence[int], limit: int | None, label: str, bins: int =
     ticks = "".join(f'<span style="left:{100 * value / right:.2f}%">{value:,.0f}</span>' for value in _ticks(0, right, 6))
     top = f'<span class="ft-y" style="top:0%">{highest:,} rows</span>'
     svg = f'<svg viewBox="0 0 {WIDE:g} {HIGH:g}" preserveAspectRatio="none" aria-hidden="true">{bars}{line}</svg>'
-    axis = f'<div class="ft-x" aria-hidden="true">{ticks}<em>tokens in a row</em></div>'
+    axis = f'<div class="ft-x" aria-hidden="true">{ticks}<em>tokens per row</em></div>'
     return (
         f'<figure class="ft-chart" role="img" aria-label="{inert(label)}"><div class="ft-panel short">'
         f'<div class="ft-plot">{svg}{top}</div></div>{axis}</figure>'

@@ -1,4 +1,4 @@
-"""What is in the data, as HTML: counts, refused rows and why, lengths with the limit, conversations, trained tokens marked."""
+"""The data as HTML: counts, refused rows with reasons, lengths with the limit, conversations, trained tokens marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKED_CHARACTERS = 6000
 
 
 def report(answer: dict[str, Any], recipe: Recipe) -> str:
-    """Counts in words, warnings, the rows that can't be trained on."""
+    """Counts, warnings and refused rows."""
     found = answer["report"]
     share = found["trained_token_share"]
     trained = "no tokens are trained on" if share is None else f"{share:.0%} of the tokens are trained on"
@@ -28,9 +28,9 @@ def report(answer: dict[str, Any], recipe: Recipe) -> str:
         rows = [[row["file"], row["row"], row["field"], row["reason"]] for row in refused[:_REFUSED_SHOWN]]
         more = f" The first {_REFUSED_SHOWN} are shown." if len(refused) > _REFUSED_SHOWN else ""
         way = (
-            "They are left out."
+            "They are skipped."
             if recipe.dataset.on_bad_rows == "skip"
-            else "A run refuses to start with them: correct them, or set dataset.on_bad_rows=skip."
+            else "A run does not start with them: correct them, or set dataset.on_bad_rows=skip."
         )
         parts.append(note(f"{len(refused):,} rows can't be trained on. {way}{more}", "bad"))
         parts.append(table(["file", ">row", "field", "reason"], rows, "Refused rows", hidden_caption=True))
@@ -41,12 +41,12 @@ def lengths(answer: dict[str, Any], recipe: Recipe) -> str:
     """Histogram of tokens per row with the limit of length, and the same in words."""
     counts, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
     if not counts:
-        return note("There are no rows to measure.")
+        return note("No rows to measure.")
     marks = answer["report"]["lengths"]
     words = ", ".join(f"{name} {format_count(value)}" for name, value in marks.items())
     over = sum(length > limit for length in counts) if limit else 0
-    said = f"limit {limit:,}: {over:,} rows are longer" if limit else "no limit is set: auto takes what the rows need"
-    label = f"Tokens in a row: {words}; {said}."
+    said = f"limit {limit:,}: {over:,} rows are longer" if limit else "no limit set: auto chooses it from these lengths"
+    label = f"Tokens per row: {words}; {said}."
     return f'{histogram(counts, limit, label)}<p class="ft-summary">{inert(label)}</p>'
 
 
@@ -59,7 +59,7 @@ def conversations(answer: dict[str, Any]) -> str:
             for turn in messages
         )
         shown.append(f"<li><h3>Row {number}</h3>{turns}</li>")
-    return f'<ol class="ft-conversations">{"".join(shown)}</ol>' if shown else note("There is no row to show.")
+    return f'<ol class="ft-conversations">{"".join(shown)}</ol>' if shown else note("No rows to show.")
 
 
 def marked(answer: dict[str, Any]) -> str:

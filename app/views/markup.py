@@ -1,4 +1,4 @@
-"""Text from outside as inert HTML: names, rows, chat and log lines can't format, script, colour or reorder the page."""
+"""Escapes untrusted text: names, rows, chat and log lines can't add markup, scripts, colours or text direction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inert(value: Any, limit: int = 2000) -> str:
 
 
 def plain(text: str) -> str:
-    """Without ANSI sequences, control characters and marks that reverse the direction of writing."""
+    """Text without ANSI sequences, control characters and marks that change the writing direction."""
     lines = _ANSI.sub("", text).split("\n")
     return "\n".join(line if line.isprintable() else "".join(filter(_is_shown, line)) for line in lines)
 
@@ -47,11 +47,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
 
 
 class Safe(str):
-    """HTML that this app made itself."""
+    """HTML made by this app, not escaped again."""
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
-    """What is wrong and what to do, as a box that screen readers announce."""
+    """A box with the problems and the fix, which screen readers announce."""
     lines = "".join(f"<li>{inert(line)}</li>" for line in problems[:20])
     remedy = f'<p class="ft-fix">{inert(fix)}</p>' if fix else ""
     return f'<div class="ft-problem" role="alert"><strong>{inert(title)}</strong><ul>{lines}</ul>{remedy}</div>'

@@ -15,26 +15,26 @@ _VERDICTS = {Verdict.FITS: "ok", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
 
 
 def verdict(plan: Plan, price_per_hour: float) -> str:
-    """The verdict in words: what is needed of what is free, how long it takes and costs."""
+    """The verdict: peak against budget, headroom, time and cost."""
     card, forecast = plan.card, plan.forecast
     css = _VERDICTS.get(plan.verdict, "unknown")
     if forecast is None:
-        words = f"There is no memory forecast for {card.name}; whether it fits is not known."
+        words = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p></div>'
     budget = plan.budget_bytes or card.free_bytes
     low, high = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
     words = (
-        f"{format_bytes(forecast.peak_bytes)} at the peak (between {low} and {high}) of {format_bytes(budget)} on {card.name}."
+        f"Peak {format_bytes(forecast.peak_bytes)} (between {low} and {high}), budget {format_bytes(budget)} on {card.name}."
     )
     if plan.headroom_bytes is not None:
         words += (
-            f" {format_bytes(plan.headroom_bytes)} to spare at the upper end." if plan.headroom_bytes >= 0
-            else f" {format_bytes(-plan.headroom_bytes)} short at the upper end."
+            f" Headroom at the upper end: {format_bytes(plan.headroom_bytes)}." if plan.headroom_bytes >= 0
+            else f" Missing at the upper end: {format_bytes(-plan.headroom_bytes)}."
         )  # fmt: skip
     if plan.shortfall:
         fits = plan.shortfall.largest_model_that_fits
-        words += f" Most of it is {plan.shortfall.part}."
-        words += f" The largest model of the catalogue that fits this card: {fits}." if fits else ""
+        words += f" The largest part: {plan.shortfall.part}."
+        words += f" The largest model in the catalogue that fits: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
     return (
         f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p>{time}</div>'
@@ -44,7 +44,7 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
 def _duration(plan: Plan, price_per_hour: float) -> str:
     seconds = _seconds(plan.forecast.step_s if plan.forecast else None, plan.total_steps)
     if seconds is None:
-        return f"{plan.total_steps:,} steps; the time is not known for this card."
+        return f"{plan.total_steps:,} steps; the time per step on this card is not known."
     speed = plan.forecast.tokens_per_s if plan.forecast else None
     words = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
     words += f" at {format_count(round(speed))} tokens/s" if speed else ""
@@ -52,16 +52,16 @@ def _duration(plan: Plan, price_per_hour: float) -> str:
 
 
 def ledger(plan: Plan) -> str:
-    """A stacked bar against the card's memory, and the same as a table."""
+    """Memory by part as a stacked bar against the card's total, and as a table."""
     forecast, card = plan.forecast, plan.card
     if forecast is None:
         return note(f"{format_bytes(card.free_bytes)} of {format_bytes(card.total_bytes)} are free on {card.name}.")
     held = max(0, card.total_bytes - card.free_bytes)
-    parts = [("held by other programs", held, "part-held")]
+    parts = [("other processes", held, "part-held")]
     parts += [(part, forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
     parts.append(("allocator and context", max(0, forecast.peak_bytes - forecast.allocated_bytes), "part-overhead"))
     spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
-    parts.append(("uncertainty of the forecast", spread, "part-spread"))
+    parts.append(("forecast uncertainty", spread, "part-spread"))
     free = card.total_bytes - sum(size for _, size, _ in parts)
     shown = [(name, size, css) for name, size, css in parts if size > 0]
     words = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
@@ -75,21 +75,21 @@ def ledger(plan: Plan) -> str:
     notes = "".join(note(text) for text in forecast.notes)
     return (
         bar + table(["at the training peak", ">memory", ">share of the card"], rows, "Memory by part", hidden_caption=True)
-        + note(f"Allocated peaks by phase: {peaks}. Made by: {forecast.method}.") + notes
+        + note(f"Allocated peak by phase: {peaks}. Forecast by: {forecast.method}.") + notes
     )  # fmt: skip
 
 
 def reasons(plan: Plan) -> str:
     """Each setting with the reason for it."""
     rows = [[name, _value(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
-    return table(["setting", "value", "because"], rows, "Settings and reasons", hidden_caption=True)
+    return table(["setting", "value", "reason"], rows, "Settings and reasons", hidden_caption=True)
 
 
 def alternatives(plan: Plan, price_per_hour: float) -> str:
-    """Other plans: memory at most, speed, time and cost, and under each what is not as in the chosen one."""
+    """Other plans: upper bound of the peak, speed, time, cost, and how each differs from the chosen one."""
     if not plan.alternatives:
-        return note("No other plans were compared.")
-    columns, rows = ["plan, and what differs", ">at most", ">tokens/s", "verdict"], []
+        return note("No alternatives compared yet.")
+    columns, rows = ["plan and differences", ">peak, at most", ">tokens/s", "verdict"], []
     times = bool(plan.total_steps) and any(row.step_s for row in plan.alternatives)
     for row in plan.alternatives:
         rate, seconds = row.tokens_per_s, _seconds(row.step_s, plan.total_steps)
@@ -101,7 +101,7 @@ def alternatives(plan: Plan, price_per_hour: float) -> str:
 
 
 def data_note(plan: Plan) -> str:
-    """What the plan knows of the rows, and why a run would refuse them."""
+    """Rows and tokens of the data, and why a run would refuse them."""
     shown = ""
     if plan.data_problem:
         shown += problem(DataError.title, plan.data_problem.problems, plan.data_problem.fix)
@@ -116,7 +116,7 @@ def _seconds(step_s: float | None, steps: int | None) -> float | None:
 
 
 def _free(size: float) -> str:
-    return f"{format_bytes(size)} left" if size >= 0 else f"{format_bytes(-size)} more than there is"
+    return f"{format_bytes(size)} headroom" if size >= 0 else f"{format_bytes(-size)} over the card's memory"
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Every key of a recipe as a field, made from the schema: types, choices and help stand there and nowhere else."""
+"""The form: one field for each recipe key, with type, choices and help from the schema."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from finetune.recipe import yaml as recipe_yaml
 from finetune.recipe.reference import Setting, settings_reference
 from finetune.recipe.schema import GROUPS
 
-#: Running a model's own code can't be switched on from a page.
+#: A page must not allow a model's own code.
 _LEFT_OUT = ("trust_remote_code",)
 
 
 class Field:
-    """One setting: how it is shown, and how what was typed becomes a value."""
+    """One setting as a form component, and the conversion between text and value."""
 
     def __init__(self, row: Setting) -> None:
         self.name, self.row = row.name, row
@@ -47,7 +47,7 @@ class Field:
         return self.default if values is None else _shown(values)
 
     def value(self, text: Any) -> Any:
-        """What was typed, by the rules of recipes; None takes the setting out, so that the default holds."""
+        """Parse the typed text as a recipe does; None removes the setting, so that the default applies."""
         written = str(text).strip()
         if written in ("", self.default):
             return None
@@ -71,7 +71,7 @@ def build() -> list[tuple[Field, Any]]:
 
 
 def typed(field: Field, text: Any) -> dict[str, Any]:
-    """The change that a field's text means, as `Draft.change` takes it. Raises RecipeError when it is no value."""
+    """A field's text as arguments of `Draft.change`. Raises RecipeError when it is no valid value."""
     try:
         return {field.name.replace(".", "__"): field.value(text)}
     except ValueError as error:

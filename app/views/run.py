@@ -69,13 +69,13 @@ def summary_of(digest: Digest, plan: Plan) -> str:
     """The chart in words."""
     loss = digest.series.get("loss")
     if loss is None or loss.last is None:
-        return "No step has ended yet."
-    words = f"At step {digest.step:,} the loss is {_loss(loss.last)}"
+        return "No step is complete yet."
+    words = f"Loss {_loss(loss.last)} at step {digest.step:,}"
     if loss.first is not None and loss.first_step != loss.last_step:
-        words += f", from {_loss(loss.first)} at step {loss.first_step:,}; lowest {_loss(loss.low)}"
+        words += f", {_loss(loss.first)} at step {loss.first_step:,}, lowest {_loss(loss.low)}"
     name, peak = _peak(digest)
     if peak is not None:
-        words += f". {name} at its peak: {format_bytes(peak)}"
+        words += f". {name}, peak: {format_bytes(peak)}"
         if plan.forecast:
             words += f", forecast {format_bytes(_forecast_for(name, plan))}"
     return f"{words}."
@@ -86,7 +86,7 @@ def more_curves(digest: Digest) -> str:
     wanted = (
         ("eval_loss", "Held-out loss", _loss), ("learning_rate", "Learning rate", lambda value: f"{value:.3g}"),
         ("grad_norm", "Gradient norm", lambda value: f"{value:.3g}"), ("tokens_per_s", "Tokens per second", format_count),
-        ("token_accuracy", "Share of tokens predicted", lambda value: f"{value:.0%}"),
+        ("token_accuracy", "Token accuracy", lambda value: f"{value:.0%}"),
         ("temperature_c", "Temperature", lambda value: f"{value:.0f} °C"), ("power_w", "Power", lambda value: f"{value:.0f} W"),
     )  # fmt: skip
     found = []
@@ -98,7 +98,7 @@ def more_curves(digest: Digest) -> str:
         label = f"{title}: {show(series.last)} at step {series.last_step:,}, {spread}"
         panel = Panel(f"{title} {show(series.last)}", [Line(title, series.means(), "loss")], show, css="small")
         found.append(chart([panel], [], digest.step, label))
-    return f'<div class="ft-grid">{"".join(found)}</div>' if found else note("These curves begin with the first step.")
+    return f'<div class="ft-grid">{"".join(found)}</div>' if found else note("These curves start with the first step.")
 
 
 def memory(digest: Digest, plan: Plan) -> str:
@@ -117,17 +117,17 @@ def memory(digest: Digest, plan: Plan) -> str:
             for name, size, css in parts
             if size > 0
         ]
-        rows.append(["whole, forecast at the peak", format_bytes(plan.forecast.peak_bytes), _measured_peak(digest)])
+        rows.append(["total at the peak", format_bytes(plan.forecast.peak_bytes), _measured_peak(digest)])
     for name, now_bytes in (
-        ("allocated now", step.allocated_bytes), ("reserved by the allocator, peak of the step", step.peak_reserved_bytes),
+        ("allocated now", step.allocated_bytes), ("reserved, peak of the step", step.peak_reserved_bytes),
         ("whole card now", step.card_used_bytes), ("other processes on the card", step.other_processes_bytes),
-        ("this process in host memory now", step.process_rss_bytes),
+        ("host memory of this process now", step.process_rss_bytes),
     ):  # fmt: skip
         if now_bytes is not None:
             rows.append([name, None, format_bytes(now_bytes)])
     for name, size in digest.peaks.items():
         rows.append(
-            [f"{name.removesuffix('_bytes').replace('_', ' ').removeprefix('peak ')}, peak overall", None, format_bytes(size)]
+            [f"{name.removesuffix('_bytes').replace('_', ' ').replace('peak ', '')}, peak overall", None, format_bytes(size)]
         )
     if not rows:
         return note("Memory is measured from the first step on.")
@@ -137,7 +137,7 @@ def memory(digest: Digest, plan: Plan) -> str:
 def samples(digest: Digest) -> str:
     """Answers to the same prompts as they change, newest first."""
     if not digest.samples:
-        return note("This run has written no sample answers yet: held-out prompts are answered at each evaluation.")
+        return note("No sample answers yet: the model answers held-out prompts at each evaluation.")
     names = ("prompt", "expected", "answer")
     rows = [[f"{event.step:,}", *(getattr(event, name) or "" for name in names)] for event in reversed(digest.samples)]
     return table([">step", *names], rows, "Sample answers", hidden_caption=True)
@@ -159,11 +159,7 @@ def messages(digest: Digest) -> str:
             case _:
                 continue
         rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), event.kind.replace("_", " "), words])
-    return (
-        table(["time", "what", "message"], rows, "Messages", hidden_caption=True)
-        if rows
-        else note("Nothing has been said yet.")
-    )
+    return table(["time", "event", "message"], rows, "Messages", hidden_caption=True) if rows else note("No messages yet.")
 
 
 def log_tail(live: LiveRun) -> str:
@@ -182,7 +178,7 @@ def numbers(digest: Digest) -> str:
     """The chart as a table: steps evenly spaced, with loss and memory."""
     loss = digest.series.get("loss")
     if loss is None or not loss.bins:
-        return note("No step has ended yet.")
+        return note("No step is complete yet.")
     name = _memory_lines(digest)[-1][0] if _memory_lines(digest) else None
     held = dict(digest.series[name].means()) if name else {}
     points = [point for point in loss.means() if point[1] is not None]
@@ -216,7 +212,7 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
     if plan.budget_bytes:
         levels.append(Level("budget", float(plan.budget_bytes), "budget"))
     levels.append(Level("card" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
-    title = "Memory of the card" if not plan.card.is_cpu else "Memory of the process"
+    title = "Card memory" if not plan.card.is_cpu else "Process memory"
     return Panel(title, lines, lambda value: f"{value / GIB:.3g} GiB", levels, zero=True, unit=GIB)
 
 
@@ -232,8 +228,8 @@ def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
 
 def _peak(digest: Digest) -> tuple[str, int | None]:
     for name, key in (
-        ("The whole card", "card_used_bytes"), ("Reserved memory", "peak_reserved_bytes"),
-        ("Allocated memory", "peak_allocated_bytes"), ("The process", "process_peak_rss_bytes"),
+        ("Card memory", "card_used_bytes"), ("Reserved memory", "peak_reserved_bytes"),
+        ("Allocated memory", "peak_allocated_bytes"), ("Process memory", "process_peak_rss_bytes"),
     ):  # fmt: skip
         if key in digest.peaks:
             return name, digest.peaks[key]
@@ -261,7 +257,7 @@ def _memory_tiles(digest: Digest) -> list[tuple[str, str]]:
         now, peak = step.allocated_bytes, digest.peaks.get("peak_allocated_bytes")
     else:
         now, peak = step.process_rss_bytes, digest.peaks.get("process_peak_rss_bytes")
-    return [("Memory now", format_bytes(now)), ("Memory, peak", format_bytes(peak))]
+    return [("Memory now", format_bytes(now)), ("Peak memory", format_bytes(peak))]
 
 
 def _speed(step: Step | None) -> str:

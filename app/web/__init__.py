@@ -1,1 +1,1 @@
-"""Web: the server, who may talk to it, and what it accepts."""
+"""The web server: access, limits and page filter."""

@@ -1,7 +1,7 @@
-"""What stands between a browser and the app: pure ASGI, so that server-sent events are not buffered. Everything fails closed.
+"""Checks each request before the app sees it: pure ASGI, so that server-sent events are not buffered. Everything fails closed.
 
 A request passes when its Host is one of ours, its Origin (if any) is that same host, no other site sent it, its route is on the
-list below, it has the token (link once, then cookie; or bearer), and its body is of a kind and size that the route takes.
+list below, it has the token (link once, then cookie; or bearer), and its body has a type and size that the route accepts.
 Gradio itself checks none of these: `private` handlers run for anybody, and any site may upload.
 """
 
@@ -23,7 +23,7 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN_PATH = "/healthz"
 UPLOAD_PATH = "/gradio_api/upload"
-#: Routes that the page needs; all others, also those that a new Gradio may bring, are not there.
+#: Routes that the page needs; all others, also those that a new Gradio may add, answer 404.
 READ = re.compile(
     r"/(?:|model|fit|run|runs|try|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
@@ -44,8 +44,8 @@ _OURS = {name for name, _ in HEADERS} | {b"content-security-policy", b"server"}
 
 
 @dataclass(frozen=True)
-class Door:
-    """Who may come in: the token, the port, and the host names under which this server is known."""
+class Access:
+    """Access settings: the token, the port, and the host names of this server."""
 
     token: str
     port: int
@@ -55,7 +55,7 @@ class Door:
 
     @property
     def cookie(self) -> str:
-        """Cookies don't know ports: two apps on one machine must not take each other's."""
+        """Name of the cookie; with the port, as two apps on one machine share their cookies."""
         return f"ft_token_{self.port}"
 
     def knows(self, host: str) -> bool:
@@ -68,17 +68,17 @@ class Door:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Status and words of a request that doesn't pass."""
+    """Status and text of the answer to a refused request."""
 
     status: int
-    words: str
+    text: str
 
 
 class Guard:
     """The ASGI application around the app."""
 
-    def __init__(self, app: Asgi, door: Door) -> None:
-        self.app, self.door = app, door
+    def __init__(self, app: Asgi, access: Access) -> None:
+        self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with a refusal."""
@@ -97,14 +97,14 @@ class Guard:
         if refusal:
             await answer(send, refusal)
         elif linked and scope["method"] == "GET":
-            await self._settle(scope, send, query)
+            await self._set_cookie(scope, send, query)
         else:
-            limit = self.door.upload_bytes if scope["path"].rstrip("/") == UPLOAD_PATH else BODY_BYTES
+            limit = self.access.upload_bytes if scope["path"].rstrip("/") == UPLOAD_PATH else BODY_BYTES
             await self.app(scope, _limited(receive, limit), _hardened(send))
 
     def _refusal(self, scope: Scope, headers: dict[str, str], linked: str) -> Refusal | None:
         method, path, host = scope["method"], scope["path"], headers.get("host", "")
-        if not self.door.knows(host):
+        if not self.access.knows(host):
             return Refusal(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
         origin = headers.get("origin")
         if origin is not None and (
@@ -114,26 +114,26 @@ class Guard:
         if method not in ("GET", "HEAD") and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return Refusal(403, "Requests from other sites are refused.")
         if path != OPEN_PATH and not self._has_token(headers, linked):
-            return Refusal(401, "Open the link that `finetune ui` printed; it has the token that is needed here.")
+            return Refusal(401, "Open the link that `finetune ui` printed; it has the token.")
         if not _route_is_known(method, path):
-            return Refusal(404, "There is nothing here.")
-        return _body_refusal(method, path, headers, self.door.upload_bytes)
+            return Refusal(404, "Not found.")
+        return _body_refusal(method, path, headers, self.access.upload_bytes)
 
     def _has_token(self, headers: dict[str, str], linked: str) -> bool:
         bearer = headers.get("authorization", "")
         sent = [
             linked,
-            _cookie(headers.get("cookie", ""), self.door.cookie),
+            _cookie(headers.get("cookie", ""), self.access.cookie),
             bearer[7:] if bearer.startswith("Bearer ") else "",
         ]
-        wanted = self.door.token.encode()
+        wanted = self.access.token.encode()
         return any(hmac.compare_digest(token.encode("latin1", "replace"), wanted) for token in sent)
 
-    async def _settle(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
-        """Put the token into the cookie and out of the address, which is kept in histories."""
+    async def _set_cookie(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
+        """Move the token from the address, which browsers keep in their history, to a cookie."""
         rest = urlencode([(name, value) for name, value in query if name != "token"])
         target = f"/{scope['path'].lstrip('/')}{'?' + rest if rest else ''}"
-        cookie = f"{self.door.cookie}={self.door.token}; HttpOnly; SameSite=Strict; Path=/"
+        cookie = f"{self.access.cookie}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
         headers = [
             (b"location", target.encode("latin1")),
             (b"set-cookie", cookie.encode()),
@@ -157,15 +157,15 @@ def _body_refusal(method: str, path: str, headers: dict[str, str], upload_bytes:
     upload = path.rstrip("/") == UPLOAD_PATH
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != ("multipart/form-data" if upload else "application/json"):
-        return Refusal(415, "This kind of content is not taken here.")
+        return Refusal(415, "Unsupported content type.")
     length = headers.get("content-length", "")
     if length and (not length.isdigit() or int(length) > (upload_bytes if upload else BODY_BYTES)):
-        return Refusal(413, "That is too large.")
+        return Refusal(413, "The request is too large.")
     return None
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Count what comes in: a length that is not declared, or is a lie, doesn't help."""
+    """Count the received bytes: a missing or wrong content-length does not evade the limit."""
     got = 0
 
     async def counted() -> Message:
@@ -180,7 +180,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 def _hardened(send: Send) -> Send:
-    """Our headers, and none that would let another site read the answer."""
+    """Send with our headers, without those that let another site read the answer."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -202,11 +202,11 @@ async def answer(send: Send, refusal: Refusal) -> None:
     """Send a refusal, as plain text."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store"), *HEADERS]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{refusal.words}\n".encode()})
+    await send({"type": "http.response.body", "body": f"{refusal.text}\n".encode()})
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """By lower-case name; a header sent twice counts as all of its values, which then match nothing."""
+    """Headers by lower-case name; the values of a repeated header are joined, which then match nothing."""
     found: dict[str, str] = {}
     for key, value in scope["headers"]:
         name = key.decode("latin1").lower()

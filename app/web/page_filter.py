@@ -1,6 +1,6 @@
-"""Gradio's page made to load nothing from elsewhere: foreign links out, our script in, and a policy that only runs both.
+"""Rewrites Gradio's HTML so that it loads nothing from other hosts, and adds our script, style and content security policy.
 
-Inline scripts run by a nonce that is new for each page; markup that slipped in through data could not run even if it tried.
+Scripts need a nonce that is new for each page, so markup injected through data can't run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEAD = b'<link rel="stylesheet" href="/ft/theme.css"><script type="module" src=
 def policy(nonce: str) -> bytes:
     """The content security policy of a page. Styles are inline in Gradio; scripts only from here or with the nonce.
 
-    Gradio compiles its templates with eval, which takes a script that runs already; markup alone can't reach it.
+    Gradio compiles its templates with eval, which only a script that runs already can call.
     """
     return (
         f"default-src 'none'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "

@@ -1,4 +1,4 @@
-"""The server: FastAPI with Gradio mounted, guarded, on a socket of its own; prints its link when it answers."""
+"""The server: FastAPI with Gradio mounted behind the guard; prints its link when it answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from app.web.guard import LOOPBACK, Door, Guard
+from app.web.guard import LOOPBACK, Access, Guard
 from app.web.page_filter import PageFilter
 from app.web.uploads import UploadLimit
 from app.workspace import Workspace
@@ -25,7 +25,7 @@ _HERE = Path(__file__).resolve().parents[1]
 
 
 def choose_token() -> str:
-    """FINETUNE_UI_TOKEN, or a new random one. Raises RecipeError when the given one is too short to keep anybody out."""
+    """FINETUNE_UI_TOKEN, or a new random one. Raises RecipeError when the given one is too short."""
     given = os.environ.get("FINETUNE_UI_TOKEN")
     if given is None:
         return secrets.token_urlsafe(32)
@@ -54,17 +54,17 @@ def listen(host: str, port: int) -> socket.socket:
     raise RecipeError(f"ports {port} to {port + 19} are taken", "Choose another: finetune ui --port 8000")
 
 
-def make_door(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Door:
-    """Loopback names, the address that is listened on, and what --allow-host adds."""
+def make_access(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Access:
+    """Access by loopback names, the address listened on, and the names of --allow-host."""
     names = [*LOOPBACK, *(name.lower() for name in allowed)]
     wide = host in ("0.0.0.0", "::")
     if not wide:
         names.append(f"[{host}]" if ":" in host else host.lower())
-    return Door(token, port, tuple(dict.fromkeys(names)), any_port=wide)
+    return Access(token, port, tuple(dict.fromkeys(names)), any_port=wide)
 
 
-def build(workspace: Workspace, door: Door) -> tuple[Any, Any]:
-    """The guarded application, and the app's context, which has to be closed at the end."""
+def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
+    """The guarded application, and the app's context, which the caller closes."""
     temporary = Path(tempfile.mkdtemp(prefix="finetune-ui-"))  # mode 0700
     os.environ.update(
         GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=str(temporary / "files"), HF_HUB_DISABLE_TELEMETRY="1",
@@ -90,21 +90,21 @@ def build(workspace: Workspace, door: Door) -> tuple[Any, Any]:
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     page, looks = build_page(context)
     api = gradio.mount_gradio_app(
-        api, page, path="/", ssr_mode=False, max_file_size=door.upload_bytes, footer_links=[], allowed_paths=[],
+        api, page, path="/", ssr_mode=False, max_file_size=access.upload_bytes, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
-    return Guard(UploadLimit(PageFilter(api), temporary / "files"), door), context
+    return Guard(UploadLimit(PageFilter(api), temporary / "files"), access), context
 
 
 def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
-    """Serve until Ctrl-C. Runs go on when it ends."""
+    """Serve until Ctrl-C. Runs continue afterwards."""
     import uvicorn
 
     token = choose_token()
     bound = listen(host, port)
     port = bound.getsockname()[1]
     workspace = Workspace(Path.cwd(), runs.absolute())
-    application, context = build(workspace, make_door(host, port, token, allowed))
+    application, context = build(workspace, make_access(host, port, token, allowed))
     config = uvicorn.Config(
         application, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
         timeout_graceful_shutdown=2,

@@ -1,4 +1,4 @@
-"""Uploads within limits: few at once, and never more on disk than a fixed room."""
+"""Limits uploads: few at once, and a fixed total size on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEPT_S = 3600.0
 
 
 class UploadLimit:
-    """Refuses uploads over AT_ONCE at a time (429) and when ROOM_BYTES are taken (507); old ones make room first."""
+    """Refuses uploads over AT_ONCE at a time (429) and when ROOM_BYTES are used (507), after removing old ones."""
 
     def __init__(self, app: Asgi, folder: Path) -> None:
         self.app, self.folder, self._running = app, folder, 0
@@ -26,7 +26,7 @@ class UploadLimit:
         if self._running >= AT_ONCE:
             return await answer(send, Refusal(429, "Other uploads are running; try again when they are done."))
         if self._taken() > ROOM_BYTES:
-            return await answer(send, Refusal(507, "There is no room for more uploads now."))
+            return await answer(send, Refusal(507, "There is no space for more uploads now."))
         self._running += 1
         try:
             await self.app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Charts: every text inert, gaps broken, levels that would flatten the curve named, not drawn, words for who can't see."""
+"""Charts: texts are escaped, gaps break lines, levels that would flatten the curve are in the legend only."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -32,7 +32,7 @@ def test_a_value_between_two_gaps_is_a_dot():
 
 def test_a_level_far_above_is_named_and_does_not_flatten_the_curve():
     text = drawn([panel([(1.0, 1.0), (2.0, 2.0)], [Level("card", 100.0, "card"), Level("forecast", 2.2, "forecast")])])
-    assert "card 100.00 (above the picture)" in text
+    assert "card 100.00 (above the chart)" in text
     assert text.count('<line class="card level"') == 0
     assert text.count('<line class="forecast level"') == 1
 

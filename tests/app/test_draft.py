@@ -1,4 +1,4 @@
-"""The form edits a recipe: every key is there, text and form are in step, the command line agrees, remote code stays off."""
+"""The form edits a recipe: every key is there, text, form and command line agree, remote code stays off."""
 
 import shlex
 
@@ -28,7 +28,7 @@ def test_the_form_has_every_key_but_remote_code():
     assert {row.name for row in settings_reference()} - {field.name for field in fields()} == {"trust_remote_code"}
 
 
-def test_a_stranger_finds_a_recipe_that_runs_anywhere(draft):
+def test_the_first_draft_is_a_recipe_that_runs_anywhere(draft):
     assert draft.read().recipe == load_recipe("tiny-cpu")
 
 
@@ -58,13 +58,13 @@ def test_what_is_typed_becomes_the_value_that_yaml_would_give(draft, name, text,
     assert field.text(draft.read()) in (text, str(value).lower(), '["q_proj", "v_proj"]', "0.0001")
 
 
-def test_a_value_that_is_none_is_said_and_changes_nothing(draft):
+def test_an_invalid_value_is_reported_and_changes_nothing(draft):
     before = draft.read().text
     assert "lora_r" in draft.change(lora_r="many").problems[0]
     assert draft.read().text == before
 
 
-def test_text_that_is_no_recipe_is_kept_with_its_problems(draft):
+def test_an_invalid_recipe_is_kept_with_its_problems(draft):
     assert draft.write("lora_rr: 3").recipe is None
     assert draft.read().text == "lora_rr: 3"
     assert any("lora_rr" in problem for problem in draft.read().problems)
@@ -119,7 +119,7 @@ def test_a_run_name_never_leads_out_of_the_folder(workspace, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", ".hidden", "", "x" * 101, "a\nb", "-rf", "<b>"])
-def test_a_run_is_not_renamed_to_what_is_no_plain_name(workspace, name):
+def test_a_run_is_not_renamed_to_an_invalid_name(workspace, name):
     with pytest.raises(RecipeError):
         workspace.rename(some_run(workspace), name)
 
@@ -130,7 +130,7 @@ def test_a_run_is_not_renamed_onto_another(workspace):
         workspace.rename(some_run(workspace), "two")
 
 
-def test_moving_a_run_away_destroys_nothing(workspace):
+def test_a_deleted_run_is_kept_in_the_trash(workspace):
     run = some_run(workspace)
     target = workspace.discard(run)
     assert not run.path.exists()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from starlette.routing import Mount, Route
 
-from app.web.guard import LOOPBACK, READ, UPLOAD_PATH, WRITE, Door
-from app.web.server import choose_token, listen, make_door
+from app.web.guard import LOOPBACK, READ, UPLOAD_PATH, WRITE, Access
+from app.web.server import choose_token, listen, make_access
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 
@@ -33,7 +33,7 @@ def app(tmp_path_factory):
     (root / "secret.txt").write_text(SECRET)
     bound = listen("127.0.0.1", 0)
     port = bound.getsockname()[1]
-    application, context = build(Workspace(root, root / "runs"), make_door("127.0.0.1", port, TOKEN))
+    application, context = build(Workspace(root, root / "runs"), make_access("127.0.0.1", port, TOKEN))
     server = uvicorn.Server(
         uvicorn.Config(application, log_level="error", access_log=False, ws="none", timeout_graceful_shutdown=1)
     )
@@ -410,10 +410,10 @@ def test_the_token_is_in_no_file_and_no_page(app):
 
 
 def test_loopback_is_the_default_and_other_names_must_be_named():
-    door = make_door("127.0.0.1", 7860, TOKEN)
-    assert door.hosts == LOOPBACK
-    assert not door.any_port
-    wide = make_door("0.0.0.0", 7860, TOKEN, ("gpu.lan",))
+    access = make_access("127.0.0.1", 7860, TOKEN)
+    assert access.hosts == LOOPBACK
+    assert not access.any_port
+    wide = make_access("0.0.0.0", 7860, TOKEN, ("gpu.lan",))
     assert wide.knows("gpu.lan:7860")
     assert wide.knows("localhost:8080")
     assert not wide.knows("192.168.1.20:7860")
@@ -434,4 +434,4 @@ def test_a_random_token_is_long_and_new_each_time(monkeypatch):
 
 
 def test_two_apps_have_two_cookies():
-    assert Door(TOKEN, 7860).cookie != Door(TOKEN, 7861).cookie
+    assert Access(TOKEN, 7860).cookie != Access(TOKEN, 7861).cookie

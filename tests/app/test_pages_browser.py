@@ -1,7 +1,7 @@
-"""A stranger's path in Chromium: choose, see the fit, start, watch, leave, come back, stop, resume, chat, compare.
+"""A new user's path in Chromium: choose, see the fit, run, watch, leave, come back, stop, resume, chat, compare.
 
-Fails on anything in the console, any request to another host and any HTTP 5xx. The run is real: the bundled model and data, on
-the processor. Needs /usr/bin/chromium; the check of accessibility needs npm for axe-core.
+Fails on any console error or warning, any request to another host and any HTTP 5xx. The run is real: the bundled model and
+data, on the CPU. Needs /usr/bin/chromium; the check of accessibility needs npm for axe-core.
 """
 
 import json
@@ -136,7 +136,7 @@ def fake_run(served, name, steps=50):
     return run
 
 
-def test_a_stranger_gets_from_choosing_to_comparing(served, visit):
+def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     page = visit()
     page.wait_for_selector("#data-report >> text=rows read")
     assert page.input_value("#model-name input") == "tiny"
@@ -171,7 +171,7 @@ def test_a_stranger_gets_from_choosing_to_comparing(served, visit):
     assert "resume" in again.inner_text("#run-curves")
 
     talk = visit(f"try?{address.partition('?')[2]}")
-    talk.wait_for_selector("#chat-turns >> text=both models answer it")
+    talk.wait_for_selector("#chat-turns >> text=the base and the tuned model both answer it")
     talk.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
     talk.click("#chat-send")
     talk.wait_for_selector("#chat-turns .ft-turn.tuned")
@@ -240,7 +240,7 @@ def test_a_slider_changes_recipe_plan_and_command_together(served, visit):
     assert "lora_r: 8" in (served.folder / "runs/.app/draft/recipe.yaml").read_text()
 
 
-def test_what_is_next_to_the_plan_is_forecast_when_it_is_asked_for(served, visit):
+def test_alternatives_are_forecast_on_request(served, visit):
     write_recipe(served, gpu="rtx-3060", activation_checkpointing="auto", optim="auto")
     try:
         page = visit("fit")

@@ -1,4 +1,4 @@
-"""Plans are made ahead of the sliders in forks, which no question waits for."""
+"""Neighbouring plans are made ahead in forks, and no question waits for them."""
 
 import os
 import time
@@ -69,7 +69,7 @@ def test_a_question_ends_the_work_at_once(planned):
 
 
 @pytest.mark.slow
-def test_the_real_planner_forecasts_what_nobody_has_asked_for(tmp_path, monkeypatch):
+def test_the_real_planner_forecasts_neighbours_before_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")  # as on a user's machine
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     planner = Planner(Workspace(tmp_path, tmp_path / "runs"))
@@ -81,7 +81,7 @@ def test_the_real_planner_forecasts_what_nobody_has_asked_for(tmp_path, monkeypa
     planner.close()
 
 
-def test_a_plan_that_can_not_be_made_is_left_to_whoever_asks(planned):
+def test_a_plan_that_fails_ahead_does_not_stop_the_others(planned):
     def make_plan(recipe, _progress):
         planned.note(recipe)
         raise RuntimeError("no such plan")
