@@ -1,8 +1,8 @@
-"""Pictures of every page in both themes, wide and as a phone; `docs/page.png` is made from one of them.
+"""Screenshots of every page in both themes, wide and phone-sized; `docs/page.png` is one of them.
 
     python benchmarks/screenshots.py OUT [--runs runs] [--url LINK]
 
-Without --url it starts `finetune ui` for as long as it takes. Needs Chromium and playwright.
+Without --url it starts its own `finetune ui`. Needs Chromium and playwright.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SETTLE_MS, _BUSY_MS = 4000, 180_000
 
 
 def main() -> int:
-    """Write the pictures; returns 0, or 1 when a page said something in the console."""
-    parser = argparse.ArgumentParser(description="Pictures of every page in both themes.")
+    """Write the screenshots; returns 1 when a page logged an error in the browser's console."""
+    parser = argparse.ArgumentParser(description="Screenshots of every page in both themes.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--url", help="link of a page that is served already, with its token")
+    parser.add_argument("--url", help="link of a running page, with its token")
     parser.add_argument("--only", nargs="*", choices=list(ADDRESSES), default=list(ADDRESSES))
     chosen = parser.parse_args()
     out = chosen.out.absolute()
@@ -38,13 +38,13 @@ def main() -> int:
     with ExitStack() as stack:
         link = chosen.url or stack.enter_context(page_started(Path.cwd(), "--runs", str(chosen.runs.absolute())))
         said = take(link, out, chosen.only)
-    print("\n".join(said) or f"{out}: no page said anything in the console")
+    print("\n".join(said) or f"{out}: no errors in the console")
     return 1 if said else 0
 
 
 @contextmanager
 def page_started(folder: Path, *options: str) -> Iterator[str]:
-    """`finetune ui` in `folder`, on a free port, for the block; yields the link that it prints."""
+    """Run `finetune ui` in `folder` on a free port for the `with` block; yields its link."""
     command = [sys.executable, "-m", "finetune", "ui", "--port", "0", *options]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as page:
         try:
@@ -54,7 +54,7 @@ def page_started(folder: Path, *options: str) -> Iterator[str]:
 
 
 def take(link: str, out: Path, pages: list[str]) -> list[str]:
-    """Visit each page in both themes and sizes; returns what the consoles said."""
+    """Take each page in both themes and sizes; returns the console's errors."""
     from playwright.sync_api import sync_playwright
 
     said: list[str] = []
@@ -64,7 +64,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
             for theme in ("light", "dark"):
                 context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=_scheme(theme))
                 first = context.new_page()
-                first.goto(link)  # the cookie; each page then has a tab of its own
+                first.goto(link)  # sets the cookie for the tabs below
                 first.close()
                 for page in pages:
                     address = f"{link.partition('?')[0].rstrip('/')}/{ADDRESSES[page]}"
@@ -75,7 +75,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
 
 
 def _picture(context: Any, address: str, path: Path) -> list[str]:
-    """One page; what it says while it is looked at, not what its breaking connections say when the tab is closed."""
+    """Take one page; returns its console errors, without those of connections that break when the tab closes."""
     said: list[str] = []
     tab = context.new_page()
     tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
