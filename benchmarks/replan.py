@@ -3,7 +3,7 @@
     python benchmarks/replan.py --moves 40 --rest 20
 
 Starts with an empty cache, plans a 7B model for an RTX 4090, rests (the process plans ahead meanwhile), then moves one slider
-at a time, pausing half a second to two seconds: each from the first plan (`single`), then each from the last move's plan (`walk`).
+at a time, pausing half a second to two seconds: each from the first plan (`single`), then from the last move's (`walk`).
 Target: <= 1 s at the 95th percentile.
 """
 

@@ -202,7 +202,7 @@ def recipe_row(name: str) -> list[str]:
     recipe = load_recipe(name)
     plan = plan_recipe(recipe, find_card(recipe.gpu), without_rows)
     forecast, max_length = plan.forecast, plan.settings.max_length
-    assert forecast is not None  # only a processor has none
+    assert forecast is not None  # only a CPU plan has none
     chosen = next(row.plan for row in plan.alternatives if row.chosen)
     peak = f"{_gib(forecast.peak_bytes)} (at most {_gib(forecast.peak_high_bytes)}) of {_gib(plan.card.free_bytes)}"
     speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "unknown"
@@ -237,7 +237,7 @@ def need_row(model: str) -> list[str]:
     for length in LENGTHS:
         recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl", "max_length": length, **FRUGAL})
         forecast = make_plan(recipe, card, None).forecast
-        assert forecast is not None  # only a processor has none
+        assert forecast is not None  # only a CPU plan has none
         row.append(f"{math.ceil(100 * forecast.peak_high_bytes / GIB) / 100:.2f}")
     return [model, *row]
 
