@@ -1,16 +1,16 @@
-# finetune in a container: the page by default, `finetune ...` as arguments. Listens on 0.0.0.0 inside and always asks for its token.
+# finetune in a container: by default the page, which listens on 0.0.0.0 inside and always needs its token; or any command, as arguments.
 #
 #   docker build -t finetune .                                  with CUDA, for a machine with an NVIDIA card
 #   docker build -t finetune:cpu --build-arg TORCH=cpu .        for a machine without one
 #   docker run --gpus all --init --stop-timeout 300 -p 127.0.0.1:7860:7860 -v finetune-cache:/cache -v "$PWD":/work finetune
 #
-# BASE is any Debian with Python 3.11 or later, or without: then Debian's own is installed.
+# BASE: a Debian image with Python 3.11 or later; without Python, Debian's own is installed.
 ARG BASE=python:3.12-slim-bookworm
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS python
 SHELL ["/bin/sh", "-euc"]
-# gcc and Python's headers: Triton compiles its launchers when a run starts. tini: passes signals on and reaps.
+# gcc and Python's headers: Triton compiles its launchers when a run starts. tini: forwards signals and reaps processes.
 # hadolint ignore=DL3008,SC2086
 RUN export DEBIAN_FRONTEND=noninteractive; \
     packages="gcc libc6-dev tini ca-certificates"; \
@@ -30,12 +30,12 @@ COPY recipes recipes
 RUN pip wheel -q --no-cache-dir --no-deps -w /wheels .
 
 FROM python
-# cuda: PyPI's wheel, which brings CUDA. cpu: the same version without it, a tenth of the size, from TORCH_INDEX.
+# cuda: PyPI's torch wheel, with CUDA. cpu: the same version without CUDA, from TORCH_INDEX; a tenth of the size.
 ARG TORCH=cuda
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt /opt/finetune/constraints.txt
 COPY --from=wheel /wheels /tmp/wheels
-# Versions are pinned by constraints.txt. The compiled bytecode stays: nobody but root could write it later.
+# constraints.txt pins the versions. The compiled bytecode stays, since the image's user could not write it later.
 # hadolint ignore=DL3013
 RUN if [ "$TORCH" = cpu ]; then \
       version=$(sed -n 's/^torch==//p' /opt/finetune/constraints.txt); \

@@ -1,8 +1,8 @@
-"""What one tick of the run page costs, for runs of 1,000 to 1,000,000 steps: `python benchmarks/app_ticks.py [STEPS ...]`.
+"""Cost of an update (tick) of the run page for runs of 1,000 to 1,000,000 steps: `python benchmarks/app_ticks.py [STEPS ...]`.
 
-Writes events as a run does (11 steps between two ticks), then measures what the page's handler does: read what is new, make the
-HTML of all that is sent. Limits: 50 ms of a processor and 200 kB per tick, whatever the length of the run; time on the wall
-is told beside it and depends on who else uses the machine. Prints one line of JSON for each length.
+Writes events as a run does (11 steps between two ticks), then measures the page's handler: reading new events and making the
+HTML. Limits: 50 ms of CPU time and 200 kB per tick, whatever the length of the run; wall time is printed too and depends on the
+load of the machine. Prints one line of JSON for each length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def main() -> int:
-    """Measure each length; returns 1 when a limit is broken."""
+    """Measure each length; returns 1 when a limit is exceeded."""
     broken = False
     for steps in [int(text) for text in sys.argv[1:]] or [1_000, 10_000, 100_000, 1_000_000]:
         with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def page(live: LiveRun) -> list[str]:
-    """Everything that a tick sends when the run has moved on."""
+    """All HTML that a tick sends after new events."""
     digest, plan = live.digest, live.plan()
     return [
         run_view.headline(live, live.state()), run_view.curves(live, 0.8), run_view.more_curves(digest),
@@ -107,7 +107,7 @@ def step_event(step: int, total: int, chance: random.Random) -> Step:
 
 
 def plan(steps: int) -> Plan:
-    """A plan for a 24 GiB card, with a forecast to draw."""
+    """A plan for a 24 GiB card, with a forecast for the charts."""
     parts = {"weights": 5 * GIB, "adapters": GIB // 8, "optimizer": GIB // 2, "activations": 4 * GIB, "loss": GIB}
     forecast = Forecast(
         10 * GIB,

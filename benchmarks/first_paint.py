@@ -1,8 +1,8 @@
-"""Seconds from the link that `finetune ui` prints to the first page in Chromium: first contentful paint, and the title to read.
+"""Seconds from the link printed by `finetune ui` to the first contentful paint and to the title in Chromium.
 
     python benchmarks/first_paint.py --times 3
 
-The browser is open already; each time a new app is started in an empty folder. Target: first paint <= 3 s on 2 cores.
+The browser is already open; each time a new page server is started in an empty folder. Target: first paint <= 3 s on 2 cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
 def main() -> None:
-    """Print each start and the medians."""
+    """Print the seconds of each start, and the medians."""
     from playwright.sync_api import sync_playwright
 
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def visit(browser: Any) -> tuple[float, float, float]:
-    """Seconds until the link was printed, and from there to the first paint and to the title."""
+    """Seconds to the printed link, and from the link to first paint and title."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         with page_started(Path(folder)) as link:

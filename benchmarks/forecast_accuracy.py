@@ -1,12 +1,12 @@
-"""How close the dry run comes to GPU memory that others measured.
+"""Error of the dry run against GPU memory that others measured.
 
     python benchmarks/forecast_accuracy.py [CSV] [--full-depth] [--json]
 
 Reads rows with the columns of `benchmarks/reference/measured_memory.csv` (the default) and takes those of fitcheck-llm whose
-settings and metric are known (`tier=A`, `allocated`). The program that was measured there is a plain loop, not this
+settings and metric are known (`tier=A`, `allocated`). The measured program is a plain training loop, not this
 project's trainer: fp16 without autocast on a Tesla T4, NF4 without double quantisation after
-`prepare_model_for_kbit_training`, the model's own loss with logits. It is repeated here, on the project's own tracker, rules,
-quantised modules and depth. No constant is fitted to these rows.
+`prepare_model_for_kbit_training`, the model's own loss with logits. That loop is repeated here with the project's
+tracker, rules, quantised modules and layer extrapolation. No constant is fitted to these rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: the settings, and the most bytes that torch's allocator had handed out."""
+    """One measurement: the settings, and the peak of torch's allocated memory in bytes."""
 
     model: str
     four_bit: bool
@@ -95,7 +95,7 @@ def _row(values: dict[str, str]) -> Row:
 
 
 def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
-    """The allocated peak that the dry run gives for this row's settings."""
+    """The forecast peak of allocated memory for this row's settings."""
     config = config_from(model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"}))
     if full_depth:
         simulation = simulate_row(row, config)
@@ -107,7 +107,7 @@ def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
 
 
 def model_values(name: str) -> dict[str, Any]:
-    """config.json of a model of the rows: the project's catalogue, and those that only the rows have."""
+    """config.json of a model: from the project's catalogue, or from reference/model_configs.json."""
     known = {**catalogue(), **json.loads((REFERENCE / "model_configs.json").read_text(encoding="utf-8"))}
     found = next((known[key] for key in (name, f"{name}-Instruct", name.removesuffix("-Instruct")) if key in known), None)
     if found is None:
@@ -116,7 +116,7 @@ def model_values(name: str) -> dict[str, Any]:
 
 
 def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
-    """One step of fitcheck-llm's loop, from the second on: the optimizer's states are there."""
+    """One step of fitcheck-llm's loop, with the optimizer's states allocated, as from the second step on."""
     tracker = StorageTracker(rules_for(T4))
     model = _model(row, config)
     observe(model, tracker)
@@ -165,7 +165,7 @@ def _step(row: Row, model: Any, tracker: StorageTracker) -> None:
 
 
 def main() -> int:
-    """Print predicted, measured and error of every row, and last their count, mean and worst."""
+    """Print forecast, measurement and error of every row, then their count, mean and worst."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", nargs="?", type=Path, default=REFERENCE / "measured_memory.csv")
     parser.add_argument("--full-depth", action="store_true", help="run all layers of every model")

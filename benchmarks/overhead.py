@@ -1,8 +1,8 @@
-"""What this project's callbacks, counting and events add to TRL's SFTTrainer: paired runs of one training, with and without.
+"""Time that this project's callbacks, token counts and events add to TRL's SFTTrainer: paired runs, with and without them.
 
     python benchmarks/overhead.py --pairs 5 --steps 60
 
-Prints seconds per pair and the ratio's median. Target: <= 1.02.
+Prints the seconds of each pair and the median ratio. Target: <= 1.02.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def main() -> None:
-    """Run the pairs in turn, the order changing from pair to pair, after one that isn't counted."""
+    """Run the pairs in alternating order, after a warm-up pair."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pairs", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=60)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(run: Any, ours: bool) -> float:
-    """Seconds of trainer.train(), loading not counted."""
+    """Seconds of trainer.train(), without loading."""
     from finetune.run.worker import Worker
 
     if ours:
@@ -61,7 +61,7 @@ def train(run: Any, ours: bool) -> float:
 
 
 def plain_trainer(run: Any) -> Any:
-    """The same model, data and arguments in TRL's own class, without anything of ours around the loop."""
+    """TRL's own SFTTrainer with the same model, data and arguments, without this project's callbacks."""
     from datasets import load_from_disk
     from transformers import AutoTokenizer, set_seed
     from trl import SFTTrainer

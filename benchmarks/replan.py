@@ -1,9 +1,9 @@
-"""How long the page waits for a new plan after a slider was moved: the page's own planner process, asked as the page asks it.
+"""Seconds that the page waits for a new plan after a slider moves, with the page's own planner process.
 
     python benchmarks/replan.py --moves 40 --rest 20
 
-Starts with an empty cache, plans a 7B for an RTX 4090, rests (the process plans ahead meanwhile), then moves one slider at a
-time with pauses of half a second to two: around the first plan (`single`), and on from wherever the last move led (`walk`).
+Starts with an empty cache, plans a 7B model for an RTX 4090, rests (the process plans ahead meanwhile), then moves one slider
+at a time, pausing half a second to two seconds: each from the first plan (`single`), then from the last move's (`walk`).
 Target: <= 1 s at the 95th percentile.
 """
 
@@ -31,7 +31,7 @@ CHOICES = {
 
 
 def main() -> None:
-    """Print each move's seconds and the two summaries."""
+    """Print the seconds of each move and the two summaries."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--moves", type=int, default=40)
     arguments.add_argument("--rest", type=float, default=20.0, help="seconds between the first plan and the first move")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def ask(planner: Planner, settings: dict[str, Any]) -> float:
-    """Seconds until the plan of these settings is there."""
+    """Seconds until the plan for these settings is ready."""
     began = time.perf_counter()
     planner.ask("plan", recipe=RECIPE + "".join(f"{name}: {value}\n" for name, value in settings.items()), free_bytes=None)
     return time.perf_counter() - began

@@ -1,9 +1,9 @@
-"""How long a save of 100 MB of adapters (and 200 MB of optimizer) holds up training: TRL's own save, and the run's, paired.
+"""Seconds that saving 100 MB of adapters (and 200 MB of optimizer states) blocks training: TRL's save against the run's.
 
     python benchmarks/sealing.py --pairs 7
 
-Plain: the trainer's save as transformers writes it, not synced. Sealed: the run's save, whose hashing and syncing go on while
-training does; a rest between the pairs stands for the steps. Target: median ratio <= 1.03. The seal itself is printed, too.
+Plain: transformers' own save, not synced to disk. Sealed: the run's save, whose hashing and syncing run while training
+continues; they are waited for between the saves. Target: median ratio <= 1.03. The seconds of the seal are printed, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANK = 1450
 
 
 def main() -> None:
-    """Train one step, then save in pairs whose order changes, after one pair that isn't counted."""
+    """Train one step, then save in pairs of alternating order, after a warm-up pair."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pairs", type=int, default=7)
     arguments.add_argument("--place", default=None, help="A folder on the disk to measure; a temporary one otherwise.")
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def trained_trainer(place: Path) -> Any:
-    """The run's own trainer after one step, so that the optimizer has its states."""
+    """The run's trainer after one step, with optimizer states."""
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.worker import Worker
@@ -59,7 +59,7 @@ def trained_trainer(place: Path) -> Any:
 
 
 def save(trainer: Any, sealed: bool) -> float:
-    """Seconds for which one save holds up the training loop."""
+    """Seconds that one save blocks the training loop."""
     from transformers import Trainer
 
     shutil.rmtree(trainer.run.checkpoints, ignore_errors=True)
@@ -73,7 +73,7 @@ def save(trainer: Any, sealed: bool) -> float:
     began = time.perf_counter()
     trainer.finish_sealing()
     if sealed:
-        print(f"  sealed {time.perf_counter() - began:.2f} s after the loop went on")
+        print(f"  sealed {time.perf_counter() - began:.2f} s after the save returned")
     adapter = next(trainer.run.checkpoints.rglob("adapter_model.safetensors")).stat().st_size
     assert adapter > 100e6, adapter
     return took_s

@@ -1,7 +1,7 @@
-"""What each memory technique keeps on the card and what it does to the loss, on a tiny Llama with NF4 QLoRA.
+"""Bytes saved for backward, optimizer bytes and losses of each memory technique, on a tiny Llama with NF4 QLoRA.
 
-python benchmarks/techniques.py                     # on the CPU: bytes from tensors without data, losses from real steps
-python benchmarks/techniques.py --device cuda       # real steps on the GPU, with its measured peak and step time
+python benchmarks/techniques.py                     # on the CPU: bytes from fake tensors, losses from real steps
+python benchmarks/techniques.py --device cuda       # real steps on the GPU, with measured peak and step time
 python benchmarks/techniques.py --base lora --layers 8 --hidden 512 --tokens 512 --steps 20
 """
 
@@ -48,7 +48,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Of one technique: bytes kept for the backward, of optimizer state on the card, losses; peak and time on a GPU."""
+    """One technique: bytes saved for backward, optimizer bytes on the card, losses; measured peak and step time on a GPU."""
 
     kept_bytes: int
     optimizer_bytes: int
@@ -121,7 +121,7 @@ def _measure(settings: Recipe, arguments: argparse.Namespace) -> Row:
 
 
 def _bytes_without_data(settings: Recipe, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Bytes that a forward keeps for its backward, and the optimizer's after a step; host memory is not counted."""
+    """Device bytes saved for backward, and those of the optimizer after a step; host memory is not counted."""
     model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=False), settings)
     with FakeTensorMode(), own_quantisation_maps(), StorageTracker() as tracker:
         materialise(model, tracker, dtype=model_dtype(settings))
@@ -140,7 +140,7 @@ def _bytes_without_data(settings: Recipe, arguments: argparse.Namespace) -> tupl
 
 
 def _optimizer(model: torch.nn.Module, settings: Recipe, arguments: argparse.Namespace) -> torch.optim.Optimizer:
-    """As Trainer would make it."""
+    """The optimizer as Trainer makes it."""
     own = optimizer_class(settings)
     if own is None:
         with tempfile.TemporaryDirectory() as folder:

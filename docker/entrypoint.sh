@@ -1,6 +1,6 @@
 #!/bin/sh
-# `finetune "$@"`, with the container's stop signal: the runs at work stop after their step, with a sealed checkpoint, and only
-# then the container ends. Give it time for that: docker stop --time 300, or stop_grace_period in compose.yaml.
+# Runs `finetune "$@"`. On the container's stop signal, active runs stop after their current step with a sealed checkpoint, and then
+# the container ends. Give it time: docker stop --time 300, or stop_grace_period in compose.yaml.
 set -u
 
 child= asked=
@@ -9,14 +9,14 @@ stop() {
   finetune stop --all >&2
   [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
 }
-trap stop TERM INT # before there is something to stop, or a signal in between would end this shell alone
+trap stop TERM INT # set before the child starts, or a signal in between would end only this shell
 
-exec 3<&0 # a shell gives what it starts in the background no input; this keeps ours
+exec 3<&0 # a background process gets no standard input from the shell; this passes ours on
 finetune "$@" <&3 &
 child=$!
 [ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
 
-# `wait` ends at each signal; go on until the child itself has ended.
+# `wait` returns at each signal; wait until the child has ended.
 while :; do
   wait "$child"
   code=$?

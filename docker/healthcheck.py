@@ -1,4 +1,4 @@
-"""Is the container well? The page must answer on /healthz; a container that runs another command has none, and is well."""
+"""The container's health check: exit 0 when the page answers on /healthz, or when the container runs another command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ADDRESS = "http://127.0.0.1:7860/healthz"
 
 
 def page_is_run() -> bool:
-    """Whether a process of this container is the page."""
+    """Whether a process in this container is the page."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = entry.read_bytes().split(b"\0")

@@ -1,11 +1,11 @@
-"""Write the blocks of the documentation that are made by the program: settings, plans, what fits, and how far to trust it.
+"""Writes the generated blocks of the documentation: settings, exit codes, events, plans, what fits, forecast errors.
 
-    python docs/generate.py                 # make every block and write the pages
+    python docs/generate.py                 # make every block and write the pages; minutes
     python docs/generate.py settings cards  # only these blocks
     python docs/generate.py --check         # write nothing; exit 1 and name the blocks that are not up to date
     python docs/generate.py --check --quick # only the blocks that need no forecast: seconds, not minutes
 
-A block stands between `<!-- made by docs/generate.py: NAME -->` and `<!-- end -->`. Needs no GPU and no network.
+A block is the text between `<!-- made by docs/generate.py: NAME -->` and `<!-- end -->`. Needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WIDTH = 118
 GIB = 2**30
 _BLOCK = re.compile(r"<!-- made by docs/generate\.py: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
 
-#: Models of the table of needs, from the smallest: the name in the catalogue.
+#: Rows of the table of needs: names in the model catalogue, smallest first.
 MODELS = (
     "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen3-4B",
     "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B",
@@ -48,7 +48,7 @@ MODELS = (
 LENGTHS = (1024, 2048, 4096, 8192)
 #: One card for each size of memory.
 CARDS = ("rtx-4060", "rtx-3060", "rtx-4060-ti-16gb", "rtx-4090", "rtx-5090", "rtx-a6000", "a100-80gb")
-#: What takes least of the card: the table of needs is made with these.
+#: The settings that take the least device memory; the table of needs is planned with these.
 FRUGAL = {
     "load_in_4bit": True, "activation_checkpointing": "offload", "optim": "adamw_8bit", "per_device_train_batch_size": 1,
     "packing": False, "lora_r": 16,
@@ -69,12 +69,12 @@ def blocks_of(text: str) -> dict[str, str]:
 
 
 def block(page: str, name: str) -> str:
-    """The content of a block as it stands on a page now. Raises KeyError when there is none."""
+    """The present content of a block on a page. Raises KeyError when there is none."""
     return blocks_of((ROOT / page).read_text(encoding="utf-8"))[name]
 
 
 def replaced(text: str, made: dict[str, str]) -> str:
-    """A page's text with the blocks that are in `made` put in."""
+    """A page's text with the blocks in `made` replaced."""
 
     def one(match: re.Match[str]) -> str:
         name, old = match[1], match[2]
@@ -92,7 +92,7 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def cells(table: str) -> list[list[str]]:
-    """The rows of a table made by `markdown`, without its head."""
+    """The rows of a table made by `markdown`, without the header."""
     return [re.split(r"(?<!\\) \| ", line[2:-2]) for line in table.splitlines()[2:]]
 
 
@@ -124,13 +124,13 @@ def _described(row: Setting) -> str:
 
 
 def exits() -> str:
-    """Exit codes, from the errors that carry them."""
+    """The exit codes, from the error classes that define them."""
     from finetune import errors
 
     kinds = sorted(
         (kind.exit_code, (kind.__doc__ or "").strip())
         for kind in errors.FinetuneError.__subclasses__()
-        if kind.__module__ == errors.__name__  # not what else is imported in this process
+        if kind.__module__ == errors.__name__  # not those of other modules
     )
     rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *kinds]
     return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
@@ -175,7 +175,7 @@ def _value(name: str, hint: object) -> str:
 
 
 def plan_of(recipe: str) -> str:
-    """What `finetune plan RECIPE` prints; overrides may follow the name."""
+    """The output of `finetune plan RECIPE`; overrides may follow the name."""
     from finetune.cli.plan import show_plan
 
     output = io.StringIO()
@@ -187,20 +187,22 @@ def plan_of(recipe: str) -> str:
 
 
 def many_cards() -> str:
-    """The end of what `finetune plan` prints of a recipe that does not fit: the needs of each of two cards."""
+    """The end of `finetune plan`'s output for a recipe that does not fit: what each of two cards would need."""
     lines = plan_of("7b-4090 gpu=rtx-4060 max_length=8192").splitlines(keepends=True)
     begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
     return "".join([*lines[:2], "...\n", *lines[begin:]])
 
 
 def recipe_row(name: str) -> list[str]:
-    """What the planner makes of a shipped recipe."""
+    """A shipped recipe's row of the table: its plan, peak, verdict and speed."""
+    from finetune.card import find_card
+    from finetune.plan.planning import plan_recipe, without_rows
     from finetune.recipe import load_recipe
-    from finetune.run.prepare import plan_only
 
-    plan = plan_only(load_recipe(name))
+    recipe = load_recipe(name)
+    plan = plan_recipe(recipe, find_card(recipe.gpu), without_rows)
     forecast, max_length = plan.forecast, plan.settings.max_length
-    assert forecast is not None  # only a processor has none
+    assert forecast is not None  # only a CPU plan has none
     chosen = next(row.plan for row in plan.alternatives if row.chosen)
     peak = f"{_gib(forecast.peak_bytes)} (at most {_gib(forecast.peak_high_bytes)}) of {_gib(plan.card.free_bytes)}"
     speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "unknown"
@@ -209,7 +211,7 @@ def recipe_row(name: str) -> list[str]:
 
 
 def recipes() -> str:
-    """The shipped recipes for cards, planned."""
+    """The table of the shipped recipes for cards, with their plans."""
     from finetune.recipe import load_recipe, shipped_recipes
 
     names = [name for name in shipped_recipes() if load_recipe(name).gpu != "cpu"]
@@ -225,7 +227,7 @@ def _gib(size: int) -> str:
 
 
 def need_row(model: str) -> list[str]:
-    """GiB that a model takes at most with FRUGAL settings, for each length; rounded up."""
+    """Upper end of the forecast in GiB with the FRUGAL settings, for each length; rounded up."""
     from finetune.card.find import find_card
     from finetune.plan.make import make_plan
     from finetune.recipe import recipe_from
@@ -235,7 +237,7 @@ def need_row(model: str) -> list[str]:
     for length in LENGTHS:
         recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl", "max_length": length, **FRUGAL})
         forecast = make_plan(recipe, card, None).forecast
-        assert forecast is not None  # only a processor has none
+        assert forecast is not None  # only a CPU plan has none
         row.append(f"{math.ceil(100 * forecast.peak_high_bytes / GIB) / 100:.2f}")
     return [model, *row]
 
@@ -249,7 +251,7 @@ def needs() -> str:
 
 
 def fits() -> str:
-    """For each model and card the longest rows that fit, from the table of needs on the page."""
+    """The longest rows that fit for each model and card, from the table of needs on the page."""
     table = cells(block("docs/fits.md", "needs"))
     columns = [f">{card} ({_gib(_room(card))})" for card in CARDS]
     return markdown(("model", *columns), [[name, *(_longest(row, card) for card in CARDS)] for name, *row in table])
@@ -262,7 +264,7 @@ def _longest(row: list[str], card: str) -> str:
 
 @functools.cache
 def _room(card: str) -> int:
-    """Bytes for a forecast made for REFERENCE_CARD: what is free, less what this card's context and cuBLAS take more."""
+    """Bytes that a forecast for REFERENCE_CARD may take on this card: free, less what its context and cuBLAS take more."""
     from finetune.card.find import find_card
     from finetune.forecast.rules import cublas_workspace_bytes
 
@@ -273,7 +275,7 @@ def _room(card: str) -> int:
 
 
 def fits_short(columns: tuple[str, ...] = ("card", ">free", "rows of 1,024 tokens", "2,048", "4,096"), none: str = "-") -> str:
-    """For each card the largest model, from the table of needs on the page."""
+    """The largest model that fits each card, from the table of needs on the page."""
     from finetune.card.find import find_card
 
     table = cells(block("docs/fits.md", "needs"))
@@ -300,7 +302,7 @@ def cards() -> str:
 
 
 def accuracy(table: Path = MEASURED) -> str:
-    """What benchmarks/forecast_accuracy.py prints for `table`: a row for each measurement and the summary."""
+    """The results of benchmarks/forecast_accuracy.py for `table`: a row for each measurement, and the summary."""
     command = [sys.executable, "-W", "ignore", str(BENCHMARK), str(table), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     *made, summary = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -326,14 +328,14 @@ def _percent(value: float, sign: str = "") -> str:
 
 
 def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mean error {mean}, worst {worst}.") -> str:
-    """The summary alone, from the page."""
+    """The summary line, from the page."""
     last = block("docs/accuracy.md", "accuracy").strip().splitlines()[-1]
     found = re.fullmatch(r"(?P<rows>\d+) rows: mean \|error\| (?P<mean>\S+ %), worst (?P<worst>\S+ %)\.", last)
     assert found is not None, last
     return f"{text.format(**found.groupdict())}\n"
 
 
-#: Blocks that are made in a moment, blocks that take forecasts, and blocks that follow from those on the pages.
+#: Blocks that take no forecast, blocks that take forecasts, and blocks made from other blocks on the pages.
 QUICK: dict[str, Callable[[], str]] = {"settings": settings, "exit-codes": exits, "cards": cards, "events": events}
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
@@ -352,7 +354,7 @@ DERIVED: dict[str, Callable[[], str]] = {
 
 @contextlib.contextmanager
 def clean_state() -> Iterator[None]:
-    """No forecast, measurement or hub file of this machine gets into a page."""
+    """Empty caches, so that no forecast, measurement or hub file of this machine changes a page."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(FINETUNE_CACHE=f"{folder}/cache", HF_HOME=f"{folder}/hub", HF_HUB_OFFLINE="1", COLUMNS=str(WIDTH))
         with contextlib.chdir(folder):
@@ -360,7 +362,7 @@ def clean_state() -> Iterator[None]:
 
 
 def update(names: list[str], write: bool) -> list[str]:
-    """Make blocks in an order in which derived ones see the new others; returns those that differ from the pages."""
+    """Make the blocks, derived ones last; returns those that differ from the pages."""
     every = {**QUICK, **SLOW, **DERIVED}
     changed = []
     for name in [name for name in every if not names or name in names]:
@@ -381,7 +383,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *QUICK, *SLOW, *DERIVED], metavar="BLOCK")
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--quick", action="store_true", help="leave out the blocks that take forecasts")
+    parser.add_argument("--quick", action="store_true", help="skip the blocks that take forecasts")
     chosen = parser.parse_args()
     with clean_state():
         changed = update([*QUICK, *DERIVED] if chosen.quick else chosen.names, not chosen.check)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the image from the Dockerfile and uses it, without a Docker daemon: sudo scripts/image_test.sh [FOLDER]
+# Builds the image from the Dockerfile and tests it, without a Docker daemon: sudo scripts/image_test.sh [FOLDER]
 #
-# The base is a Debian made by debootstrap, the builder is buildah with chroot isolation; both are Debian packages, both need root.
-# FOLDER keeps the base and the images (default: /var/tmp/finetune-image). BUILD_OPTIONS goes to `buildah bud`, for a package
-# index of your own; REUSE=1 tests the image that is there. E.g. BUILD_OPTIONS="--volume /etc/pip.conf:/etc/pip.conf:ro --build-arg TORCH_INDEX=".
+# debootstrap makes the base image and buildah builds with chroot isolation; both are Debian packages and need root.
+# FOLDER keeps base and images (default: /var/tmp/finetune-image). BUILD_OPTIONS is passed to `buildah bud`, for a package index of
+# your own; REUSE=1 tests the image of an earlier build. E.g. BUILD_OPTIONS="--volume /etc/pip.conf:/etc/pip.conf:ro --build-arg TORCH_INDEX=".
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-/var/tmp/finetune-image}
@@ -37,7 +37,7 @@ if ! buildah inspect --type image localhost/debian:base >/dev/null 2>&1; then
 fi
 
 if [ -n "${REUSE:-}" ]; then
-  say "build: taken from an earlier test (REUSE)"
+  say "build: reused (REUSE)"
 else
   say "build"
   began=$(date +%s)
@@ -61,13 +61,13 @@ assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
 assert {"/cache", "/work/runs", "/work/recipes"} == set(config["Volumes"])
 secrets = [name for name in environment if any(word in name for word in ("TOKEN", "SECRET", "PASSWORD", "KEY", "PIP_", "PROXY"))]
 assert not secrets, secrets
-print("user 1000, entry point, health check, volumes and environment are as they should be")
+print("user, entry point, health check, volumes and environment are as expected")
 PYTHON
 
 container=$(buildah from --pull-never "$image")
 place=$(buildah mount "$container")
 printf 'size: %s MB\n' "$(du -sm --apparent-size "$place" | cut -f1)"
-say "what is in it"
+say "contents"
 found=$(cd "$place" && find . -xdev \( -name .git -o -name .netrc -o -name 'id_rsa*' -o -name .env -o -path '*/.cache/pip' \
   -o -path '*/huggingface/token' -o -path './root/.cache/*' -o -path './tmp/*' -o -path ./etc/pip.conf -size +0 \) -print | head)
 [ -z "$found" ] || fail "secrets or caches in the image: $found"
@@ -80,7 +80,7 @@ say "as uid 1000"
 for path in /work/runs /work/recipes /cache /home/finetune; do
   inside sh -c "touch $path/probe && rm $path/probe" || fail "$path can't be written by uid 1000"
 done
-inside sh -c 'if touch /opt/finetune/probe 2>/dev/null; then exit 1; fi' || fail "the program can be changed by its user"
+inside sh -c 'if touch /opt/finetune/probe 2>/dev/null; then exit 1; fi' || fail "uid 1000 can write to the program"
 inside finetune --version
 
 say "doctor"
@@ -108,7 +108,7 @@ for _ in $(seq 120); do
   inside grep -q '"kind": "step"' runs/long/events.jsonl 2>/dev/null && break
   sleep 1
 done
-kill -TERM "$(tini_of run)" || fail "the training is gone: $(tail -n 3 "$folder/run.log")"
+kill -TERM "$(tini_of run)" || fail "the training has ended: $(tail -n 3 "$folder/run.log")"
 code=0
 wait "$run_pid" || code=$?
 [ "$code" = 143 ] || fail "the container ended with $code, not 143"
@@ -116,11 +116,11 @@ grep -a 'with a checkpoint' "$folder/run.log" || fail "not stopped with a checkp
 inside sh -c 'ls runs/long/checkpoints/checkpoint-*/MANIFEST.json' || fail "no sealed checkpoint"
 inside finetune runs
 
-say "the page ends on a stop signal"
+say "the page stops on SIGTERM"
 kill -TERM "$(tini_of ui)"
 wait "$page_pid" || true
 page_pid=
-! pgrep -f '/opt/finetune/bin/python -P -m app' >/dev/null || fail "the page is still there"
+! pgrep -f '/opt/finetune/bin/python -P -m app' >/dev/null || fail "the page is still running"
 
 say "a tiny training to its end"
 inside tini -- entrypoint.sh run tiny-cpu max_steps=3 dataset.max_rows=32 eval_steps=0 output_dir=runs/short | tail -n 5

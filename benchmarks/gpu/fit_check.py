@@ -1,11 +1,10 @@
-"""Is the forecast right on a real card? Plans and runs a grid of shapes under emulated smaller cards; with --bisect, finds the
-smallest cap that completes.
+"""Forecast against a real card: plans and runs a grid of model shapes under memory caps that emulate smaller cards.
 
-    python benchmarks/gpu/fit_check.py --minutes 9              # the most telling part first; stops in time
-    python benchmarks/gpu/fit_check.py --minutes 60 --bisect    # also the smallest cap for each cell
+    python benchmarks/gpu/fit_check.py --minutes 9              # the most informative cells first; stops in time
+    python benchmarks/gpu/fit_check.py --minutes 60 --bisect    # also finds the smallest cap with which each cell completes
 
-Appends each finished cell to benchmarks/results/gpu.jsonl (card, driver, versions) and prints a table last. Nothing is written
-that did not run. Targets: allocated within 2 %, reserved within +5 %, no cell forecast as "fits" that ran out of memory.
+Appends each finished cell to benchmarks/results/gpu.jsonl (card, driver, versions) and prints a table at the end. Only what ran
+is written. Targets: allocated within 2 %, reserved within +5 %, no cell forecast as "fits" that ran out of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from measure import append, environment, measure
 
 from finetune.units import GIB, format_bytes
 
-#: Shape, and the cap in GiB whose verdict is most in doubt for it.
+#: Model shape, and the cap in GiB at which its verdict is least certain.
 SHAPES = [
     ("meta-llama/Llama-3.2-1B-Instruct", 8), ("Qwen/Qwen2.5-7B-Instruct", 12), ("meta-llama/Llama-3.1-8B-Instruct", 24),
     ("meta-llama/Llama-3.2-3B-Instruct", 16), ("Qwen/Qwen3-14B", 24),
@@ -32,7 +31,7 @@ LENGTHS = [2048, 512, 8192]
 
 
 def main() -> None:
-    """Run cells in the order of what they tell until the time is up."""
+    """Run the cells, the most informative first, until the time is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--steps", type=int, default=4)
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 def smallest_cap(shape: str, settings: dict[str, Any], length: int, options: Any, known: dict[str, Any]) -> int:
-    """The smallest memory cap, to 128 MiB, with which the run completes; the true answer to "does it fit"."""
+    """The smallest memory cap, to 128 MiB, with which the run completes."""
     low, high = known["measured_allocated_bytes"], known["cap_bytes"]
     while high - low > 128 * 2**20:
         middle = (low + high) // 2
@@ -68,7 +67,7 @@ def smallest_cap(shape: str, settings: dict[str, Any], length: int, options: Any
 
 
 def line(result: dict[str, Any]) -> str:
-    """One cell on one line."""
+    """A cell as one line of text."""
     forecast, was = result["forecast"] or {}, result["measured_allocated_bytes"]
     said = forecast.get("allocated_bytes")
     error = f"{said / was - 1:+.2%}" if said and was else "not measured"
@@ -81,7 +80,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """All cells, then what the targets speak of."""
+    """Print all cells, then the figures that have targets."""
     print("\nshape, tokens, weights, activations, verdict, ended, forecast, allocated, error, reserved")
     for row in rows:
         print(line(row))

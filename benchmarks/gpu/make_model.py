@@ -1,9 +1,9 @@
-"""Write a model folder of a given config.json shape with random weights: real sizes (1B-14B) without a hub.
+"""Writes a model folder of a given shape with random weights: real sizes (1B-14B) without a hub.
 
     python benchmarks/gpu/make_model.py Qwen/Qwen2.5-7B-Instruct /tmp/shape-7b
 
-The shape is a name of the packaged catalogue or the path of a config.json. Weights are written shard by shard in bf16: the host
-needs memory for one shard only. The tokenizer is the bundled one (any id below its 640 is in every model's vocabulary).
+The shape is a name in the packaged catalogue or the path of a config.json. Weights are written in bf16, one shard at a time, so
+that the host needs memory for one shard only. The tokenizer is the bundled one: its 640 ids are in every model's vocabulary.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_model(shape: str, folder: Path, layers: int | None = None, seed: int = 
 
 
 def read_shape(shape: str) -> dict[str, Any]:
-    """The values of a config.json: of a file, or of a name in the packaged catalogue."""
+    """The values of a config.json, from a file or from the packaged catalogue."""
     path = Path(shape)
     if path.is_file():
         return dict(json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""One real run of a shape with random weights, by the path of `finetune run`: what it measured beside what was forecast."""
+"""One real `finetune run` of a model shape with random weights: its measurements beside its forecast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
 def measure(
     shape: str, settings: dict[str, Any], *, length: int, steps: int, place: Path, cap_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Train `steps` steps on rows of exactly `length` tokens. Returns forecast and measurement; what wasn't measured is None.
+    """Train `steps` steps on rows of exactly `length` tokens. Returns forecast and measurements; None is not measured.
 
     `cap_bytes` emulates a smaller card: the plan is made for it, and the worker's allocator is capped at it.
     """
@@ -56,7 +56,7 @@ def measure(
 
 
 def summary(events: list[Event]) -> dict[str, Any]:
-    """Peaks over all steps, and the median step without the first two."""
+    """Peaks over all steps, and the median step time without the first two."""
     steps = [event for event in events if isinstance(event, Step)]
     later = [step.step_s for step in steps[2:] if step.step_s]
     rates = [step.tokens_per_s for step in steps[2:] if step.tokens_per_s]
@@ -74,7 +74,7 @@ def summary(events: list[Event]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, length: int, count: int) -> None:
-    """Rows of plain text that are exactly `length` tokens for the bundled tokenizer, the stop token included."""
+    """Write rows of plain text that are exactly `length` tokens with the bundled tokenizer, EOS included."""
     from transformers import AutoTokenizer
 
     from finetune.bundled import model_path
@@ -88,7 +88,7 @@ def write_rows(path: Path, length: int, count: int) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Card, driver and versions, for the results file."""
+    """Card, driver and library versions, for the results file."""
     import torch
 
     values: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "card": None, "driver": None}
@@ -106,7 +106,7 @@ def environment() -> dict[str, Any]:
 
 
 def append(result: dict[str, Any], facts: dict[str, Any]) -> None:
-    """One line in the committed results; only what ran is written."""
+    """Append one line to the committed results."""
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(to_json({**facts, **result})) + "\n")

@@ -1,9 +1,9 @@
-"""Real training steps of real sizes with random weights, anywhere a card is: memory and speed measured beside the forecast.
+"""Real training steps of real model sizes with random weights on any card: measured memory and speed beside the forecast.
 
     python benchmarks/gpu/train.py Qwen/Qwen2.5-7B-Instruct --length 2048 --steps 8 load_in_4bit=true lora_r=16
     python benchmarks/gpu/train.py tiny --length 128 --steps 4 gpu=cpu            # the same path without a card
 
-Prints a table last and appends to benchmarks/results/gpu.jsonl (only on a card).
+Prints a table and, on a card, appends to benchmarks/results/gpu.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune.units import format_bytes
 
 
 def main() -> None:
-    """Measure each shape in turn."""
+    """Measure one shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape")
     parser.add_argument("settings", nargs="*", help="key=value")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Forecast, measurement, error."""
+    """Print forecast, measurement and error."""
     print(f"{result['shape']} {result['settings']} length {result['length']}: {result['state']} {result.get('message') or ''}")
     forecast = result["forecast"] or {}
     for name, key, measured in (

@@ -1,9 +1,9 @@
-"""Makes the bundled base model `tiny`: a Llama of 2.2 million parameters, from random weights, on a CPU, in some six minutes.
+"""Trains the bundled base model `tiny`, a Llama of 2.2 million parameters, from random weights on a CPU in about six minutes.
 
     python scripts/bundled/make_base.py [FOLDER]
 
-It learns to answer questions about support messages (`pretraining`) and is saved only if it answers them on held-out messages.
-The same seeds on the same versions and number of threads give the same file.
+It learns to answer questions about support messages (`pretraining`), and is saved only if it answers them on held-out messages.
+The same seeds, versions and number of threads give the same file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Makes the bundled dataset `support`: customer messages to route, answered with one line of JSON. Standard library only.
+"""Writes the bundled dataset `support`: customer messages, each answered with one line of JSON that routes it. No dependencies.
 
     python scripts/bundled/make_data.py [FOLDER]
 
-Writes train.jsonl and eval.jsonl, to finetune/bundled/support when no folder is given: the same bytes each time.
+Writes train.jsonl and eval.jsonl into FOLDER (default: finetune/bundled/support), the same bytes each time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
 INSTRUCTION = "Route this message:"
 BUNDLED = Path(__file__).resolve().parents[2] / "finetune" / "bundled"
 
-#: Who takes care of each topic.
+#: The queue of each topic.
 QUEUES = {
     "late delivery": "shipping", "lost parcel": "shipping", "address change": "shipping",
     "damage": "returns", "wrong item": "returns", "return": "returns",

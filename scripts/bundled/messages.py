@@ -1,7 +1,7 @@
-"""Synthetic customer-support messages with known facts: what it is about, which article, and how urgent. Standard library only.
+"""Synthetic customer-support messages with known topic, article and urgency. Standard library only.
 
-A message is put together from one sentence on the matter, a sentence on the time (or none), and what people write around it.
-The facts are the labels; `make_data` and `pretraining` ask different questions about them.
+A message has one sentence on the topic, at most one on the urgency, and the phrases that people write around them. Topic,
+article and urgency are the labels; `make_data` and `pretraining` ask different questions about them.
 """
 
 from __future__ import annotations

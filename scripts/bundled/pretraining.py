@@ -1,4 +1,4 @@
-"""What the tiny base model learns: questions about support messages, never the routing task. Standard library only."""
+"""Training data of the tiny base model: questions about support messages, never the routing task. Standard library only."""
 
 from __future__ import annotations
 
