@@ -25,7 +25,7 @@ def test_short_rows_are_packed_and_a_step_still_has_about_16_of_them(new_forecas
         1,
     )
     longer = planned(new_forecaster, data=DataStatistics(1000, 0, 512_000, 64_000, (512,) * 1000))
-    assert longer.settings.effective_batch_size == 4 and "about 16 rows a step" in longer.reasons["effective_batch_size"]
+    assert longer.settings.effective_batch_size == 4 and "about 16 rows per step" in longer.reasons["effective_batch_size"]
 
 
 def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
@@ -38,7 +38,7 @@ def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
     [
         ({"gpu": "t4"}, "capability 8.0"),
         ({"model": "google/gemma-2-2b-it"}, "can't be used"),
-        ({"model": "Qwen/Qwen3-0.6B", "overrides": ["effective_batch_size=16"]}, "how many rows make a step"),
+        ({"model": "Qwen/Qwen3-0.6B", "overrides": ["effective_batch_size=16"]}, "change the rows per step"),
         ({"overrides": ["attn_implementation=eager"]}, "dense mask"),
         ({"data": None}, "not been read"),
         ({"data": DataStatistics(100, 0, 200_000, 200_000, (2000,) * 100)}, "rows are long"),
