@@ -42,8 +42,8 @@ def test_all_problems_are_reported_at_once_with_their_lines():
 @pytest.mark.parametrize(
     ("line", "said"),
     [("lora_r: 8\nlora_r: 16", "set twice (first on line 3)"), ("load_in_4bit: no", "write true or false"),
-     ("lora_r: 010", "it should be"), ("lora_r: 12:30", "it should be"), ("learning_rate: .inf", "not a number"),
-     ("learning_rate: .nan", "not a number"), ("lora_r: true", "not true or false"),
+     ("lora_r: 010", "it should be"), ("lora_r: 12:30", "it should be"), ("learning_rate: .inf", "not a finite number"),
+     ("learning_rate: .nan", "not a finite number"), ("lora_r: true", "not true or false"),
      ("lora_dropout: true", "not true or false"),
      ("lora_r: '8'", "it should be"), ("lora_r: 8.5", "it should be"), ("a: &x [1]\nb: *x", "aliases"),
      ("lora_r: " + "[" * 1500, "nested too deep"), ("x: !!python/object:os.system {}", "unknown setting"),
