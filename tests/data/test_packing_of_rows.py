@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # imports TRL
 
 
 def dataset_of(lengths):
-    """Rows of distinct ids; every third token is not learnt."""
+    """Rows of distinct ids; every third token is not trained."""
     ids, start = [], 0
     for length in lengths:
         ids.append(list(range(start, start + length)))
