@@ -1,4 +1,4 @@
-"""Whether the hub answers, asked once with a deadline: without a network the libraries would retry for most of a minute."""
+"""Whether the hub is reachable, checked once with a timeout: offline, the libraries would retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
-#: Seconds to wait for an answer, and for how long one holds.
+#: Timeout of the check, and how long its result is valid, in seconds.
 DEADLINE_S, HOLDS_S = 3.0, 60.0
 
 _lock = threading.Lock()
@@ -26,8 +26,8 @@ def is_switched_off() -> bool:
 
 
 def is_reachable() -> bool:
-    """Ask the hub, unless that was done a moment ago, and tell the libraries of this process to look into their caches only
-    when it does not answer. False when it is switched off."""
+    """Check the hub, unless that was done recently; if it does not answer, switch this process's libraries to their caches.
+    False when the user has switched it off."""
     global _asked_s, _switched_off_here
     from huggingface_hub import constants
 
@@ -37,14 +37,14 @@ def is_reachable() -> bool:
         if _asked_s is None or time.monotonic() - _asked_s > HOLDS_S:
             _switched_off_here = not _answers(constants.ENDPOINT)
             constants.HF_HUB_OFFLINE = _switched_off_here
-            if "datasets" in sys.modules:  # it has copied the switch
+            if "datasets" in sys.modules:  # it has its own copy of the switch
                 sys.modules["datasets"].config.HF_HUB_OFFLINE = _switched_off_here
             _asked_s = time.monotonic()
     return not _switched_off_here
 
 
 def _answers(address: str) -> bool:
-    """Any answer counts, also a refusal. In a thread: looking up a name has no deadline of its own."""
+    """Any answer counts, also an HTTP error. In a thread: DNS lookups have no timeout of their own."""
     answered: list[bool] = []
 
     def ask() -> None:
