@@ -148,10 +148,10 @@ def test_parts_of_the_batch_that_are_set_decide_the_rest(plan, overrides, micro,
     assert (settings.gradient_accumulation_steps, settings.effective_batch_size) == (steps, batch)
 
 
-def test_the_effective_batch_is_shared_by_the_processes(plan):
+def test_the_effective_batch_is_divided_over_the_processes(plan):
     settings = plan(LLAMA_1B, "rtx-4090", "launch.num_processes=4").settings
     assert settings.per_device_train_batch_size * settings.gradient_accumulation_steps * 4 == 16
-    with pytest.raises(RecipeError, match="16 can't be shared by 3 processes"):
+    with pytest.raises(RecipeError, match="16 can't be divided over 3 processes"):
         plan(LLAMA_1B, "rtx-4090", "launch.num_processes=3", "effective_batch_size=16")
 
 
