@@ -1,4 +1,4 @@
-"""From a recipe to what the trainer is given: every row accounted for, lengths obeyed, the same again the next time."""
+"""From a recipe to the trainer's datasets: every row is counted, lengths are kept, results are reproducible."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files that are broken, wrong or meant to hurt: one screen that names the file and the remedy, never a traceback."""
+"""Files that are broken, wrong or malicious: one screen that names the file and the fix, never a traceback."""
 
 import json
 import os

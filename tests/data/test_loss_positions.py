@@ -1,4 +1,4 @@
-"""Which tokens are trained: the answers and the token that ends them, whatever the template, and nothing else."""
+"""Only answers and their EOS are trained, whatever the template."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Packing puts rows together and loses nothing; what doesn't fit is refused, not cut."""
+"""Packing loses no token; rows that don't fit are refused, not truncated."""
 
 import pytest
 from datasets import Dataset

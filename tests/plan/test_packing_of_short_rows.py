@@ -1,4 +1,4 @@
-"""Packing is on where torch's varlen kernel runs and rows are short, and keeps about the usual rows a step."""
+"""Packing is on where torch's varlen kernel runs and rows are short, and keeps about the default rows per step."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_packing_is_off_where_it_would_not_pay_or_not_be_right(new_forecaster, c
     assert made.settings.attn_implementation != "torch_varlen"
 
 
-def test_rows_go_singly_where_packed_sequences_have_no_room(new_forecaster):
+def test_rows_are_not_packed_where_packed_sequences_do_not_fit(new_forecaster):
     recipe = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
     made = make_plan(recipe, find_card("rtx-4090", free_bytes=round(7.6 * GIB)), SHORT, forecaster=new_forecaster())
     assert made.verdict == "fits" and made.settings.packing is False and "do not fit" in made.reasons["packing"]
