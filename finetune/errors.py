@@ -1,4 +1,4 @@
-"""Errors for the person who reads them: what is wrong, with the value, and what to type. One exit code for each cause."""
+"""Errors that a user can act on: the problem with its value, and what to type. One exit code for each cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
-    `problems` are one line each (all of them at once); `fix` says what to type. `exit_code` is the process's exit status.
+    `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status.
     """
 
     exit_code = 1
@@ -30,7 +30,7 @@ class RecipeError(FinetuneError):
 
 
 class PackagesError(RecipeError):
-    """An installed package that forecasts and trains is missing, or of a version that the forecast does not know."""
+    """A package needed to forecast and train is missing, or its version is not supported."""
 
     title = "The installed packages need a change"
 
@@ -50,7 +50,7 @@ class DataError(FinetuneError):
 
 
 class OutOfMemory(FinetuneError):
-    """Memory ran out and no smaller plan is left."""
+    """Memory ran out and no smaller plan is left to try."""
 
     exit_code = 5
     title = "Out of memory"
@@ -64,11 +64,11 @@ class Diverged(FinetuneError):
 
 
 class LossSpike(Diverged):
-    """The loss has jumped; the supervisor goes back to the last checkpoint. Never reaches the user as an error."""
+    """The loss spiked; the supervisor goes back to the last checkpoint. Never shown to the user as an error."""
 
 
 class DiskFull(FinetuneError):
-    """There is no room left, or a place can't be written to."""
+    """The disk is full, or a path can't be written."""
 
     exit_code = 7
     title = "The disk needs attention"

@@ -1,4 +1,4 @@
-"""Files as the whole project writes and finds them: the cache folder, files written whole or not at all, free disk space."""
+"""The cache folder, atomic writes, and free disk space."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def cache_dir() -> Path:
-    """Where measurements, forecasts and the queue of a card are kept: $FINETUNE_CACHE, else $XDG_CACHE_HOME/finetune, else
+    """Folder of measurements, forecasts and card queues: $FINETUNE_CACHE, else $XDG_CACHE_HOME/finetune, else
     ~/.cache/finetune."""
     chosen = os.environ.get("FINETUNE_CACHE")
     if chosen:
@@ -20,9 +20,9 @@ def cache_dir() -> Path:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file so that a reader sees the old content or the new, never half; `durable`: also after a power cut.
+    """Replace a file atomically: readers see the old content or the new. `durable`: also after a power cut.
 
-    Raises OSError when there is no room or no permission; then nothing has changed.
+    Raises OSError without room or permission; then nothing has changed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -37,15 +37,15 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """The same for JSON, durably: what runs are made of."""
+    """Replace a JSON file atomically and durably."""
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False), durable=True)
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists: where its bytes would go."""
+    """The path, or its nearest parent that exists."""
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Bytes free where `path` is or would be made."""
+    """Free bytes on the file system of `path`, which need not exist."""
     return shutil.disk_usage(existing_parent(path)).free

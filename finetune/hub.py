@@ -1,4 +1,4 @@
-"""Whether the hub answers, asked once with a deadline: without a network the libraries would retry for most of a minute."""
+"""Whether the hub is reachable, checked once with a timeout: offline, the libraries would retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.request
 
 from finetune.compat.hub import set_offline
 
-#: Seconds to wait for an answer, and for how long one holds.
+#: Timeout of the check, and how long its result is valid, in seconds.
 DEADLINE_S, HOLDS_S = 3.0, 60.0
 
 _lock = threading.Lock()
@@ -27,8 +27,8 @@ def is_switched_off() -> bool:
 
 
 def is_reachable() -> bool:
-    """Ask the hub, unless that was done a moment ago, and tell the libraries of this process to look into their caches only
-    when it does not answer. False when it is switched off."""
+    """Check the hub, unless that was done recently; if it does not answer, switch this process's libraries to their caches.
+    False when the user has switched it off."""
     global _asked_s, _switched_off_here
     from huggingface_hub import constants
 
@@ -43,7 +43,7 @@ def is_reachable() -> bool:
 
 
 def _answers(address: str) -> bool:
-    """Any answer counts, also a refusal. In a thread: looking up a name has no deadline of its own."""
+    """Any answer counts, also an HTTP error. In a thread: DNS lookups have no timeout of their own."""
     answered: list[bool] = []
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""The installed packages against the versions that this version of finetune was made for, as its own metadata has them."""
+"""Installed package versions, checked against finetune's own requirements (its package metadata)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from packaging.requirements import Requirement
 
 from finetune.errors import PackagesError
 
-#: What to do when a package that forecasts or trains has another version.
-_FIX = "A forecast is only true for versions that it knows. Type: "
+#: The fix when a package that forecasts or trains has another version.
+_FIX = "Forecasts are valid only for supported versions. Type: "
 
 
 @dataclass(frozen=True)
 class Package:
-    """A requirement, and the version that is installed; None when it is missing."""
+    """A requirement and the installed version, None when it is missing."""
 
     requirement: Requirement
     installed: str | None
@@ -31,7 +31,7 @@ class Package:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package, not imported; None when it is missing."""
+    """Version of an installed package, without importing it; None when it is missing."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -39,7 +39,7 @@ def installed_version(name: str) -> str | None:
 
 
 def packages(requirements: list[str] | None = None) -> list[Package]:
-    """Each requirement of this platform with what is installed; without an argument finetune's own, extras left out.
+    """Each requirement for this platform with its installed version; by default finetune's own, without extras.
 
     Raises importlib.metadata.PackageNotFoundError when finetune is run from its source and not installed.
     """
@@ -50,12 +50,12 @@ def packages(requirements: list[str] | None = None) -> list[Package]:
 
 
 def how_to_install(wrong: list[Package]) -> str:
-    """The command that puts these packages right."""
+    """The command that installs the right versions."""
     return "pip install " + " ".join(f"'{package.requirement.name}{package.requirement.specifier}'" for package in wrong)
 
 
 def refuse_other_versions(names: Collection[str]) -> None:
-    """Raise PackagesError when one of these packages is missing or outside the bounds; uninstalled source has no bounds."""
+    """Raise PackagesError when one of these packages is missing or out of bounds; finetune must be installed to have bounds."""
     try:
         wrong = [package for package in packages() if package.requirement.name in names and not package.fits]
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as a person reads them. Inside the program everything stays in bytes, seconds and tokens."""
+"""Bytes, seconds and counts formatted for readers. Inside the program everything is in bytes, seconds and tokens."""
 
 from __future__ import annotations
 

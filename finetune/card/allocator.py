@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator: what the launch asks for, which is what the forecast counts on."""
+"""Settings of torch's CUDA allocator: set at launch, assumed by the forecast."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def expandable_segments(system: str = sys.platform) -> bool:
 
 
 def allocator_environment() -> dict[str, str]:
-    """Environment variables that must stand before torch is imported."""
+    """Environment variables that must be set before torch is imported."""
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable_segments() else {}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Card:
     """Facts of one card. Bytes and FLOP per second; unknown is None.
 
-    `total_bytes` is what torch sees, less than the number on the box. `free_bytes` is what is free now (a catalogue card: total
-    less `held_bytes` of a usual desktop). `context_bytes` is what a CUDA process holds outside torch's allocator.
+    `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less what a
+    desktop usually takes). `context_bytes`: the CUDA context, not counted by torch's allocator.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Card:
 
     @property
     def is_cpu(self) -> bool:
-        """True when training runs on the processor and memory is host memory."""
+        """True when training runs on the CPU, in host memory."""
         return self.source == "cpu"
 
     @property

@@ -1,4 +1,4 @@
-"""What was measured on this machine's cards: the CUDA context, kept in the cache so that it is measured once."""
+"""Measured CUDA contexts of this machine's cards, kept in the cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from finetune.files import cache_dir, write_text
 from finetune.units import MIB
 
-#: Measurements kept for one card; older ones make room.
+#: Measurements kept for each card; older ones are dropped.
 KEPT = 20
 #: A context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4.
 SPREAD = 40 * MIB
 
 
 def record_measurement(card_name: str, context_bytes: int) -> None:
-    """Keep what a CUDA process held outside torch's allocator. Raises OSError when the cache can't be written."""
+    """Record bytes of a CUDA process outside torch's allocator. Raises OSError when the cache can't be written."""
     if context_bytes <= 0:
         raise ValueError(f"context_bytes is {context_bytes}; a CUDA context is never empty")
     values = _read()
@@ -28,7 +28,7 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
 
 
 def measured_context(card_name: str) -> tuple[int, int] | None:
-    """Median and spread (highest less lowest, at least SPREAD) of the context's bytes here; None when never measured."""
+    """Median and spread (highest less lowest, at least SPREAD) of the context in bytes; None when never measured."""
     counts = _read().get(card_name)
     if not counts:
         return None
@@ -40,7 +40,7 @@ def _path() -> Path:
 
 
 def _read() -> dict[str, list[int]]:
-    """A damaged cache is the same as none: it only holds what the next run measures again."""
+    """Bytes by card; a damaged cache counts as empty, as the next run measures again."""
     try:
         values: Any = json.loads(_path().read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Find a card: this machine's, the processor, or one of the catalogue (cards.json)."""
+"""Find a card: this machine's, the CPU, or one of the catalogue (cards.json)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from finetune.card.nvidia import Device, read_device
 from finetune.errors import RecipeError
 from finetune.units import GIB, format_bytes
 
-#: Context in bytes, and how far off that may be, of a card that nobody has measured and the catalogue doesn't know.
+#: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
 ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
-#: A card whose memory differs by more than this from the catalogue's is another variant of it.
+#: A card whose memory differs from the catalogue's by more than this share is another variant.
 SAME_MEMORY = 0.08
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False) -> Card:
     """The card that `gpu` names: `auto` (this machine's), `cpu`, or a name of the catalogue.
 
-    `free_bytes` stands for what is free now, e.g. to plan for another machine. `here` is for training: a named card must be in
-    this machine, and its facts are the machine's. Raises RecipeError when there is no such card, or more is said to be free
-    than the card has.
+    `free_bytes` replaces the memory that is free now, e.g. to plan for another machine. `here`, for training: a named card
+    must be in this machine, and is measured. Raises RecipeError when there is no such card, or `free_bytes` exceeds its total.
     """
     wanted = gpu.strip().lower()
     card = _this_machines() if wanted == "auto" else host_card() if wanted == "cpu" else _named(gpu)
@@ -41,7 +40,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False) ->
             f"{format_bytes(free_bytes)} free is not possible: {card.name} has {format_bytes(card.total_bytes)}",
             f"Give a size up to {format_bytes(card.total_bytes)}.",
         )
-    return dataclasses.replace(card, free_bytes=free_bytes, reason=f"{card.reason}; {format_bytes(free_bytes)} free as you say")
+    return dataclasses.replace(card, free_bytes=free_bytes, reason=f"{card.reason}; {format_bytes(free_bytes)} free as given")
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 
 def catalogue() -> dict[str, Card]:
-    """Name -> Card for every card of the catalogue; `reason` says where its numbers are from."""
+    """Name -> Card for every card of the catalogue; `reason` names the sources of its numbers."""
     return {name: _from_entry(name, entry) for name, entry in _entries().items()}
 
 
@@ -68,12 +67,12 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
 
 
 def _described(total: int, held: int, source: str) -> str:
-    desktop = f", {format_bytes(held)} taken as held by a desktop" if held else ""
+    desktop = f", {format_bytes(held)} assumed taken by a desktop" if held else ""
     return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
 
 
 def _this_machines() -> Card:
-    """The driver's facts; the rates are the catalogue's when it knows the card, else unknown."""
+    """The card as the driver reports it; its rates are the catalogue's if listed there, else unknown."""
     device = read_device()
     known = _entry_of(device)
     listed = _from_entry(known, _entries()[known]) if known else None
@@ -82,19 +81,19 @@ def _this_machines() -> Card:
     context, spread = measured or known_context
     held = device.total_bytes - device.free_bytes
     who = f" by {', '.join(device.holders[:4])}" if device.holders else ""
-    about_context = "measured here" if measured else "of the catalogue" if listed else "assumed"
+    about_context = "measured here" if measured else "from the catalogue" if listed else "assumed"
     return Card(
         name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
         bf16_flops=listed.bf16_flops if listed else None, bandwidth_bytes_s=listed.bandwidth_bytes_s if listed else None,
         pcie_bytes_s=device.pcie_bytes_s or (listed.pcie_bytes_s if listed else None), context_bytes=context,
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
-        f"{format_bytes(held)} held{who}; context {about_context}",
+        f"{format_bytes(held)} in use{who}; CUDA context {about_context}",
     )  # fmt: skip
 
 
 def _entry_of(device: Device) -> str | None:
-    """Name of the catalogue's card with the driver's name and about its memory."""
+    """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
     wanted = _plain(device.name)
     same = [name for name, entry in _entries().items() if _plain(entry["device"]) == wanted]
     distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same}
@@ -111,13 +110,13 @@ def _checked_here(wanted: Card) -> Card:
     if _entry_of(device) != wanted.name:
         raise RecipeError(
             f"gpu: {wanted.name}, but this machine has {device.name} with {format_bytes(device.total_bytes)}",
-            "Set gpu=auto to plan for the card that is here.",
+            "Set gpu=auto to plan for this machine's card.",
         )
     return _this_machines()
 
 
 def _named(gpu: str) -> Card:
-    """Case, spaces, dashes and the maker's name don't matter. Raises RecipeError with the closest names."""
+    """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
     entries, wanted = _entries(), _plain(gpu)
     names = {_plain(name): name for name in entries}
     short = {_short(plain): name for plain, name in names.items()}

@@ -1,4 +1,4 @@
-"""The processor as a card: training on the CPU uses host memory, and a container's limit counts."""
+"""The CPU as a card: training uses host memory, within a container's limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.units import format_bytes
 
 
 def host_card() -> Card:
-    """This machine's processor; memory is what is available now, within the container's limit if there is one."""
+    """The CPU as a Card: memory available now, within the container's limit if there is one."""
     memory = psutil.virtual_memory()
     total, free, where = memory.total, memory.available, "this machine"
     limit = _container_limit()
@@ -20,7 +20,7 @@ def host_card() -> Card:
         total, free, where = limit, min(free, max(limit - used, 0)), "this container"
     return Card(
         name="cpu", total_bytes=total, free_bytes=free, context_bytes=0, source="cpu",
-        reason=f"the processor: {format_bytes(free)} of {format_bytes(total)} host memory is available on {where}",
+        reason=f"CPU: {format_bytes(free)} of {format_bytes(total)} host memory available on {where}",
     )  # fmt: skip
 
 

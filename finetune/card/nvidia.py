@@ -1,4 +1,4 @@
-"""This machine's NVIDIA card, read through the driver's management library: no torch, no CUDA context, nothing allocated."""
+"""This machine's NVIDIA cards, read through NVML: no torch, no CUDA context, nothing allocated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pynvml
 from finetune.errors import RecipeError
 from finetune.units import format_bytes
 
-_NO_CARD = "Plan for a card of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
+_NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the driver says of one card. `total_bytes` is without what the driver reserves, as torch sees it."""
+    """One card as the driver reports it. `total_bytes` is without the driver's reserve, as torch sees it."""
 
     name: str
     total_bytes: int
@@ -63,7 +63,7 @@ def driver_versions() -> tuple[str, tuple[int, int]]:
 
 
 def _first_visible() -> Any:
-    """CUDA_VISIBLE_DEVICES decides; without it, the driver's first card."""
+    """The first card of CUDA_VISIBLE_DEVICES, else the driver's first."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         if pynvml.nvmlDeviceGetCount() == 0:
@@ -85,7 +85,7 @@ def _read(handle: Any) -> Device:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """Total less the driver's reserve, and free. Old drivers don't tell the reserve, and count it as used."""
+    """Total less the driver's reserve, and free. Old drivers don't report the reserve and count it as used."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return memory.total - memory.reserved, memory.free
@@ -105,7 +105,7 @@ def _pcie(handle: Any) -> float | None:
 
 
 def _holders(handle: Any) -> tuple[str, ...]:
-    """Processes that hold memory of the card, the largest first. A container or Windows may hide them or their bytes."""
+    """Processes that use the card's memory, largest first. Containers and Windows may hide them or their bytes."""
     held: dict[int, int | None] = {}
     for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:
@@ -113,7 +113,7 @@ def _holders(handle: Any) -> tuple[str, ...]:
         except pynvml.NVMLError:
             continue
     ranked = sorted(held.items(), key=lambda item: (-(item[1] or 0), item[0]))
-    return tuple(f"{_process(pid)} {format_bytes(count) if count else '(bytes not told)'}" for pid, count in ranked)
+    return tuple(f"{_process(pid)} {format_bytes(count) if count else '(bytes unknown)'}" for pid, count in ranked)
 
 
 def _process(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""The command line. Every command that reports has --json; errors are one screen, with the fix, and never a traceback."""
+"""The command line. Every command that reports has --json; errors fit one screen, with a fix and without traceback."""
 
 from finetune.cli.app import main, process
 

@@ -1,4 +1,4 @@
-"""The commands and their options. Each command imports what it needs, so that help and errors are instant."""
+"""Commands and options. Each command imports what it needs, so that help and errors are instant."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-    help="Fine-tune a language model with LoRA on the card you own: see what fits, start, watch every byte, lose nothing.",
-    epilog="Start here:  finetune run tiny-cpu      Exit codes: 0 done, 1 internal, 2 recipe, 3 will not fit, 4 data, "
-    "5 out of memory, 6 diverged, 7 disk, 130/143 stopped.",
+    help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
+    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 does not fit, 4 data, "
+    "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings that replace the recipe's.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, its name under runs/, or 'latest'.")]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or name of a shipped recipe.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or 'latest'.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def process() -> int:
-    """Entry point of `finetune`: a process that runs one command and ends."""
+    """Entry point of `finetune`: runs one command and exits."""
     collect_rarely()
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that has no such letter shows its number
+        if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")
     try:
         return main()
@@ -42,10 +42,10 @@ def process() -> int:
 
 def main() -> int:
     """Runs a command and turns a FinetuneError into a message and its exit code."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # that another kernel could be downloaded
+    warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
     try:
-        return int(cli(standalone_mode=False) or 0)  # what a command ended with; of typer.Exit only the code comes out here
+        return int(cli(standalone_mode=False) or 0)  # typer.Exit arrives here as its code
     except FinetuneError as error:
         return report(error)
     except typer.Exit as ended:
@@ -55,17 +55,17 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
-        return _unread()
+        return _closed_pipe()
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer makes an exit of it
-            return _unread()
+        if isinstance(ended.__context__, BrokenPipeError):  # typer turns it into SystemExit
+            return _closed_pipe()
         raise
-    except Exception as error:  # noqa: BLE001 - click's own usage errors, and what nobody foresaw
-        return _unforeseen(error)
+    except Exception as error:  # noqa: BLE001 - click's usage errors and unexpected ones
+        return _unexpected(error)
 
 
 def report(error: FinetuneError) -> int:
-    """Say what is wrong and what to type. Returns the exit code."""
+    """Print the problems and the fix. Returns the exit code."""
     if "--json" in sys.argv:
         print(json.dumps(error.as_json()))
         return error.exit_code
@@ -75,12 +75,12 @@ def report(error: FinetuneError) -> int:
     return error.exit_code
 
 
-def _unread() -> int:
+def _closed_pipe() -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 
-def _unforeseen(error: Exception) -> int:
+def _unexpected(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
         if "--json" in sys.argv:
             return report(RecipeError(error.format_message()))
@@ -98,7 +98,9 @@ def _unforeseen(error: Exception) -> int:
 
 
 @cli.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, typer.Option("--version", help="Versions of finetune and the stack.")] = False) -> None:
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the versions of finetune and its packages.")] = False,
+) -> None:
     if version:
         from finetune.cli.render import print_versions
 
@@ -109,12 +111,16 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Versions o
 @cli.command()
 def run(
     recipe: RecipeArgument, overrides: Overrides = None, json: Json = False,
-    force: Annotated[bool, typer.Option("--force", help="Start although the forecast says it does not fit.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Start, and don't wait.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if the forecast says it does not fit.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Start in the background and return.")] = False,
 ) -> None:  # fmt: skip
-    """Fine-tune: plan, check, train, watch. Ctrl-C stops after the step, with a checkpoint.
+    """Plan, check, train and watch a run.
 
-    Examples:  finetune run tiny-cpu      finetune run recipes/7b-4090.yaml lora_r=32 output_dir=runs/try2
+    Ctrl-C stops after the current step, with a checkpoint.
+
+    Example:  finetune run tiny-cpu
+
+    Example:  finetune run 7b-4090 lora_r=32 output_dir=runs/try2
     """
     from finetune.cli.run import run_recipe
 
@@ -123,7 +129,7 @@ def run(
 
 @cli.command()
 def resume(run: RunArgument = "latest", json: Json = False) -> None:
-    """Go on with a run from its newest checkpoint that verifies.
+    """Resume a run from its newest verified checkpoint.
 
     Example:  finetune resume runs/tiny-1a2b3c4d
     """
@@ -134,7 +140,7 @@ def resume(run: RunArgument = "latest", json: Json = False) -> None:
 
 @cli.command()
 def watch(run: RunArgument = "latest", json: Json = False) -> None:
-    """Follow a run that is at work, or show how it ended.
+    """Follow a running run, or show how it ended.
 
     Example:  finetune watch latest
     """
@@ -147,10 +153,10 @@ def watch(run: RunArgument = "latest", json: Json = False) -> None:
 def stop(
     run: RunArgument = "latest",
     json: Json = False,
-    now: Annotated[bool, typer.Option("--now", help="Don't save first.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Every run that is at work.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Stop at once, without a checkpoint.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Stop all running runs.")] = False,
 ) -> None:
-    """Stop a run after its step, with a checkpoint.
+    """Stop a run after the current step, with a checkpoint.
 
     Example:  finetune stop latest
     """
@@ -163,7 +169,7 @@ def stop(
 
 @cli.command()
 def runs(json: Json = False) -> None:
-    """List the runs with their states.
+    """List runs with their states.
 
     Example:  finetune runs --json
     """
@@ -175,10 +181,12 @@ def runs(json: Json = False) -> None:
 @cli.command()
 def plan(
     recipe: RecipeArgument, overrides: Overrides = None, json: Json = False,
-    gpu: Annotated[str | None, typer.Option(help="A card of the catalogue, e.g. rtx-4090, in place of this machine's.")] = None,
-    free: Annotated[str | None, typer.Option(help="Memory that is free on it, e.g. 22.1GiB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for this catalogue card, e.g. rtx-4090.")] = None,
+    free: Annotated[str | None, typer.Option(help="Free memory to assume on the card, e.g. 22.1GiB.")] = None,
 ) -> None:  # fmt: skip
-    """Show where every byte will go and which plan is the fastest that fits, before anything is loaded. Exit 0 fits, 3 doesn't.
+    """Forecast memory and find the fastest settings that fit.
+
+    Loads no weights. Exit codes: 0 fits or tight, 3 does not fit, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
     """
@@ -189,7 +197,7 @@ def plan(
 
 @cli.command()
 def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
-    """Show what will be trained on: rows used and refused, lengths, and one example with its trained tokens marked.
+    """Show what is trained on: rows, lengths, a marked example.
 
     Example:  finetune data tiny-cpu
     """
@@ -202,9 +210,11 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
 def evaluate(
     run: RunArgument = "latest",
     json: Json = False,
-    rows: Annotated[int | None, typer.Option(min=1, help="Score only so many rows.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Score only this many rows.")] = None,
 ) -> None:
-    """Score held-out rows by exact match and loss, base against tuned.
+    """Score base and tuned model on the held-out rows.
+
+    Scores are exact match and loss.
 
     Example:  finetune eval latest
     """
@@ -216,14 +226,14 @@ def evaluate(
 @cli.command()
 def chat(
     run: RunArgument = "latest", json: Json = False,
-    base: Annotated[bool, typer.Option("--base", help="Talk to the untouched base model.")] = False,
-    prompt: Annotated[str | None, typer.Option(help="One question, one answer.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Chat with the base model, without the adapter.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="Answer one prompt and exit.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> None:  # fmt: skip
-    """Talk to the result.
+    """Chat with the tuned model.
 
-    Example:  finetune chat latest --prompt "Route this message. My parcel is late."
+    Example:  finetune chat latest --prompt "My parcel is late."
     """
     from finetune.cli.evaluate import chat_with
 
@@ -232,7 +242,9 @@ def chat(
 
 @cli.command()
 def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
-    """Show where a run's memory went: peaks by phase, forecast against measured, and the allocator's history.
+    """Show a run's memory: peaks by phase, forecast vs measured.
+
+    Also names the allocator's history, if record_memory_history kept one.
 
     Example:  finetune snapshot latest
     """
@@ -244,9 +256,9 @@ def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
 @cli.command()
 def merge(
     run: RunArgument = "latest", json: Json = False,
-    output: Annotated[str | None, typer.Option(help="Folder for the merged model; RUN/merged by default.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the merged model; default RUN/merged.")] = None,
 ) -> None:  # fmt: skip
-    """Merge the adapter into the base model's 16-bit weights, for programs that load one model.
+    """Merge the adapter into the 16-bit base model.
 
     Example:  finetune merge latest --output models/support
     """
@@ -257,11 +269,11 @@ def merge(
 
 @cli.command()
 def recipes(
-    verb: Annotated[str, typer.Argument(help="list, show NAME, copy NAME, or keys.")] = "list",
-    name: Annotated[str | None, typer.Argument(help="Name of a shipped recipe.")] = None,
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show NAME, copy NAME, or keys.")] = "list",
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a shipped recipe.")] = None,
     json: Json = False,
 ) -> None:
-    """List, show or copy the shipped recipes; `keys` lists every setting.
+    """List, show or copy shipped recipes; `keys`: all settings.
 
     Example:  finetune recipes copy 7b-4090
     """
@@ -272,12 +284,14 @@ def recipes(
 
 @cli.command()
 def ui(
-    host: Annotated[str, typer.Option(help="Address to listen on; the token is asked for in any case.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port, or the next free one; 0 takes any.")] = 7860,
-    runs: Annotated[str, typer.Option(help="Folder of the runs.")] = "runs",
-    allow_host: Annotated[list[str] | None, typer.Option(help="Another name under which browsers reach this server.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port, or the next free one; 0 is any.")] = 7860,
+    runs: Annotated[str, typer.Option(help="Folder with the runs.")] = "runs",
+    allow_host: Annotated[list[str] | None, typer.Option(help="Another host name that browsers may use.")] = None,
 ) -> None:
-    """Open the web page: prints a link with a token; Ctrl-C ends the page, runs go on.
+    """Start the web page and print its link.
+
+    The link has a token. Ctrl-C ends the page; runs go on.
 
     Example:  finetune ui
     """
@@ -288,11 +302,13 @@ def ui(
 
 @cli.command()
 def doctor(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Check what this recipe needs, too.")] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Also check what this recipe needs.")] = None,
     overrides: Overrides = None,
     json: Json = False,
 ) -> None:
-    """Check driver, torch, bitsandbytes, memory, disk, hub and port in ten seconds, each with its fix. Exit 1 when one fails.
+    """Check driver, packages, memory, disk, hub and port.
+
+    Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.
 
     Example:  finetune doctor tiny-cpu
     """
@@ -303,16 +319,16 @@ def doctor(
 
 @cli.command(name="export-launch")
 def export_launch(
-    engine: Annotated[str, typer.Argument(help="slurm, kubernetes or skypilot.")], recipe: RecipeArgument,
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="slurm, kubernetes or skypilot.")], recipe: RecipeArgument,
     overrides: Overrides = None, json: Json = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; without it, standard output.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
     image: Annotated[str, typer.Option(help="Container image (kubernetes, skypilot).")] = "finetune:latest",
-    hours: Annotated[int, typer.Option(min=1, help="Longest time of the job.")] = 24,
-    volume: Annotated[str, typer.Option(help="Volume claim that holds data and runs (kubernetes).")] = "finetune-data",
+    hours: Annotated[int, typer.Option(min=1, help="Time limit of the job.")] = 24,
+    volume: Annotated[str, typer.Option(help="Volume claim with data and runs (kubernetes).")] = "finetune-data",
 ) -> None:  # fmt: skip
-    """Write the recipe as a job file of an engine that has many cards or machines.
+    """Write a job file for Slurm, Kubernetes or SkyPilot.
 
-    Example:  finetune export-launch slurm 7b-4090 launch.num_processes=8 launch.num_machines=2 -o job.sbatch
+    Example:  finetune export-launch slurm 7b-4090 -o job.sbatch
     """
     from finetune.cli.jobs import export_launch as export
 

@@ -1,4 +1,4 @@
-"""`finetune data`: what will be trained on, before anything is."""
+"""`finetune data`: the rows, tokens and labels of a recipe, without training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REFUSED_SHOWN = 10
 
 
 def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
-    """Rows read, used and refused, token lengths, share of trained tokens, and one example as the model will see it."""
+    """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it."""
     recipe = load_recipe(source, overrides)
     from finetune import data
 
@@ -27,9 +27,10 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
         example = [{"text": text, "trained": trained} for text, trained in segments]
         print_json({**prepared.report.as_json(), "fingerprint": prepared.fingerprint, "example": example})
         return
-    _print_report("training rows", prepared.report)
+    _print_report("Training rows", prepared.report)
     if prepared.eval_report is not None:
-        _print_report("held-out rows", prepared.eval_report)
+        out.print()
+        _print_report("Held-out rows", prepared.eval_report)
     out.print("\n[bold]First row as the model sees it[/]; trained tokens are [black on green]marked[/]:")
     shown = Text()
     for text, trained in segments:
@@ -40,6 +41,7 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
 def _print_report(title: str, report: Any) -> None:
     out.print(f"[bold]{title}[/] ({report.format})")
     shown = table("", ">")
+    shown.show_header = False
     shown.add_row("read", f"{report.rows_read:,}")
     shown.add_row("used", f"{report.rows_used:,}")
     shown.add_row("refused", f"{len(report.rows_refused):,}")

@@ -1,4 +1,4 @@
-"""`finetune doctor`: what of this machine works, and the fix for what doesn't."""
+"""`finetune doctor`: checks of this machine, each with a fix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
 
 
 def show_doctor(source: str | None, overrides: list[str], *, as_json: bool) -> int:
-    """Check the machine, and a recipe's needs if one is given. Returns 0, or 1 when something fails."""
+    """Check the machine, and a recipe's needs if one is given. Returns 1 when a check fails, else 0."""
     recipe = load_recipe(source, overrides) if source else None
     from finetune.doctor import examine, worst
 
     if not as_json:
-        err.print("[dim]looking ...[/]")
+        err.print("[dim]checking ...[/]")
     began = time.monotonic()
     findings = examine(recipe)
     state, took_s = worst(findings), round(time.monotonic() - began, 1)

@@ -1,4 +1,4 @@
-"""`finetune eval` and `finetune chat`: does the tuned model do what the base could not?"""
+"""`finetune eval` and `finetune chat`: the tuned model compared with the base model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLES_SHOWN = 2
 
 
 def show_scores(source: str, *, rows: int | None, as_json: bool) -> None:
-    """Score base and tuned on the held-out rows, side by side."""
+    """Score base and tuned model on the held-out rows."""
     run = open_run(source)
     from finetune.evaluate.score import compare
 
@@ -38,7 +38,7 @@ def show_scores(source: str, *, rows: int | None, as_json: bool) -> None:
 
 
 def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None, max_new_tokens: int, as_json: bool) -> None:
-    """One answer to `prompt`, or a conversation until Ctrl-D."""
+    """Answer `prompt`, or chat until Ctrl-D."""
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
@@ -61,7 +61,7 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
 
 
 def _questions() -> Any:
-    """Lines that a person types; Ctrl-D ends."""
+    """Lines from standard input until Ctrl-D."""
     if sys.stdin is None:  # closed by whoever started this
         return
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""`finetune export-launch`: the same recipe as a job file of an engine that holds many cards."""
+"""`finetune export-launch`: a recipe as a job file for Slurm, Kubernetes or SkyPilot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def export_launch(
     from finetune.jobs import ENGINES, Job, job_file
 
     if engine not in ENGINES:
-        raise RecipeError(f"export-launch {engine}: this engine is not known", f"Use {', '.join(ENGINES)}.")
+        raise RecipeError(f"export-launch {engine}: unknown engine", f"Use {', '.join(ENGINES)}.")
     recipe = load_recipe(source, overrides)
     job = Job(recipe, name=Path(source).stem, image=image, hours=hours, volume=volume)
     text = job_file(engine, job)
@@ -28,7 +28,7 @@ def export_launch(
         return
     path = Path(output)
     if path.exists():
-        raise RecipeError(f"{path} exists already", "Move it away first, or give another --output.")
+        raise RecipeError(f"{path} exists already", "Delete or rename it, or give another --output.")
     path.write_text(text, encoding="utf-8")
     if as_json:
         print_json({"engine": engine, "name": job.label, "path": str(path)})

@@ -12,7 +12,7 @@ from finetune.run.directory import open_run
 
 
 def merge_run(source: str, *, output: str | None, as_json: bool) -> None:
-    """Merge a finished run's adapter and say where the model is."""
+    """Merge a finished run's adapter and print the model's folder."""
     run = open_run(source)
     from finetune.export.merge import merge
 

@@ -1,4 +1,4 @@
-"""`finetune plan`: the ledger with bars, the plan with its reasons, the alternatives, the verdict."""
+"""`finetune plan`: memory by part, the verdict, the settings with reasons, and the alternatives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red
 
 
 def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str | None, as_json: bool) -> int:
-    """Plan without starting. Returns 0 when it fits (tightly, too), 3 when it doesn't, 4 when a run would refuse the data."""
+    """Print the plan of a recipe. Returns the exit code: 0 fits or tight, 3 does not fit, 4 data that a run would refuse."""
     recipe = load_recipe(source, [*overrides, *([f"gpu={gpu}"] if gpu else [])])
     from finetune.errors import RecipeError
 
@@ -53,13 +53,14 @@ def _print_plan(plan: Plan) -> None:
         _print_ledger(plan.forecast, card.free_bytes)
         low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
         verdict = f"[bold]{_coloured(plan.verdict)}[/]"
-        out.print(f"\n{verdict}: between {low} and {high} of {format_bytes(card.free_bytes)}")
+        out.print(f"\n{verdict}: needs {low} to {high}; {format_bytes(card.free_bytes)} are free")
         if plan.shortfall:
             _print_shortfall(plan.shortfall)
         if plan.forecast.step_s:
-            hours = format_seconds(plan.forecast.step_s * plan.total_steps) if plan.total_steps else "unknown"
-            speed = format_count(plan.forecast.tokens_per_s)
-            out.print(f"about {speed} tokens/s, {plan.total_steps or '?'} steps, {hours} (estimated)")
+            speed = f"{plan.forecast.tokens_per_s:,.0f} tokens/s"
+            whole = format_seconds(plan.forecast.step_s * (plan.total_steps or 0))
+            steps = f", {plan.total_steps:,} steps, {whole}" if plan.total_steps else "; the number of steps is not known yet"
+            out.print(f"about {speed} (estimated){steps}")
         for note in plan.forecast.notes:
             out.print(f"note: {escape(note)}")
     else:
@@ -86,8 +87,8 @@ def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
             shown.add_row(name, format_bytes(size), _bar(size, free_bytes))
     shown.add_row("[bold]whole card[/]", f"[bold]{format_bytes(forecast.peak_bytes)}[/]", _bar(forecast.peak_bytes, free_bytes))
     out.print(shown)
-    peaks = "  ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
-    out.print(f"[dim]allocated peaks: {peaks}   ({forecast.method})[/]")
+    peaks = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
+    out.print(f"[dim]allocated peaks: {peaks}\nmethod: {forecast.method}[/]")
 
 
 def _bar(size: int, whole: int) -> str:
@@ -97,16 +98,16 @@ def _bar(size: int, whole: int) -> str:
 
 def _print_shortfall(lacking: Shortfall) -> None:
     missing, part = format_bytes(lacking.missing_bytes), f"{lacking.part}, {format_bytes(lacking.part_bytes)}"
-    out.print(f"{missing} short at the upper end; most is for the {part}")
+    out.print(f"{missing} short at the upper end; the largest part is {part}")
     if lacking.largest_model_that_fits:
-        out.print(f"the largest model of the catalogue that fits this card: {escape(lacking.largest_model_that_fits)}")
+        out.print(f"largest catalogue model that fits this card: {escape(lacking.largest_model_that_fits)}")
 
 
 def _print_alternatives(rows: tuple[Alternative, ...]) -> None:
     if not rows:
         return
     title = "\n[bold]Alternatives considered[/]"
-    shown = table(">at most", ">tokens/s", "verdict", "plan, and what differs", title=title)
+    shown = table(">at most", ">tokens/s", "verdict", "plan, and how it differs", title=title)
     for row in rows:
         speed = format_count(round(row.tokens_per_s)) if row.tokens_per_s is not None else "-"
         how = "[bold]chosen[/]" if row.chosen else f"[dim]{escape(row.differs)}[/]"
@@ -119,7 +120,7 @@ def _print_suggestions(plan: Plan) -> None:
         return
     enough = any(row.peak_bytes <= (plan.budget_bytes or 0) for row in plan.suggestions)
     title = f"\n[bold]What would make it {'fit' if enough else 'smaller'}[/]"
-    shown = table("override", "saves", "peak", "cost", title=title)
+    shown = table("override", ">saves", ">peak", "cost", title=title)
     for row in plan.suggestions:
         shown.add_row(escape(row.override), _bytes(row.saves_bytes), _bytes(row.peak_bytes), escape(row.cost))
     out.print(shown)
@@ -127,8 +128,8 @@ def _print_suggestions(plan: Plan) -> None:
 
 def _print_many_cards(needs: ManyCards) -> None:
     cards, room = needs.cards, needs.budget_bytes
-    out.print(f"\n[bold]{cards} cards with {format_bytes(room)} each are not one with {format_bytes(cards * room)}[/]")
-    out.print("Each holds its own rows' activations, and the whole model while it loads. With this plan's settings:")
+    out.print(f"\n[bold]{cards} cards with {format_bytes(room)} each are not one card with {format_bytes(cards * room)}[/]")
+    out.print("Each card keeps its own activations, and the whole model while loading. With this plan's settings:")
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
     for row in needs.rows:
         sizes = (_bytes(size) for size in (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes))
@@ -138,7 +139,7 @@ def _print_many_cards(needs: ManyCards) -> None:
         out.print(f"[dim]{escape(reason)}[/]")
     first = next((row.override for row in needs.rows if row.verdict == Verdict.FITS), None)
     out.print(f"fits with: {escape(first)}" if first else "none of these fits")
-    out.print("[dim]ddp is forecast, the others are by rule: not measured on several cards[/]")
+    out.print("[dim]ddp is a dry run, the others are computed by rule; not measured on several cards[/]")
 
 
 def _coloured(verdict: Verdict) -> str:

@@ -1,10 +1,13 @@
-"""`finetune recipes`: the shipped recipes, and every setting there is."""
+"""`finetune recipes`: the shipped recipes, and all settings."""
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+
+from rich.markup import escape
+from rich.padding import Padding
 
 from finetune.cli.app import print_json
 from finetune.cli.render import out, table
@@ -24,7 +27,7 @@ def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
     elif verb == "list":
         _list(as_json)
     else:
-        raise RecipeError(f"finetune recipes {verb}: not known or without a name", "Use: list, show NAME, copy NAME, keys.")
+        raise RecipeError(f"finetune recipes {verb}: unknown, or its NAME is missing", "Use: list, show NAME, copy NAME, keys.")
 
 
 def _list(as_json: bool) -> None:
@@ -44,7 +47,7 @@ def _list(as_json: bool) -> None:
 def _copy(path: Path) -> None:
     target = Path(path.name)
     if target.exists():
-        raise RecipeError(f"{target} exists already", "Move it away first, or edit it.")
+        raise RecipeError(f"{target} exists already", "Edit it, or delete or rename it first.")
     shutil.copy(path, target)
     out.print(f"{target} written; run it with: finetune run {target}")
 
@@ -54,7 +57,6 @@ def _show_keys(as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    shown = table("setting", "default", "what it is")
     for row in rows:
-        shown.add_row(row.name, str(row.default), row.description)
-    out.print(shown)
+        out.print(f"[bold]{row.name}[/] = {escape(str(row.default))}")
+        out.print(Padding(f"[dim]{escape(row.description)}[/]", (0, 0, 0, 4)))

@@ -1,4 +1,4 @@
-"""What the terminal shows: errors, tables, the live line. Nothing here computes."""
+"""Terminal output: errors, tables, status lines. Formatting only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_PROBLEMS = 15
 
 
 def print_error(error: FinetuneError) -> None:
-    """One screen: what is wrong, and what to type."""
+    """Print the problems and the fix, on one screen."""
     err.print(f"[bold red]{escape(error.title)}[/]")
     for problem in error.problems[:_MOST_PROBLEMS]:
         err.print(f"  {escape(problem)}", soft_wrap=False)
@@ -35,7 +35,7 @@ def print_error(error: FinetuneError) -> None:
 
 
 def print_versions() -> None:
-    """finetune and the stack that it was installed with."""
+    """Print the versions of finetune and its packages."""
     from importlib.metadata import PackageNotFoundError, version
 
     names = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "gradio")
@@ -51,7 +51,7 @@ def print_versions() -> None:
 
 @contextmanager
 def doing(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """say(words): what is being done, as one line that changes on a terminal, a line each elsewhere; nothing when `quiet`."""
+    """Yields say(words), which shows progress: one changing line on a terminal, a line each elsewhere, nothing when `quiet`."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
@@ -71,7 +71,7 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def printable(text: str) -> str:
-    """Words from outside: what would move the cursor, colour the terminal or turn the direction of writing is written out."""
+    """Untrusted text with control and bidirectional characters escaped."""
     return "".join(letter if _is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text)
 
 
@@ -97,7 +97,7 @@ def memory_now(memory: Memory) -> str:
 
 
 def state_text(state: str) -> Text:
-    """A state in its colour."""
+    """A run's state in its colour."""
     colours = {
         "finished": "green",
         "running": "cyan",

@@ -32,7 +32,7 @@ _EXIT_OF = {"finished": 0, "diverged": 6, "paused": 7, "lost": 1, "failed": 1}
 
 
 def run_recipe(source: str, overrides: list[str], *, as_json: bool, force: bool, detach: bool) -> int:
-    """Prepare, create the run directory, start, follow. Returns the exit code."""
+    """Plan, create the run directory, start and follow the run. Returns the exit code."""
     recipe = load_recipe(source, overrides)
     from finetune.run.prepare import create_run, prepare
 
@@ -49,7 +49,7 @@ def run_recipe(source: str, overrides: list[str], *, as_json: bool, force: bool,
 
 
 def resume_run(source: str, *, as_json: bool) -> int:
-    """Start a run again and follow it."""
+    """Resume a run and follow it. Returns the exit code."""
     run = open_run(source)
     offset = run.events.stat().st_size if run.events.exists() else 0
     control.resume(run)
@@ -57,7 +57,7 @@ def resume_run(source: str, *, as_json: bool) -> int:
 
 
 def watch_run(source: str, *, as_json: bool) -> int:
-    """Follow a run that somebody else started; leaving doesn't stop it."""
+    """Follow a run started elsewhere; Ctrl-C does not stop it. Returns the exit code."""
     return _follow(open_run(source), 0, as_json, owner=False)
 
 
@@ -76,7 +76,7 @@ def stop_run(source: str, *, now: bool, as_json: bool) -> int:
 
 
 def stop_all(*, as_json: bool) -> int:
-    """Ask every run below runs/ that is at work to stop, all at once, and wait until all have."""
+    """Stop all running runs under runs/ at once and wait for them."""
     asked = [run for run in list_runs() if control.stop(run)]
     for run in asked:
         control.wait(run, deadline_s=300)
@@ -103,7 +103,7 @@ def _introduce(run: RunDirectory, prepared: Any) -> None:
 
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
-    """Show events until the run ends. Ctrl-C and SIGTERM stop the run (an owner's) or only the watching."""
+    """Show events until the run ends. Ctrl-C and SIGTERM stop the run if `owner`, else only the watching."""
     interrupts: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in numbers]
@@ -117,7 +117,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
             signal.signal(number, handler)
     state = read_state(run)
     _tell_end(run, state, as_json)
-    if not state.ended:  # the watching was interrupted, not the run
+    if not state.ended:  # only the watching was interrupted
         return 0
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, 1)
 
@@ -125,7 +125,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
 def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, float | None]]:
     """Events until the run ends; with a step the seconds that are left, None where they aren't known."""
     reader, told, recent = EventReader(run.events, offset), 0, deque[float](maxlen=50)
-    alive_s = time.monotonic() + 20  # a starting supervisor needs a moment before it shows
+    alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
             alive_s = time.monotonic()
@@ -138,7 +138,7 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
             told = len(interrupts)
             if not owner:
                 return
-            err.print("\n[yellow]stopping after this step, with a checkpoint; Ctrl-C again ends it at once[/]")
+            err.print("\n[yellow]stopping after this step, with a checkpoint; Ctrl-C again stops it at once[/]")
             control.stop(run, interrupts[-1])
         if time.monotonic() > alive_s and read_state(run).ended:
             yield from ((event, None) for event in reader.new())
@@ -163,13 +163,13 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
         typed = escape(shlex.quote(str(run.path)))
-        out.print(f"Score it:    finetune eval {typed}\nTalk to it:  finetune chat {typed}")
+        out.print(f"Score it:    finetune eval {typed}\nChat:        finetune chat {typed}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
 
 
 class _JsonView:
-    """The events themselves."""
+    """Events as JSON lines."""
 
     def __enter__(self) -> _JsonView:
         return self
@@ -183,7 +183,7 @@ class _JsonView:
 
 
 class _LineView(_JsonView):
-    """Plain lines for a file or a pipe: about forty of them for any number of steps."""
+    """Plain lines for a file or a pipe: about forty step lines, whatever the number of steps."""
 
     def event(self, event: Event, left_s: float | None) -> None:
         if isinstance(event, Step):
@@ -238,9 +238,9 @@ def _text_of(event: Event) -> str:
             return f"note: {event.message}"
         case Retry():
             changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
-            return f"{event.reason}; going on by itself with {changes} (attempt {event.attempt})"
+            return f"{event.reason}; retrying with {changes} (attempt {event.attempt})"
         case Start():
             where = f"from {event.resumed_from}" if event.resumed_from else "from the beginning"
             why = "; ".join(event.approximate_because)
-            return f"training {where}; resuming is {'exact to the bit' if event.exact else f'approximate, because {why}'}"
+            return f"training {where}; resuming is {'bit-exact' if event.exact else f'approximate: {why}'}"
     return ""

@@ -1,4 +1,4 @@
-"""`finetune runs`: every run below runs/ with its state."""
+"""`finetune runs`: the runs under runs/ with their states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_runs(*, as_json: bool) -> None:
-    """Newest first."""
+    """Print the runs, newest first."""
     rows = [_row(run) for run in list_runs()]
     if as_json:
         print_json(rows)

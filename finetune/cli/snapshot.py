@@ -1,4 +1,4 @@
-"""`finetune snapshot`: where a run's memory went."""
+"""`finetune snapshot`: a run's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEASURES = ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "
 
 
 def show_snapshot(source: str, *, as_json: bool) -> None:
-    """Peaks by phase, forecast against measured, fragmentation, and the file for PyTorch's memory viewer when there is one."""
+    """Print peaks by phase, forecast and measured peak, and the path of the allocator history for PyTorch's viewer."""
     run = open_run(source)
     events = read_events(run.events)
     peaks = _peaks(events)
@@ -36,7 +36,7 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
     if history:
         out.print(f"allocator history: {escape(history)}; open it at pytorch.org/memory_viz")
     else:
-        out.print("no allocator history: record_memory_history=true keeps one (on a card)")
+        out.print("no allocator history; record_memory_history=true records one (on a card)")
 
 
 def _peaks(events: list[Event]) -> dict[str, dict[str, int | None]]:

@@ -1,4 +1,4 @@
-"""`finetune ui`: the web page, as a process in place of this one."""
+"""`finetune ui`: replace this process by the web page's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetune.errors import RecipeError
 
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
-    """Become `python -m app`. `-P` keeps a folder called app in the working directory from being taken for ours."""
+    """Exec `python -m app`. `-P` prevents importing a folder named app in the working directory."""
     if find_spec("gradio") is None:
         raise RecipeError("the page needs gradio, which is not installed", 'Install it: pip install "gradio>=6.20,<7"')
     command = [sys.executable, "-P", "-m", "app", "--host", host, "--port", str(port), "--runs", runs]

@@ -1,4 +1,4 @@
-"""Data: rows in, tokens with their trained positions out. The names here load what they need when they are first used."""
+"""Data: rows in, tokens with labels out. The names here are imported on first use."""
 
 from __future__ import annotations
 

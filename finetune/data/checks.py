@@ -1,4 +1,4 @@
-"""Checks of single values in a row. Each says what is wrong with a value, in words that fit after the field's name."""
+"""Checks of single values in a row. Each problem is worded to follow the field's name."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import math
 from typing import Any
 
-#: Characters of one row; about a million tokens, more than any card here trains on, and still tokenised in seconds.
+#: Limit of one row in characters: about a million tokens, more than any card here trains on, and tokenised in seconds.
 ROW_LIMIT = 4 * 2**20
 
 
-class BadRow(Exception):  # noqa: N818 - a verdict on a row, caught where file and row number are known
-    """This row can't be trained on. `field` is the place inside the row, None for the whole row."""
+class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
+    """A row that can't be trained on. `field` is the place inside the row, None for the whole row."""
 
     def __init__(self, field: str | None, reason: str) -> None:
         self.field, self.reason = field, reason
@@ -19,12 +19,12 @@ class BadRow(Exception):  # noqa: N818 - a verdict on a row, caught where file a
 
 
 def is_missing(value: Any) -> bool:
-    """None or NaN: what tables have in the place of nothing."""
+    """Whether a value is None or NaN, as tables have for empty cells."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def text_of(row: dict[str, Any], field: str) -> str:
-    """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or no valid Unicode."""
+    """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or not valid Unicode."""
     text = optional_text(row, field)
     if not text.strip():
         raise BadRow(field, _nothing(row, field))
@@ -32,13 +32,13 @@ def text_of(row: dict[str, Any], field: str) -> str:
 
 
 def optional_text(row: dict[str, Any], field: str) -> str:
-    """The same for a field that may be left out: missing and NaN give an empty text."""
+    """The text in `field`, empty when missing or NaN. Raises BadRow."""
     value = row.get(field)
     return "" if is_missing(value) else valid_text(value, field)
 
 
 def valid_text(value: Any, field: str) -> str:
-    """`value` when it is text that can be encoded. Raises BadRow."""
+    """`value` if it is text that can be encoded as UTF-8. Raises BadRow."""
     if not isinstance(value, str):
         raise BadRow(field, f"is {kind_of(value)}, not text")
     if len(value) > ROW_LIMIT:
@@ -49,12 +49,12 @@ def valid_text(value: Any, field: str) -> str:
         code = ord(value[error.start])
         if 0xDC80 <= code <= 0xDCFF:
             raise BadRow(field, f"is not UTF-8: byte 0x{code - 0xDC00:02x} at character {error.start + 1}") from None
-        raise BadRow(field, f"has half of a surrogate pair (\\u{code:04x}) at character {error.start + 1}") from None
+        raise BadRow(field, f"has a lone surrogate (\\u{code:04x}) at character {error.start + 1}") from None
     return value
 
 
 def valid_json(value: Any, field: str) -> Any:
-    """`value` when it is made of plain JSON types with finite numbers and valid text. Raises BadRow."""
+    """`value` if it is plain JSON with finite numbers and valid text. Raises BadRow."""
     try:
         valid_text(json.dumps(value, allow_nan=False, ensure_ascii=False), field)
     except (TypeError, ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ def valid_json(value: Any, field: str) -> Any:
 
 
 def parsed_if_text(value: Any, field: str) -> Any:
-    """JSON written as text (a CSV cell, a hub column) as its value; anything else as it is. Raises BadRow."""
+    """The value of JSON in a string (a CSV cell, a hub column); other values unchanged. Raises BadRow."""
     if not isinstance(value, str):
         return value
     try:
@@ -73,7 +73,7 @@ def parsed_if_text(value: Any, field: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """`the number 5`, `a list`, `an object`, ...: a value's type as a person calls it."""
+    """`the number 5`, `a list`, `an object`, ...: a value's type in plain words."""
     if is_missing(value):
         return "missing" if value is None else "NaN"
     if isinstance(value, bool):
@@ -85,7 +85,7 @@ def kind_of(value: Any) -> str:
 
 
 def quoted(value: str, limit: int = 40) -> str:
-    """A text from a row, short and safe to print."""
+    """Text from a row, shortened and safe to print."""
     written = repr(value[: limit + 1])
     return written if len(written) <= limit + 2 else f"{written[: limit - 1]}..."
 

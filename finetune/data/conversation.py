@@ -1,4 +1,4 @@
-"""One conversation as it stands in a row -> messages as chat templates take them. OpenAI's and ShareGPT's ways of writing."""
+"""A row's conversation (OpenAI or ShareGPT style) -> messages for chat templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune.data.checks import BadRow, is_missing, kind_of, parsed_if_text, qu
 
 Message = dict[str, Any]
 
-#: What the role is called in the data -> what chat templates call it.
+#: Role in the data -> role in chat templates.
 ROLES = {
     "system": "system", "developer": "developer", "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -21,9 +21,9 @@ _PASSED_ON = ("name", "tool_call_id", "reasoning_content")
 
 
 def read_messages(value: Any, field: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
-    """The messages in a row's `field`, roles in their common names. Raises BadRow with the place inside the field.
+    """The messages in a row's `field`, with the roles of chat templates. Raises BadRow with the place inside the field.
 
-    A message has `role`/`content` or `from`/`value`, or the keys given. JSON written as text is read first.
+    A message has `role`/`content`, `from`/`value`, or the keys given. JSON in a string is parsed first.
     """
     value = parsed_if_text(value, field)
     if is_missing(value):
@@ -36,24 +36,24 @@ def read_messages(value: Any, field: str, role_key: str = "role", content_key: s
 
 
 def answers_of(messages: list[Message], field: str) -> tuple[int, ...]:
-    """Indices of the assistant's messages that are to be learnt; `weight: 0` leaves one out. Raises BadRow.
+    """Indices of the assistant messages to train on; `weight: 0` leaves one out. Raises BadRow.
 
-    The user opens a conversation, after the system; what else the order of roles must be is for the chat template to say.
+    After the system prompt the user must speak first; the chat template checks the rest of the order.
     """
     start = next((index for index, message in enumerate(messages) if message["role"] not in _OPENING), None)
     if start is None:
-        raise BadRow(field, "has only a system prompt; there is no assistant turn to learn")
+        raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
     if messages[start]["role"] == "assistant":
         raise BadRow(f"{field}[{start}].role", "the assistant speaks first; a conversation begins with the user")
     if messages[start]["role"] == "tool":
         raise BadRow(f"{field}[{start}].role", "a tool speaks first; a conversation begins with the user")
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise BadRow(field, "has no assistant turn; there is nothing to learn")
-    learnt = tuple(index for index in turns if messages[index].pop("weight", 1) != 0)
-    if not learnt:
-        raise BadRow(field, "has weight 0 on every assistant turn; there is nothing to learn")
-    return learnt
+        raise BadRow(field, "has no assistant turn; there is nothing to train on")
+    trained = tuple(index for index in turns if messages[index].pop("weight", 1) != 0)
+    if not trained:
+        raise BadRow(field, "has weight 0 on every assistant turn; there is nothing to train on")
+    return trained
 
 
 def _message(item: Any, where: str, role_key: str, content_key: str) -> Message:
@@ -90,7 +90,7 @@ def _role(value: Any, where: str) -> str:
 
 
 def _content(item: dict[str, Any], where: str, key: str, message: Message) -> str:
-    """The text of a message. Only a tool's reply, a system prompt and an answer that calls tools may be empty."""
+    """The text of a message. It may be empty only in tool replies, system prompts and tool calls."""
     value = item.get(key)
     may_be_empty = message["role"] in ("tool", *_OPENING) or "tool_calls" in message
     if is_missing(value):

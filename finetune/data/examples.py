@@ -1,4 +1,4 @@
-"""From `dataset:` of a recipe to examples and refused rows, training and held out. Needs no tokenizer."""
+"""A recipe's `dataset:` -> examples and refused rows, for training and held out. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from finetune.data.sources import Source, bundled_eval, find_sources
 from finetune.errors import DataError, RecipeError
 from finetune.recipe import DatasetRecipe
 
-#: Rows that are looked at to find the format.
+#: Rows read to detect the format.
 _SAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one side: what can be learnt from, what can't, and how the files were read."""
+    """The rows of one split (training or held out): examples, refused rows, and how the files were read."""
 
     files: tuple[str, ...]
     format: str
@@ -36,20 +36,20 @@ class Rows:
 
     @property
     def duplicates(self) -> int:
-        """Examples equal to an earlier one."""
+        """Number of examples equal to an earlier one."""
         return len(self.examples) - len({digest(example.content()) for example in self.examples})
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Both sides of a dataset; `eval` is None when nothing is held out. `shared` rows held out ask what training rows ask."""
+    """The training and held-out splits of a dataset; `eval` is None when nothing is held out."""
 
     train: Rows
     eval: Rows | None = None
 
     @property
     def shared(self) -> int:
-        """Held-out rows whose question (for plain text: the text) also stands in the training rows."""
+        """Number of held-out rows whose prompt (plain text: the text) is also in the training rows."""
         if self.eval is None:
             return 0
         asked = {_asked(example) for example in self.train.examples}
@@ -71,7 +71,7 @@ def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
 
 
 def digest(content: Any) -> bytes:
-    """16 bytes that are equal for equal content of examples."""
+    """A 16-byte digest of an example's content."""
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
 
 
@@ -83,9 +83,9 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
     size = dataset.test_split_size
     ways = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
     if len(ways) > 1:
-        raise RecipeError(f"dataset.{ways[0]} and dataset.{ways[1]} both say which rows to hold out", "Keep one of them.")
+        raise RecipeError(f"dataset.{ways[0]} and dataset.{ways[1]} both choose the held-out rows", "Keep one of them.")
     if size >= 1 and size != int(size):
-        raise RecipeError(f"dataset.test_split_size is {size}; it is a fraction below 1 or a whole number of rows")
+        raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
 
 def _eval_sources(dataset: DatasetRecipe, train: list[Source]) -> list[Source]:
@@ -102,7 +102,7 @@ def _eval_sources(dataset: DatasetRecipe, train: list[Source]) -> list[Source]:
 
 
 def _read_side(sources: list[Source], dataset: DatasetRecipe, limit: int | None) -> Rows:
-    """The rows of all sources; each source has its own format, if it isn't named. At most `limit` rows are read."""
+    """The rows of all sources, each in its own format unless the recipe names one. At most `limit` rows are read."""
     parts: list[Rows] = []
     for source in sources:
         left = None if limit is None else limit - sum(part.read for part in parts)
@@ -147,7 +147,7 @@ def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> R
 
 
 def _hold_out(rows: Rows, size: float, seed: int) -> Examples:
-    """Split by `seed`. Equal rows stay on one side, so a held-out row is never also trained on."""
+    """Split by `seed`. Rows with the same prompt stay together, so no held-out prompt is trained on."""
     wanted = max(1, round(len(rows.examples) * size)) if size < 1 else int(size)
     if wanted >= len(rows.examples):
         raise DataError(
@@ -165,7 +165,8 @@ def _hold_out(rows: Rows, size: float, seed: int) -> Examples:
             held.update(group)
     if not held:
         raise DataError(
-            "dataset.test_split_size: all rows ask the same; none can be held out", "Give other rows with dataset.eval_path."
+            "dataset.test_split_size: all rows have the same prompt; none can be held out",
+            "Give other rows with dataset.eval_path.",
         )
     kept = [example for index, example in enumerate(rows.examples) if index not in held]
     out = [rows.examples[index] for index in sorted(held)]

@@ -1,4 +1,4 @@
-"""The shapes a row can have, how they are told apart by their columns, and the one shape they are all turned into."""
+"""Row formats, their detection by columns, and their conversion to `Example`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class Example:
-    """One row in the shape that everything after this works on: messages, or a prompt with its completion, or text.
+    """One row, whatever its format: messages, prompt and completion, or text.
 
-    `answers` are the indices of the messages to learn. `file` and `row` say where it came from.
+    `answers` are the indices of the messages to train on; `file` and `row` its origin.
     """
 
     file: str
@@ -30,22 +30,22 @@ class Example:
     text: str | None = None
 
     def content(self) -> dict[str, Any]:
-        """What is learnt from, without where it came from; equal for rows that teach the same."""
+        """The content without its origin; equal for duplicate rows."""
         fields = ("messages", "answers", "tools", "prompt", "completion", "text")
         return {name: getattr(self, name) for name in fields if getattr(self, name)}
 
     def question(self) -> list[Message] | str:
-        """What stands before the last answer: the messages, or the prompt. Plain text has no question: empty."""
+        """The messages before the last answer, or the prompt; empty for plain text."""
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
     def reference(self) -> str | None:
-        """The last answer as the row gives it; None for plain text."""
+        """The last answer of the row; None for plain text."""
         return self.messages[self.answers[-1]]["content"] if self.messages else self.completion
 
 
 @dataclass(frozen=True)
 class Format:
-    """Columns that a format needs, columns it also reads, a line to copy, and how a row becomes an Example's fields."""
+    """A format's required and optional columns, an example line, and its parser (row -> fields of Example)."""
 
     needs: tuple[str, ...]
     reads: tuple[str, ...]
@@ -66,7 +66,7 @@ def _from_sharegpt(row: dict[str, Any], columns: dict[str, str]) -> dict[str, An
 
 
 def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """Instruction and input become the user's message, the output the assistant's; `history` is earlier pairs, not learnt."""
+    """Instruction and input become the user's message, the output the assistant's; `history`: earlier pairs, not trained on."""
     instruction, extra, answer = optional_text(row, "instruction"), optional_text(row, "input"), text_of(row, "output")
     question = "\n\n".join(part for part in (instruction, extra) if part.strip())
     if not question:
@@ -85,14 +85,14 @@ def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]
 
 
 def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """Two texts, written one after the other without a template; or two lists of messages."""
+    """Two texts, concatenated without a template; or two lists of messages."""
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         keys = columns.get("role", "role"), columns.get("content", "content")
         prompt, completion = (read_messages(row.get(field), field, *keys) for field in ("prompt", "completion"))
         messages = [*prompt, *completion]
         answers = tuple(index for index in answers_of(messages, "prompt") if index >= len(prompt))
         if not answers:
-            raise BadRow("completion", "has no assistant turn; there is nothing to learn")
+            raise BadRow("completion", "has no assistant turn; there is nothing to train on")
         return {"messages": tuple(messages), "answers": answers, "tools": _tools(row)}
     return {"prompt": text_of(row, "prompt"), "completion": text_of(row, "completion")}
 
@@ -126,11 +126,11 @@ FORMATS = {
     "prompt_completion": Format(
         ("prompt", "completion"), ("tools",), '{"prompt": "Q: 2+2?\\nA:", "completion": " 4"}', _from_prompt_completion
     ),
-    "text": Format(("text",), (), '{"text": "Any text; all of it is learnt."}', _from_text),
+    "text": Format(("text",), (), '{"text": "Any text; all of it is trained on."}', _from_text),
 }  # fmt: skip
 FIELDS = sorted({name for known in FORMATS.values() for name in (*known.needs, *known.reads)} | {"role", "content"})
 
-#: Column names often seen -> the format and mapping to suggest for them.
+#: Common column names -> the format and mapping to suggest.
 _SUGGESTIONS = (
     (("question", "answer"), "prompt_completion", ("prompt", "completion")),
     (("query", "response"), "prompt_completion", ("prompt", "completion")),
@@ -153,7 +153,7 @@ def renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
 def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> str:
     """The format that most of `rows` (already renamed) have. Raises DataError when none or more than one fits.
 
-    A `text` column beside another format's columns is taken for a copy of them, as many published datasets have one.
+    A `text` column next to another format's columns is ignored: many published datasets have one as a copy.
     """
     fits: Counter[str] = Counter()
     for row in rows:
@@ -164,7 +164,7 @@ def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> st
             both = " and ".join(matching)
             raise DataError(
                 f"{file}: the columns ({_listed(rows)}) fit more than one format: {both}",
-                f"Say which one is meant, for example  dataset.format={matching[0]}",
+                f"Choose one, for example  dataset.format={matching[0]}",
             )
         fits.update(matching)
     if not fits:
@@ -186,7 +186,7 @@ def check_columns(rows: list[dict[str, Any]], file: str, name: str, columns: dic
         if column not in header and field not in ("role", "content"):
             raise DataError(
                 f"{file}: dataset.columns maps {field} to a column '{shown(column)}', and the file has {_listed(rows)}",
-                "Write the column's name as it stands in the file.",
+                "Use a column name of the file.",
             )
     absent = [need for need in FORMATS[name].needs if need not in {*header, *columns}] if name in FORMATS else []
     if absent:

@@ -1,4 +1,4 @@
-"""Rows of a dataset on the hub, through `datasets`: only the formats that are also read locally, no code of the dataset's."""
+"""Rows of a hub dataset, through `datasets`: only formats that are also read locally, never the dataset's own code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetune.data.readers import Row, without_nothing
 from finetune.data.report import Refused, shown
 from finetune.errors import DataError
 
-#: Readers of `datasets` that may be used, of the some thirty it would choose from by itself.
+#: Allowed readers of `datasets`, out of some thirty.
 _ALLOWED = ("json", "csv", "parquet")
 
 
@@ -31,8 +31,8 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
         kind = type(builder).__module__.removeprefix("datasets.packaged_modules.").split(".")[0]
         if kind not in _ALLOWED:
             raise DataError(
-                f"{name}: is a dataset of kind {shown(kind)}, which isn't read",
-                f"Kinds that can be read: {', '.join(_ALLOWED)}.",
+                f"{name}: is a dataset of kind {shown(kind)}, which is not supported",
+                f"Supported kinds: {', '.join(_ALLOWED)}.",
             )
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
@@ -43,8 +43,8 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
         ) from None
     except ConnectionError as error:
         raise DataError(
-            f"{name}: is no local file, and the hub can't be reached to look for it: {_first_line(error)}",
-            "Check the path or the network. A dataset that was downloaded before is found with  HF_HUB_OFFLINE=1",
+            f"{name}: is not a local file, and the hub can't be reached: {_first_line(error)}",
+            "Check the path or the network. For a dataset downloaded earlier set  HF_HUB_OFFLINE=1",
         ) from None
     except (DatasetsError, OSError, ValueError) as error:
         raise DataError(f"{name}: can't be loaded from the hub: {_first_line(error)}", _fix(str(error))) from None

@@ -1,4 +1,4 @@
-"""One sequence as text with its learnt stretches marked, exactly as the model is given it."""
+"""One training sequence as text, with its trained spans marked."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 
 def mark_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
-    """Stretches of training sequence `index` as (text, learnt), special tokens written out; joined, all of it.
+    """Training sequence `index` as spans of (text, trained), with special tokens; joined they are the whole text.
 
-    Without any training sequence it is empty. Raises FinetuneError for a number that there is not.
+    Empty without any training sequence. Raises FinetuneError for an index out of range.
     """
     if not len(prepared.train):
         return []
     if not 0 <= index < len(prepared.train):
-        raise FinetuneError(f"there is no training sequence {index}", f"They are numbered 0 to {len(prepared.train) - 1}.")
+        raise FinetuneError(
+            f"there is no training sequence {index}", f"The last one is {len(prepared.train) - 1}; the first is 0."
+        )
     row = prepared.train[index]
     return marked(row["input_ids"], row["labels"], tokenizer)
 
@@ -30,18 +32,18 @@ def mark_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, ind
 def marked(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """The same for ids and labels.
 
-    Each stretch is what decoding up to its end adds to decoding up to its beginning: tokens that are only part of a character,
-    or that lose a space when they stand alone, come out as they are read in place.
+    A span's text is what decoding up to its end adds to decoding up to its start, so that tokens that are part of a character
+    or lose a space when decoded alone come out right.
     """
-    stretches: list[tuple[str, bool]] = []
+    spans: list[tuple[str, bool]] = []
     end, before = 0, ""
-    for learnt, tokens in itertools.groupby(labels, key=lambda label: label != NOT_TRAINED):
+    for trained, tokens in itertools.groupby(labels, key=lambda label: label != NOT_TRAINED):
         start, end = end, end + sum(1 for _ in tokens)
         text = _decode(tokenizer, input_ids[:end])
         added = text[len(before) :] if text.startswith(before) else _decode(tokenizer, input_ids[start:end])
-        stretches.append((added, learnt))
+        spans.append((added, trained))
         before = text
-    return stretches
+    return spans
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

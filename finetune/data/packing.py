@@ -1,4 +1,4 @@
-"""Several rows in one sequence, through TRL, with proof that no token was lost on the way."""
+"""Pack rows into sequences with TRL, and check that no token was lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
 
     Adds `seq_lengths`, the lengths of the rows in each sequence, from which TRL's collator makes position ids. Rows are
     shuffled by `seed` first, as TRL packs a thousand at a time. Raises DataError for rows longer than `max_length`, which TRL
-    would cut without a word, and FinetuneError if any token or label is missing afterwards.
+    would truncate silently, and FinetuneError if any token or label is missing afterwards.
     """
     import datasets
     from trl import pack_dataset
@@ -24,7 +24,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     before = _totals(dataset)
     if before["longest"] > max_length:
         raise DataError(
-            f"a row has {before['longest']:,} tokens, and a packed sequence at most max_length {max_length:,}",
+            f"a row has {before['longest']:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
         )
     quiet = datasets.are_progress_bars_disabled()
@@ -49,7 +49,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
 
 
 def _totals(dataset: Dataset) -> dict[str, int]:
-    """Counts and sums that stay the same when rows are only put together."""
+    """Counts and sums that packing must not change."""
     import numpy as np
 
     totals = {

@@ -1,4 +1,4 @@
-"""The whole way from `recipe.dataset` to what the trainer is given, with an account of every row."""
+"""From `recipe.dataset` to the trainer's datasets, with a report on every row."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BATCH = 256
 
 @dataclass
 class PreparedData:
-    """What the trainer is given, and the account of it.
+    """The trainer's datasets and their report.
 
-    `train` and `eval` have columns input_ids and labels (-100 where not learnt), one sequence per row, none longer than
-    max_length. `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the rows they were made
-    of; an Example's `question()` and `reference()` are what exact match asks and expects.
+    `train` and `eval` have columns input_ids and labels (-100 where not trained on), one sequence per row, none longer than
+    max_length. `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact
+    match prompts with an Example's `question()` and expects its `reference()`.
     """
 
     train: Dataset
@@ -49,7 +49,7 @@ class PreparedData:
 
 @dataclass
 class _Side:
-    """One side while it is made."""
+    """One split (training or held out) while it is built."""
 
     rows: Rows
     sequences: list[Encoded] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Side:
     noted: dict[str, Example] = field(default_factory=dict)
 
     def add(self, example: Example, result: list[Encoded] | BadRow, max_length: int | None, excess: str) -> None:
-        """Takes one row in, or notes why not."""
+        """Add one row, or record why it is left out."""
         if isinstance(result, BadRow):
             self.refused.append(Refused(example.file, example.row, result.field, result.reason))
             return
@@ -105,15 +105,15 @@ class _Side:
 
 @dataclass
 class EncodedRows:
-    """Every row of a recipe's dataset as tokens, or why it has none, before any limit of length. Costs the reading and the
-    tokenising; `within` is cheap."""
+    """Every row of a recipe's dataset as tokens, or why it has none, before max_length applies. Expensive to make; `within` is
+    cheap."""
 
     examples: Examples
     encoder: Encoder
     sides: list[tuple[Rows, list[list[Encoded] | BadRow]]]
 
     def within(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
-        """The rows that the recipe trains on under this limit; None is no limit."""
+        """The rows used under this max_length; None is no limit."""
         sides = []
         for rows, results in self.sides:
             side = _Side(rows)
@@ -125,7 +125,7 @@ class EncodedRows:
 
 @dataclass
 class SelectedRows:
-    """The rows that are trained on and held out, and what became of the others."""
+    """The training and held-out rows under one max_length, and why the others were left out."""
 
     encoded: EncodedRows
     recipe: Recipe
@@ -139,20 +139,20 @@ class SelectedRows:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens of the training rows that are learnt."""
+        """Trained tokens of the training rows."""
         return sum(one.trained for one in self.sides[0].sequences)
 
     @property
     def eval_rows(self) -> int:
-        """Held-out sequences."""
+        """Number of held-out sequences."""
         return len(self.sides[1].sequences) if len(self.sides) > 1 else 0
 
     def refuse(self) -> None:
-        """Raises DataError with every reason for which there can be no training."""
+        """Raise DataError with every reason why this data can't be trained on."""
         _refuse(self.sides, self.recipe, self.max_length)
 
     def prepared(self) -> PreparedData:
-        """What the trainer is given."""
+        """The trainer's datasets and their report."""
         train, held_out = self.sides[0], self.sides[1] if len(self.sides) > 1 else None
         encoder = self.encoded.encoder
         return PreparedData(
@@ -203,7 +203,7 @@ def prepare(
 
     Raises DataError for files that can't be read, for bad rows unless `dataset.on_bad_rows` is skip, for rows over `max_length`
     if `excess_length` is raise, and when nothing is left to train on; RecipeError for conversations without a chat template.
-    With `report_only` rows are never an error: all is in the report, and `train` may be empty.
+    With `report_only` rows are never an error: the report has all problems, and `train` may be empty.
     """
     selected = encode(recipe, tokenizer, progress=progress).within(recipe, max_length)
     if not report_only:
@@ -212,18 +212,18 @@ def prepare(
 
 
 def _cut_away(result: list[Encoded], max_length: int) -> str:
-    """Why a row can't be cut to `max_length`: no learnt token of a sequence would be left. Empty when it can."""
+    """Why a row can't be truncated to `max_length`: a sequence would have no trained token. Empty when it can."""
     for one in result:
         first = int(np.argmax(one.labels != NOT_TRAINED))
         if first >= max_length:
             return (
-                f"nothing to learn is left after cutting to max_length {max_length:,}: its answer begins at token {first + 1:,}"
+                f"no trained token is left after truncation to {max_length:,} tokens: the answer begins at token {first + 1:,}"
             )
     return ""
 
 
 def _refuse(sides: list[_Side], recipe: Recipe, max_length: int | None) -> None:
-    """Raises DataError with every reason for which there can be no training."""
+    """Raise DataError with every reason why this data can't be trained on."""
     refused = [row for side in sides for row in (*side.rows.refused, *side.refused)]
     too_long = sorted((entry for side in sides for entry in side.too_long), key=lambda entry: -entry[1])
     problems, fixes = [], []
@@ -245,7 +245,7 @@ def _refuse(sides: list[_Side], recipe: Recipe, max_length: int | None) -> None:
             else ["no held-out row can be used"]
         )
         problems += [f"{len(too_long):,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
-        fixes.append("`finetune data RECIPE` lists what became of each row.")
+        fixes.append("`finetune data RECIPE` lists the refused rows.")
     if problems:
         raise DataError(problems, "\n".join(fixes))
 
@@ -254,7 +254,7 @@ def _report(side: _Side, encoder: Encoder, warnings: list[str]) -> DataReport:
     rows = side.rows
     duplicates = rows.duplicates
     if duplicates:
-        warnings = [*warnings, f"{duplicates:,} row(s) are equal to an earlier row; they are kept, and learnt more often"]
+        warnings = [*warnings, f"{duplicates:,} row(s) are duplicates; they are kept, so they count more than once"]
     return DataReport(
         files=rows.files,
         format=rows.format,
@@ -276,12 +276,12 @@ def _report(side: _Side, encoder: Encoder, warnings: list[str]) -> DataReport:
 
 
 _NOTES = {
-    "unrolled": "the chat template writes an answer differently once the conversation goes on; one sequence per answer: {rows}",
-    "unprompted": "the model is asked with text, such as <think>, that the template doesn't write before answers of {rows}",
-    "altered": "the chat template leaves out or changes text of {rows}",
-    "endless": "the chat template has no token that ends an answer; only the last one teaches the model to stop, in {rows}",
-    "control": "the model's own control tokens stand in the text, and are read as such, in {rows}",
-    "unknown": "characters that the tokenizer doesn't know are learnt as unknown, in {rows}",
+    "unrolled": "the chat template changes answers as the conversation goes on, so each is its own sequence, in {rows}",
+    "unprompted": "the generation prompt has text, such as <think>, that is not in the training text, in {rows}",
+    "altered": "the chat template leaves out or changes text, in {rows}",
+    "endless": "the chat template has no EOS after assistant turns; only the last answer teaches the model to stop, in {rows}",
+    "control": "the text contains special tokens of the model, and they are tokenised as such, in {rows}",
+    "unknown": "characters that the tokenizer does not know become its unknown token, in {rows}",
 }
 
 
@@ -292,17 +292,17 @@ def _notes(side: _Side, encoder: Encoder) -> list[str]:
             example = side.noted[note]
             lines.append(text.format(rows=f"{count:,} row(s) (first: {example.file}, row {example.row})"))
     if encoder.template is not None and encoder.template.writes_today:
-        lines.append("the chat template writes today's date into every row; the same data gives other tokens tomorrow")
+        lines.append("the chat template writes today's date into every row; the same data has other tokens tomorrow")
     return lines
 
 
 def _shared(examples: Examples) -> list[str]:
     count = examples.shared
-    return [f"{count:,} held-out row(s) ask what a training row asks too; their score says little"] if count else []
+    return [f"{count:,} held-out row(s) have the prompt of a training row; their scores say little"] if count else []
 
 
 def _fingerprint(sides: list[_Side], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
-    """sha256 over the rows used, the settings that change their tokens, the chat template and the tokenizer."""
+    """sha256 of the rows used, the settings that change their tokens, the chat template and the tokenizer."""
     tokenizer = encoder.tokenizer
     hashed = sha256()
     settings = [max_length, recipe.excess_length, recipe.train_on_inputs, encoder.template and encoder.template.source]
@@ -313,7 +313,7 @@ def _fingerprint(sides: list[_Side], recipe: Recipe, encoder: Encoder, max_lengt
 
 
 def _vocabulary(tokenizer: Any) -> Any:
-    """What decides how text becomes ids, without the padding and truncation that happen to be set."""
+    """The tokenizer's vocabulary and rules, without its current padding and truncation."""
     if not tokenizer.is_fast:
         return tokenizer.get_vocab()
     return {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}

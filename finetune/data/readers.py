@@ -1,4 +1,4 @@
-"""Local files -> rows with the number a person would count. A row that can't be read is reported and the next one is tried."""
+"""Local files -> numbered rows. An unreadable row is reported, and reading goes on with the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 from finetune.data.report import Refused, shown
 from finetune.errors import DataError
 
-#: Bytes of one line, and of a .json file that has to be read in one piece. They bound the memory that reading takes.
+#: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory that reading takes.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 _ROW_LISTS = ("data", "rows", "examples", "train", "instances", "items")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
@@ -31,9 +31,9 @@ class Row:
 
 
 def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
-    """The rows of a .jsonl, .json, .csv or .parquet file; `name` is what it is called in problems.
+    """The rows of a .jsonl, .json, .csv or .parquet file; `name` is its name in problems.
 
-    Raises DataError when it is empty, in another encoding, cut off or no such file at all.
+    Raises DataError when it is empty, incomplete, not UTF-8 or not of its type.
     """
     count = 0
     try:
@@ -48,7 +48,7 @@ def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
 
 
 def _check_text(path: Path, name: str) -> None:
-    """Refuses what is empty or no UTF-8 text, by its first bytes."""
+    """Refuse a file that is empty or not UTF-8 text, by its first bytes."""
     with path.open("rb") as file:
         head = file.read(4096)
     if not head.strip(b"\0"):
@@ -70,11 +70,11 @@ def _check_text(path: Path, name: str) -> None:
         )
     for magic, kind in _BINARY.items():
         if head.startswith(magic):
-            raise DataError(f"{name}: is a {kind} file, not text", "Unpack it, or give the file the ending of what it is.")
+            raise DataError(f"{name}: is a {kind} file, not text", "Unpack it, or rename it with its right extension.")
 
 
 def _json(path: Path, name: str) -> Iterator[Row | Refused]:
-    """JSON Lines, an array of rows, one row, or {"data": [rows]}: what is in the file counts more than its ending."""
+    """JSON Lines, an array of rows, one row, or {"data": [rows]}: the content decides, not the extension."""
     with path.open("rb") as file:
         chunks = (chunk.removeprefix(b"\xef\xbb\xbf").strip() for chunk in iter(lambda: file.readline(LINE_LIMIT), b""))
         first, second = [*itertools.islice(filter(None, chunks), 2), b"", b""][:2]
@@ -115,7 +115,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(text: str, name: str, number: int) -> Row | Refused:
-    """One JSON object. Bytes that are not UTF-8 stay in the text as lone surrogates, for the checks of the fields to name."""
+    """One JSON object. Bytes that are not UTF-8 become lone surrogates, which the checks of the fields report."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -139,7 +139,7 @@ def _object(value: Any, name: str, number: int) -> Row | Refused:
 def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
     if (size := path.stat().st_size) > JSON_LIMIT:
         raise DataError(
-            f"{name}: {size / 2**20:,.0f} MiB of JSON in one piece; the limit is {JSON_LIMIT // 2**20} MiB",
+            f"{name}: has {size / 2**20:,.0f} MiB of JSON; the limit is {JSON_LIMIT // 2**20} MiB",
             f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl",
         )
     text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
@@ -150,7 +150,7 @@ def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
     except json.JSONDecodeError as error:
         where = f"{name}: line {error.lineno}, column {error.colno}"
         raise DataError(
-            f"{where}: is not JSON: {error.msg}", "Correct that place, or write one row per line and call it .jsonl."
+            f"{where}: is not JSON: {error.msg}", "Correct it, or write one row per line in a .jsonl file."
         ) from None
     except RecursionError:
         raise DataError(f"{name}: is nested too deeply to be rows", "Write a list of flat objects.") from None
@@ -172,7 +172,7 @@ def _rows_in(value: Any, name: str) -> list[Any]:
     columns = list(value.values())
     if columns and all(isinstance(column, dict) or _is_plain_list(column) for column in columns):
         raise DataError(
-            f"{name}: has the values of each column together ({', '.join(shown(key) for key in list(value)[:5])}), not rows",
+            f"{name}: has columns ({', '.join(shown(key) for key in list(value)[:5])}), not rows",
             'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)',
         )
     return [value]
@@ -183,7 +183,7 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
-    csv.field_size_limit(LINE_LIMIT)  # the library's own limit, 128 KiB, is less than one long conversation
+    csv.field_size_limit(LINE_LIMIT)  # the default of 128 KiB is less than one long conversation
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header_line = file.readline(LINE_LIMIT)
         file.seek(0)
@@ -226,7 +226,7 @@ def _text_lines(file: IO[str], name: str) -> Iterator[str]:
 
 
 def _delimiter(header: str) -> str:
-    """A comma, unless the header has none and has another usual separator."""
+    """A comma, unless the header has only another usual separator."""
     return next((mark for mark in ",;\t|" if mark in header), ",")
 
 
@@ -241,7 +241,7 @@ def _header(cells: list[str], name: str) -> list[str]:
 
 
 def _cell(cell: str) -> str | float:
-    """The cell's text; what pandas writes for a missing value is no text."""
+    """The cell's text, or NaN where pandas wrote a missing value."""
     return float("nan") if re.fullmatch(r"nan|NaN|#N/A", cell) else cell
 
 
@@ -273,7 +273,7 @@ def _table_row(row: Any, name: str, number: int) -> Row | Refused:
 
 
 def without_nothing(value: Any) -> Any:
-    """Without the None fields that columnar formats add to objects of different shapes."""
+    """The value without the None fields that columnar formats add to objects."""
     if isinstance(value, dict):
         return {key: without_nothing(part) for key, part in value.items() if part is not None}
     return [without_nothing(part) for part in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What became of every row, as values: refused and why, how long the rest is, how much of it is trained."""
+"""The data report: rows used and refused (with reasons), lengths, trained tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The rows of one side (training or held out). Lengths and counts of tokens are after cutting and leaving out.
+    """The rows of one split (training or held out). Lengths and token counts are after truncating and dropping rows.
 
-    rows_read = rows_used + rows_refused + rows_held_out + the rows left out for their length (rows_too_long - rows_truncated).
+    rows_read = rows_used + rows_refused + rows_held_out + rows dropped for their length (rows_too_long - rows_truncated).
     """
 
     files: tuple[str, ...]
@@ -36,9 +36,9 @@ class DataReport:
     rows_held_out: int = 0
     rows_too_long: int = 0
     rows_truncated: int = 0
-    tokens_dropped: int = 0  # in rows left out or cut for their length
+    tokens_dropped: int = 0  # in rows dropped or truncated for their length
     duplicate_rows: int = 0  # equal to an earlier row; kept
-    sequences: int = 0  # what the model is given; more than rows_used where a template needs one per answer
+    sequences: int = 0  # more than rows_used where a chat template needs one per answer
     total_tokens: int = 0
     trained_tokens: int = 0
     lengths: dict[str, int] = field(default_factory=dict)  # p50, p95, p99, max in tokens; empty without rows
@@ -65,7 +65,7 @@ def percentiles(lengths: list[int]) -> dict[str, int]:
 
 
 def refusal_lines(refused: list[Refused], shown: int = 20) -> list[str]:
-    """One line for each of the first `shown` refused rows, then what the rest is."""
+    """A line for each of the first `shown` refused rows, then the counts of all reasons."""
     lines = [str(row) for row in refused[:shown]]
     if len(refused) > shown:
         reasons = Counter(_kind(row) for row in refused)
@@ -75,13 +75,13 @@ def refusal_lines(refused: list[Refused], shown: int = 20) -> list[str]:
 
 
 def _kind(row: Refused) -> str:
-    """The reason without what is particular to the row."""
+    """The reason without the details of the row."""
     name = re.sub(r"\[\d+\]", "[]", row.field) if row.field else ""
     reason = re.split(r"[;:(]| \d", row.reason, maxsplit=1)[0].strip()
     return f"{name} {reason}" if name else reason
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """A name from outside as it can be printed: no control characters or lone surrogates, at most `limit` long."""
+    """Untrusted text made safe to print: no control characters or lone surrogates, at most `limit` characters."""
     safe = text if text.isprintable() else ascii(text)[1:-1]
     return safe if len(safe) <= limit else f"{safe[: limit - 3]}..."

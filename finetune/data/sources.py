@@ -1,4 +1,4 @@
-"""What `dataset.path` means: local files that exist and can be read, a bundled dataset, or a dataset on the hub."""
+"""Resolve `dataset.path`: readable local files, a bundled dataset, or a hub dataset."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Source:
     revision: str | None = None
 
     def rows(self) -> Iterator[Row | Refused]:
-        """Its rows in order, and those that can't be read as a row. Raises DataError when none can."""
+        """Its rows in order, with the unreadable ones. Raises DataError when the whole source can't be read."""
         if self.path is not None:
             return read_file(self.path, self.name)
         from finetune.data.hub_datasets import read_hub
@@ -82,7 +82,7 @@ def _find(text: str, side: str) -> Source | None:
             f"{name}: is a directory, not a file", f"Name the file(s): {_inside(path) or 'there are none that can be read'}"
         )
     if mode is not None:
-        raise DataError(f"{name}: is not a regular file", f"Files that can be read end in {', '.join(READERS)}.")
+        raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
     if _looks_local(path, text):
         raise DataError(f"{name}: there is no such file", _did_you_mean(path))
     if not _HUB_ID.fullmatch(text):
@@ -94,10 +94,8 @@ def _find(text: str, side: str) -> Source | None:
 
 def _regular(path: Path, name: str) -> Source:
     if path.suffix.lower() not in READERS:
-        ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no ending"
-        raise DataError(
-            f"{name}: {ending}; that kind of file isn't read", f"Files that can be read end in {', '.join(READERS)}."
-        )
+        ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no extension"
+        raise DataError(f"{name}: {ending}, which is not supported", f"Supported extensions: {', '.join(READERS)}.")
     if not os.access(path, os.R_OK):
         raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")
     return Source(name, path)
@@ -112,7 +110,7 @@ def _bundled(text: str) -> dict[str, Path] | None:
 
 
 def _looks_local(path: Path, text: str) -> bool:
-    """Whether a path that does not exist was meant as a file: by its ending, its beginning, or a folder that is there."""
+    """Whether a missing path was meant as a file: by its extension, its prefix, or an existing folder."""
     known = path.suffix.lower() in (*READERS, *_OTHER_SUFFIXES)
     return (
         known

@@ -1,4 +1,4 @@
-"""A chat template at work: a conversation as text, and the stretches of that text that the assistant wrote."""
+"""Chat templates: a conversation as text, and the spans of that text to train on."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-#: Llama's templates write today's date unless they are given one; this is the date they fall back to themselves.
+#: Llama's templates write today's date unless one is given; this is their own fallback.
 _FIXED = {"date_string": "26 Jul 2024"}
 
-
-#: Seconds that a template may take for a conversation; usual ones take a thousandth.
+#: Seconds that a template may take for a conversation; usually it takes a thousandth of that.
 RENDER_S = 20.0
 
 
 @dataclass
 class Rendered:
-    """Text as the model will see it. `spans` are the stretches (start, end in characters) that answers were written in."""
+    """Text as the model sees it. `spans` of the answers are (start, end) in characters."""
 
     text: str
     spans: list[Span]
-    notes: set[str] = field(default_factory=set)  # names of what a report should mention: unprompted, altered
+    notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered
 
 
 class Template:
     """The chat template of a tokenizer, rendered only through transformers' sandbox.
 
-    `ends` are the ids that may stand at the end of an answer: the tokenizer's end of sequence, and what the template writes
-    after an answer, last or not. `stops` are those of them that end the last one: where generation is to stop.
+    `ends` are the ids that may end an answer: the tokenizer's EOS, and what the template writes after an answer, last or not.
+    `stops` are those that end the last answer: where generation stops.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,15 +55,15 @@ class Template:
         self.ends, self.stops = eos | inside | last, eos | (last or inside)
 
     def render(self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False) -> str:
-        """The messages as text, with the header of the next answer if `prompt`. Raises BadRow with the template's complaint."""
+        """The messages as text, with the generation prompt if `prompt`. Raises BadRow with the template's error."""
         return self._run(messages, tools, prompt, tracked=False)[0]
 
     def sequences(self, example: Example) -> list[Rendered]:
-        """What to train on for one conversation, with every answer in exactly one of the texts. Raises BadRow.
+        """Training texts of one conversation, with every answer in exactly one of them. Raises BadRow.
 
-        One text, if the template writes an answer the same way whether or not the conversation goes on. Else one more text for
-        each answer that is written differently (for instance templates that drop the thinking of earlier turns), so that each
-        answer is learnt after the very text that it will be prompted with.
+        One text if the template writes each answer the same whether or not the conversation goes on. Else one more text for
+        each answer that changes (for instance in templates that drop the thinking of earlier turns), so that each answer is
+        trained after exactly the text that prompts it.
         """
         messages = list(example.messages)
         turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
@@ -79,7 +78,7 @@ class Template:
         return rendered
 
     def _by_prefix(self, messages: list[Message], example: Example) -> list[Rendered]:
-        """An answer is what the text with it has more than the prompt before it."""
+        """Training texts without markers: an answer is what its text adds to the prompt before it."""
         rendered = [Rendered(self.render(messages, example.tools), [])]
         for turn in reversed(example.answers):
             before = self.render(messages[:turn], example.tools, prompt=True)
@@ -91,8 +90,8 @@ class Template:
                 if start < len(self.render(messages[:turn], example.tools).rstrip()):
                     raise BadRow(
                         f"messages[{turn}]",
-                        "the chat template writes earlier turns differently once this answer is there, so what is new can't be "
-                        "told; set chat_template to a template with {% generation %} markers",
+                        "the chat template changes earlier turns after this answer, so the answer can't be located; "
+                        "set chat_template to a template with {% generation %} markers",
                     )
                 notes.add("unprompted")
             if not after[start:].strip():
@@ -114,7 +113,7 @@ class Template:
         return max((end for _, end in offsets if end <= place), default=0)
 
     def _possible_ends(self, after: str) -> list[int]:
-        """Where the answer at the end of `after` may end: there, or before a second end token that only the last answer has."""
+        """Where the answer at the end of `after` may end: there, or before a second EOS that only the last answer has."""
         whole = after.rstrip()
         for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends)):
             shorter = whole.removesuffix(token).rstrip()
@@ -130,7 +129,7 @@ class Template:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        if "developer" not in self.source:  # OpenAI's newer name for the system prompt, which most templates would leave out
+        if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
         values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.fixed}
         try:
@@ -145,14 +144,15 @@ class Template:
                 )
         except TimeoutError:
             raise RecipeError(
-                f"the chat template takes more than {RENDER_S:.0f} s for one row", "Set chat_template to the path of another."
+                f"the chat template takes more than {RENDER_S:.0f} s for one row",
+                "Set chat_template to the path of another template.",
             ) from None
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BadRow("messages", f"the chat template refuses it: {shown(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
 
     def _after_an_answer(self, goes_on: bool) -> set[int]:
-        """The control token that the template writes directly after an answer, found by writing one; empty if there is none."""
+        """The special token that the template writes right after an answer, found by rendering one; empty if there is none."""
         answer = "the answer ends here"
         talk = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
         try:
@@ -164,7 +164,7 @@ class Template:
 
 
 def _source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template's text, checked to be one. Raises RecipeError when there is none or it isn't valid Jinja."""
+    """The template's text. Raises RecipeError when there is none or it isn't valid Jinja."""
     from jinja2.exceptions import TemplateSyntaxError
 
     try:
@@ -181,13 +181,13 @@ def _source(tokenizer: PreTrainedTokenizerBase) -> str:
         render_jinja_template(conversations=[], chat_template=source)
     except TemplateSyntaxError as error:
         problem = f"the chat template is not valid Jinja: line {error.lineno}: {shown(error.message or '', 200)}"
-        raise RecipeError(problem, "Correct it, or set chat_template to the path of another.") from None
+        raise RecipeError(problem, "Correct it, or set chat_template to the path of another template.") from None
     return source
 
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside when it takes longer. Only the main thread hears a timer; elsewhere there is no limit."""
+    """Raises TimeoutError in the block after `seconds`. Only in the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -196,7 +196,7 @@ def _at_most(seconds: float) -> Iterator[None]:
         raise TimeoutError
 
     handler = signal.signal(signal.SIGALRM, ring)
-    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)  # another timer, such as a test's, goes on afterwards
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)  # another timer, such as a test's, is restored below
     try:
         yield
     finally:
@@ -205,21 +205,21 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Length of the common prefix."""
     if other.startswith(one):
         return len(one)
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: list[Rendered]) -> None:
-    """Raises BadRow when an answer is not in the stretches to learn; notes it when other text is missing. White space aside."""
-    learnt = "".join(one.text[start:end] for one in rendered for start, end in one.spans)
+    """Raises BadRow when an answer is not in the trained spans; notes other missing text. Ignores white space."""
+    trained = "".join(one.text[start:end] for one in rendered for start, end in one.spans)
     for turn in answers:
         answer = messages[turn]["content"].split("</think>")[-1].strip().removeprefix("<think>").strip()
-        if answer not in learnt and _close(answer) not in _close(learnt):
+        if answer not in trained and _close(answer) not in _close(trained):
             raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out or changes its text")
         for name in _called(messages[turn]):
-            if name not in learnt:
+            if name not in trained:
                 raise BadRow(f"messages[{turn}]", f"the chat template leaves out its call of the tool {shown(name)}")
     texts = [one.text for one in rendered]
     for message in messages:

@@ -1,4 +1,4 @@
-"""The tokenizer of a recipe's model: found, complete, with a chat template where one is set and a pad token that is safe."""
+"""Load the tokenizer of a recipe's model, with its chat template and a safe pad token."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from finetune.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: A folder with none of these has no tokenizer, whatever the library makes of its config.json.
+#: A folder without any of these has no tokenizer, even if the library would make one from config.json.
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
-#: Names under which tokenizers keep a token that pads, best first; taken only when the vocabulary has it.
+#: Usual pad tokens, best first; used only if in the vocabulary.
 _PAD_NAMES = (
     "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|PAD_TOKEN|>", "<|endoftext|>", "<|end_of_text|>",
     "<|reserved_special_token_0|>", "<unk>", "[UNK]",
 )  # fmt: skip
-#: What `chat_template: plain` stands for: a template for base models that have none.
+#: The template of `chat_template: plain`, for base models that have none.
 PLAIN_TEMPLATE = (
     "{% if bos_token %}{{ bos_token }}{% endif %}{% for message in messages %}"
     "{{ '### ' + message['role'].capitalize() + ':\n' }}"
@@ -54,10 +54,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set a pad token that is in the vocabulary and isn't the end of a sequence, if there is one.
+    """Set a pad token from the vocabulary other than EOS, if there is one.
 
-    Without one the end token pads. That is safe here: labels are made before padding, so padding is never learnt and the
-    end token of an answer always is. No token is added, as that would change the model's embeddings.
+    Otherwise EOS pads. That is safe here: labels are made before padding, so padding is never trained on and the EOS of an
+    answer always is. No token is added, as that would change the model's embeddings.
     """
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return
@@ -117,7 +117,7 @@ def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
             raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
         why = _first_line(error) if answers or hub.is_switched_off() else "the hub does not answer, and it is not in the cache"
         raise RecipeError(
-            f"model_name_or_path: {name} is no local folder and can't be loaded from the hub: {why}",
+            f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {why}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
     except (

@@ -1,4 +1,4 @@
-"""Examples -> input_ids and labels: which tokens the model is given, and which of them it learns."""
+"""Examples -> input_ids and labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from finetune.errors import DataError, RecipeError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The label of a token that is read and not learnt.
+#: The label of tokens that are not trained on.
 NOT_TRAINED = -100
 
 
 @dataclass
 class Encoded:
-    """One sequence, as int32. `labels` has the token's own id where it is learnt and -100 elsewhere; the first never is."""
+    """One sequence, as int32. `labels` has the id of each trained token and -100 elsewhere; the first is never trained."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -32,15 +32,15 @@ class Encoded:
 
     @property
     def trained(self) -> int:
-        """Number of tokens that are learnt."""
+        """Number of trained tokens."""
         return int((self.labels != NOT_TRAINED).sum())
 
 
 class Encoder:
-    """Turns examples into tokens with one tokenizer and one template.
+    """Turns examples into tokens with one tokenizer and one chat template.
 
-    Learnt are the answers with the token that ends them; everything with `train_on_inputs`. `stops` are the ids that end an
-    answer, for generation too. Raises RecipeError for conversations without a chat template.
+    Answers are trained with their EOS; everything is with `train_on_inputs`. `stops` are the ids that end an answer, in
+    generation too. Raises RecipeError for conversations without a chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool, train_on_inputs: bool = False) -> None:
@@ -57,7 +57,7 @@ class Encoder:
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
         if not self.stops:
             raise RecipeError(
-                "the model's tokenizer has no end-of-sequence token, so the model could never learn to stop",
+                "the model's tokenizer has no EOS token, so the model could never learn to stop",
                 'Add "eos_token" to its tokenizer_config.json, naming a token of its vocabulary.',
             )
 
@@ -73,7 +73,7 @@ class Encoder:
         return results
 
     def prompt_ids(self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
-        """Tokens of a question as the model meets it in training: messages with the header of the answer, or a plain prompt."""
+        """Tokens of a prompt exactly as in training: messages with the generation prompt, or a plain prompt."""
         if isinstance(question, str):
             ids = self._ids([question], plain=True)[0][0]
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
@@ -105,7 +105,7 @@ class Encoder:
         return rendered
 
     def _tokenise(self, flat: list[tuple[Rendered, bool]]) -> list[Encoded]:
-        """All texts of a batch at once, chat and plain ones apart: only plain ones get the tokenizer's own BOS."""
+        """Tokenise a batch of texts. Only plain ones get the tokenizer's BOS; chat templates write their own."""
         done: dict[int, Encoded] = {}
         for plain in (False, True):
             places = [place for place, (_, is_plain) in enumerate(flat) if is_plain == plain]
@@ -118,7 +118,7 @@ class Encoder:
         return [done[place] for place in range(len(flat))]
 
     def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], list[Span] | None]]:
-        """Ids and, where the tokenizer can tell, the characters of each token. A BOS is never doubled."""
+        """Ids and, from fast tokenizers, the character span of each token. A BOS is never doubled."""
         if not texts:
             return []
         tokenizer = self.tokenizer
@@ -135,7 +135,7 @@ class Encoder:
         ]
 
     def _by_prefix(self, ids: list[int], one: Rendered, plain: bool) -> np.ndarray:
-        """For tokenizers written in Python, which don't say what characters a token stands for: count the tokens before."""
+        """Trained positions for slow tokenizers, which give no offsets: count the tokens before each span."""
         trained = np.zeros(len(ids), dtype=bool)
         for start, end in one.spans:
             first, last = (_common_ids(self._ids([one.text[:place]], plain=plain)[0][0], ids) for place in (start, end))
@@ -143,7 +143,7 @@ class Encoder:
         return trained
 
     def _finished(self, ids: list[int], trained: np.ndarray, notes: set[str]) -> Encoded:
-        """With the token that ends an answer learnt, nothing after it, and an end of sequence where the text has none."""
+        """Labels with the EOS of each answer trained and nothing after it; adds a final EOS if the text has none."""
         ends = np.flatnonzero(trained & ~np.append(trained[1:], False)) + 1
         for end in ends.tolist() if not self.train_on_inputs else []:
             if not self._end_turn(ids, trained, end) and not self._blank(ids, end, len(ids)):
@@ -157,7 +157,7 @@ class Encoder:
         return Encoded(tokens, labels, notes)
 
     def _closed(self, ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """With an end-of-sequence token to learn, if the sequence ends with an answer that nothing ends."""
+        """Adds a trained EOS if the sequence ends with an answer that has none."""
         last = int(trained.nonzero()[0][-1]) if trained.any() else None
         if last is None or self.tokenizer.eos_token_id is None or not self._blank(ids, last + 1, len(ids)):
             return ids, trained
@@ -169,7 +169,7 @@ class Encoder:
         return [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(trained[: last + 1], True)
 
     def _end_turn(self, ids: list[int], trained: np.ndarray, end: int) -> bool:
-        """Makes the answer whose learnt tokens end before `end` stop with its stop token; False when it has none."""
+        """End the trained tokens of the answer before `end` with its EOS; False when it has none."""
         place = end - 1
         while place > 0 and trained[place] and ids[place] not in self._ends and self._blank(ids, place, place + 1):
             place -= 1
@@ -195,14 +195,14 @@ def _texts(rendered: list[Rendered] | BadRow) -> list[Rendered]:
 def _checked(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
     if all(one.trained for one in sequences):
         return sequences
-    return BadRow("messages" if example.messages else None, "nothing in it can be learnt: no token of an answer is left")
+    return BadRow("messages" if example.messages else None, "has no token to train on")
 
 
 def _overlapping(offsets: list[Span], spans: list[Span]) -> np.ndarray:
-    """Whether each token stands for a character of a span.
+    """Whether each token overlaps a span.
 
-    Offsets may leave out white space at a token's start, or be empty for a token of white space alone; such a token stands for
-    what lies between its neighbour and its end.
+    Offsets may omit white space at a token's start, or be empty for a token of white space; such a token is taken to start at
+    the end of the one before.
     """
     start, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     before = np.append(0, np.maximum.accumulate(end)[:-1]) if len(end) else end

@@ -1,4 +1,4 @@
-"""A finished run's model, base or tuned, answering prompts. One model in memory: the adapter is switched on and off."""
+"""Generate with a finished run's model, base or tuned. One model in memory: the adapter is switched on and off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Answerer:
-    """The base model of a run with its adapter, ready to generate. `adapter` says where the adapter came from."""
+    """The base model of a run with its adapter. `adapter` is the name of the adapter's folder."""
 
     def __init__(self, run: RunDirectory, *, need_adapter: bool = True) -> None:
         quiet_libraries()
@@ -41,7 +41,7 @@ class Answerer:
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
-        """The untouched base model inside the block."""
+        """Disable the adapter inside the block."""
         if not self._tuned:
             yield
             return
@@ -49,14 +49,14 @@ class Answerer:
             yield
 
     def answer(self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None) -> list[str]:
-        """Greedy answers to prompts given as tokens, as one batch, without special tokens."""
+        """Greedy answers to tokenised prompts, as one batch, without special tokens."""
         return greedy_answers(
             self.model, self.tokenizer, questions,
             stops=self.encoder.stops, max_new_tokens=max_new_tokens, streamer=streamer,
         )  # fmt: skip
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """A conversation as the tokens that the model is asked to continue, the same as in training."""
+        """Tokens of a conversation with the generation prompt, as in training."""
         return self.encoder.prompt_ids(messages)
 
 
@@ -81,6 +81,6 @@ def _load(plan: Plan, folder: Any, device: str) -> Any:
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
         raise RecipeError(
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
-            f"Move {folder} away, so that the newest sealed checkpoint is used; or train again.",
+            f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
         ) from None
     return model.eval()

@@ -1,4 +1,4 @@
-"""Held-out rows, base against tuned: exact match of greedy answers, and loss on the trained tokens."""
+"""Scores of base and tuned model on held-out rows: exact match of greedy answers, and loss on the trained tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Base against tuned on the same rows."""
+    """Scores of base and tuned model on the same rows."""
 
     rows: int
     base: Score
@@ -46,7 +46,7 @@ class Comparison:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """`base.exact_match`, `tuned.exact_match`, `rows`, and the rest."""
+        """All fields as a dict, e.g. `base.exact_match`."""
         return asdict(self)
 
 
@@ -59,7 +59,7 @@ def compare(run: RunDirectory, *, rows: int | None = None, progress: Callable[[s
         raise DataError(
             f"{run.path} has no held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again."
         )
-    progress("loading base and adapter")
+    progress("loading base model and adapter")
     answerer = Answerer(run)
     prompts, references = [example["prompt"] for example in examples], [example["answer"] for example in examples]
     questions = [example["prompt_ids"] for example in examples]

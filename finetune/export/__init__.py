@@ -1,1 +1,1 @@
-"""Export: the result as a model that other programs load."""
+"""Export: the tuned model for other programs."""

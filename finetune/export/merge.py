@@ -1,4 +1,4 @@
-"""Merge the adapter into the base model's 16-bit weights, as a folder that any program loads."""
+"""Merge the adapter into the base model's 16-bit weights, as a standard model folder."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MARGIN_BYTES = 2**30  # for python, torch and the shard being written
 
 
 def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[str], None] = lambda _: None) -> Path:
-    """Write base + adapter to `target` (RUN/merged), whole or not at all. Returns the folder.
+    """Write base + adapter to `target` (default RUN/merged) atomically. Returns the folder.
 
-    The base is read unquantised: merging into 4-bit weights would round the adapter away. Raises RecipeError without a finished
-    adapter, OutOfMemory and DiskFull when there is no room, before anything is loaded.
+    The base is loaded unquantised: merging into 4-bit weights would round the adapter away. Raises RecipeError without a
+    finished adapter, OutOfMemory and DiskFull without room, before anything is loaded.
     """
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
         raise RecipeError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     if target.exists():
-        raise RecipeError(f"{target} exists already", "Move it away, or give another --output.")
+        raise RecipeError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
     _check_room(settings, target)
     building = target.with_name(f".{target.name}")
@@ -43,7 +43,9 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     except Exception as error:
         if not isinstance(error, OSError) and not is_disk_full(error):
             raise
-        raise DiskFull(f"{target} could not be written: {error}", "Free some space and try again; nothing was kept.") from error
+        raise DiskFull(
+            f"{target} could not be written: {error}", "Free some space and try again; no partial files are left."
+        ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target
@@ -73,19 +75,19 @@ def _check_room(settings: Any, target: Path) -> None:
     free_ram = psutil.virtual_memory().available
     if needed + _MARGIN_BYTES > free_ram:
         raise OutOfMemory(
-            f"merging holds the whole model in host memory: {format_bytes(needed)}, {format_bytes(free_ram)} are free",
-            "Close other programs, or use the adapter without merging: every server loads base + adapter.",
+            f"merging needs the whole model in host memory: {format_bytes(needed)}, but {format_bytes(free_ram)} are free",
+            "Close other programs, or use the adapter without merging: servers can load base + adapter.",
         )
     place, free_disk = existing_parent(target), free_disk_bytes(target)
     if needed > free_disk:
         raise DiskFull(
-            f"the merged model needs {format_bytes(needed)}, {place} has {format_bytes(free_disk)} free",
+            f"the merged model needs {format_bytes(needed)}, but {place} has {format_bytes(free_disk)} free",
             "Give another --output.",
         )
 
 
 def _weight_bytes(config: Any, dtype: Any) -> int:
-    """Bytes of the model's weights, counted on modules without data."""
+    """Bytes of the model's weights, counted on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 

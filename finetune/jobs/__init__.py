@@ -1,4 +1,4 @@
-"""Job files: the same recipe, for engines that hold many cards and machines."""
+"""Job files: a recipe for Slurm, Kubernetes or SkyPilot."""
 
 from finetune.jobs.job import ENGINES, Job, job_file
 

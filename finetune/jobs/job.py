@@ -1,4 +1,4 @@
-"""A recipe as a job file of Slurm, Kubernetes or SkyPilot. Each machine runs `finetune run` with its own number."""
+"""A recipe as a job file of Slurm, Kubernetes or SkyPilot. Each machine runs `finetune run` with its own rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import yaml
 from finetune.errors import RecipeError
 from finetune.recipe import AUTO, Recipe, write_recipe
 
-#: Seconds that an engine leaves a run to finish its step, save and seal when it ends the job.
+#: Seconds between the engine's SIGTERM and the end of the job, for the run to finish its step, save and seal.
 GRACE_S = 300
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a job file is made of: `image` the container, `hours` the longest time, `volume` the claim that keeps the files."""
+    """Contents of a job file: container `image`, time limit in `hours`, `volume` claim for the files."""
 
     recipe: Recipe
     name: str
@@ -29,29 +29,29 @@ class Job:
 
     @property
     def machines(self) -> int:
-        """Machines of the job."""
+        """Number of machines."""
         return self.recipe.launch.num_machines
 
     @property
     def cards(self) -> int:
-        """Cards on each machine; 0 on processors."""
+        """Cards per machine; 0 on CPU."""
         return 0 if self.recipe.gpu == "cpu" else self.recipe.launch.num_processes // self.machines
 
     @property
     def port(self) -> int:
-        """Where machine 0 is found by the others."""
+        """Port of machine 0."""
         return self.recipe.launch.main_process_port
 
     @property
     def label(self) -> str:
-        """The name as DNS and batch systems take it: lower case, digits and dashes, at most 40 of them."""
+        """The name in the form DNS and batch systems accept: lower case letters, digits and dashes, cut to 40."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
         return f"finetune-{plain or 'run'}"
 
     def command(self, *, number: str, address: str, recipe: str = "recipe.yaml", run: str = "runs/") -> str:
-        """Shell lines that start the run, or go on with it. `number`, `address`: the machine's, as the engine's shell words.
+        """Shell lines that start or resume the run. `number`, `address`: shell words for the rank, and for machine 0.
 
-        Each machine has a run directory of its own, whose name begins with `run`.
+        Each machine has its own run directory; its name begins with `run`.
         """
         launch = [f'launch.machine_rank="{number}"', f'launch.main_process_ip="{address}"'] if self.machines > 1 else []
         directory = f"{run}{self.label}" + (f"-machine-{number}" if self.machines > 1 else "")
@@ -68,7 +68,7 @@ class Job:
 
 
 def slurm(job: Job) -> str:
-    """A script for `sbatch`: a task on each machine, stopped with a checkpoint before the time is up, and queued again then."""
+    """A script for `sbatch`: one task per machine; before the time limit it stops with a checkpoint and is queued again."""
     cards = f"#SBATCH --gpus-per-node={job.cards}\n" if job.cards else ""
     command = job.command(
         number="$SLURM_NODEID", address="$main_address", recipe='recipe-"$SLURM_JOB_ID".yaml', run="runs/$SLURM_JOB_ID-"
@@ -97,7 +97,7 @@ exit "$code"
 
 
 def kubernetes(job: Job) -> str:
-    """A ConfigMap with the recipe, a headless Service by which machines find each other, and an indexed Job."""
+    """A ConfigMap with the recipe, a headless Service for the machines to find each other, and an indexed Job."""
     address = f"{job.label}-0.{job.label}" if job.machines > 1 else "127.0.0.1"
     command = job.command(number="$JOB_COMPLETION_INDEX", address=address)
     container: dict[str, Any] = {
@@ -136,14 +136,14 @@ def kubernetes(job: Job) -> str:
     return head + "---\n".join(_yaml(document) for document in documents)
 
 
-#: Ends that another try would reach, too: a bad recipe or data, no room for it, divergence. Others go on from their checkpoint.
+#: Exit codes that a retry would repeat: recipe, data, memory, divergence. After others, a retry resumes from the checkpoint.
 _HOPELESS = {
     "action": "FailJob", "onExitCodes": {"containerName": "finetune", "operator": "In", "values": [2, 3, 4, 5, 6]},
 }  # fmt: skip
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, so that a person can read and change them."""
+    """Writes multi-line texts as blocks, so that they can be read and edited."""
 
 
 _Dumper.add_representer(
@@ -160,7 +160,7 @@ def _kind(version: str, kind: str, job: Job, content: dict[str, Any]) -> dict[st
 
 
 def skypilot(job: Job) -> str:
-    """A task for `sky launch`: the folder it is started in goes along; runs stay on the machines until they are copied back."""
+    """A task for `sky launch`: the current folder is uploaded; runs stay on the machines until copied back."""
     resources: dict[str, object] = {"image_id": f"docker:{job.image}"}
     if job.cards:
         resources["accelerators"] = f"{_accelerator(job.recipe.gpu)}:{job.cards}"
@@ -173,7 +173,7 @@ def skypilot(job: Job) -> str:
     return f"# sky launch {job.label}.yaml      From the folder with the data.\n{_yaml(task)}"
 
 
-#: Cards whose name there is not the catalogue's without its dashes.
+#: Catalogue name -> SkyPilot's, where that is not just without dashes.
 _SKYPILOT_NAMES = {
     "a100-40gb": "A100", "a100-80gb": "A100-80GB", "h100-80gb": "H100", "h100-pcie": "H100", "v100-16gb": "V100",
     "v100-32gb": "V100-32GB", "rtx-4000-ada": "RTX4000-Ada", "rtx-5000-ada": "RTX5000-Ada", "rtx-6000-ada": "RTX6000-Ada",
@@ -181,9 +181,9 @@ _SKYPILOT_NAMES = {
 
 
 def _accelerator(gpu: str) -> str:
-    """A card of the catalogue by SkyPilot's name. Raises RecipeError for `auto`: a card that is to be rented must be named."""
+    """SkyPilot's name of a catalogue card. Raises RecipeError for `auto`: a card to rent must be named."""
     if gpu == AUTO:
-        raise RecipeError("gpu is auto, and SkyPilot must know which card to rent", "Name it, for example gpu=rtx-4090.")
+        raise RecipeError("gpu is auto, and SkyPilot must know which card to rent", "Set it, for example gpu=rtx-4090.")
     return _SKYPILOT_NAMES.get(gpu.lower(), gpu.upper().replace("-", ""))
 
 

@@ -18,28 +18,28 @@ FAMILY_POWER = {"llama": 0.781, "qwen2": 0.0775, "qwen3": 0.0775}
 #: QLoRA (Dettmers et al., 2023), table of hyperparameters: 2e-4 for 7B and 13B, 1e-4 for 33B and 65B.
 QLORA_RATE, QLORA_LARGE_RATE, QLORA_LARGE = 2e-4, 1e-4, 20e9
 RANKS = (16, 32, 64, 128, 256)
-#: Bits that a parameter of an adapter can hold, and that a trained token carries ("LoRA Without Regret").
+#: Capacity of an adapter parameter and information of a trained token, in bits ("LoRA Without Regret").
 BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
 
 
 def advise_rank(shape: ModelShape, data: DataStatistics | None) -> tuple[int, str]:
-    """The smallest rank that can hold what the data says, at least 16."""
+    """The smallest rank, at least 16, whose adapters have the capacity for the trained tokens."""
     if data is None or shape.adapter_per_rank == 0:
         return RANKS[0], "quality hardly depends on rank when every layer has an adapter (QLoRA)"
     needed = data.trained_tokens * BITS_PER_TOKEN / BITS_PER_PARAMETER
     rank = next((rank for rank in RANKS if rank * shape.adapter_per_rank >= needed), RANKS[-1])
     held = rank * shape.adapter_per_rank
-    enough = "holds" if held >= needed else "can't hold all of"
+    enough = "enough" if held >= needed else "too few"
     return rank, (
-        f"{format_count(held)} adapter parameters at 2 bits each {enough} {format_count(data.trained_tokens)} trained tokens"
-        " at 1 bit each (LoRA Without Regret)"
+        f"{format_count(held)} adapter parameters at 2 bits each are {enough} for {format_count(data.trained_tokens)} trained"
+        " tokens at 1 bit each (LoRA Without Regret)"
     )
 
 
 def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
     """Alpha 32 under alpha / r; under rank-stabilised scaling the alpha that gives the same scale at rank 16."""
     if recipe.use_rslora:
-        return 8.0, "scale alpha / sqrt(r), so the learning rate holds at any rank (rsLoRA); 8 is alpha 32's scale at rank 16"
+        return 8.0, "scale 8 / sqrt(r): one learning rate for every rank (rsLoRA); at rank 16 the scale of plain alpha 32"
     return 32.0, f"scale 32 / {rank}: with a fixed alpha the best learning rate hardly depends on rank (LoRA Without Regret)"
 
 

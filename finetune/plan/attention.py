@@ -1,4 +1,4 @@
-"""Whether to pack several rows into one sequence, and the attention kernels that packed and padded rows need."""
+"""Whether to pack rows into sequences, and the attention kernel for packed or padded rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Length in tokens of a packed sequence when the recipe doesn't say.
 PACKED_LENGTH = 2048
-#: Packing pays when this many rows, at least, go into a sequence.
+#: Packing pays when at least this many rows fit into a sequence.
 ROWS_PER_SEQUENCE = 2.0
 VARLEN = "torch_varlen"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -29,34 +29,34 @@ def choose_packing(
     """
     packed, why = _packing(choices, card, config, data)
     if packed and no_room:
-        packed, why = False, "packed sequences do not fit on this card, single rows do"
+        packed, why = False, "packed sequences do not fit on this card; single rows do"
     choices = choices.choose("packing", packed, why)
     problem = _unsuited(config)
     if choices.value("packing") is True and problem is None:
-        return choices.choose("attn_implementation", VARLEN, "packed rows through torch's own varlen kernel, each by itself")
+        return choices.choose("attn_implementation", VARLEN, "torch's varlen kernel: each packed row attends only to itself")
     attention = default_attention(config)
-    dense = f"; packed rows need a dense mask, {problem}" if choices.value("packing") is True else ""
-    kernels = "torch's own kernels, nothing to install" if attention == "sdpa" else "the model supports no other"
+    dense = f"; packed rows need a dense mask: {problem}" if choices.value("packing") is True else ""
+    kernels = "torch's own kernels, nothing to install" if attention == "sdpa" else "the only one this model supports"
     return choices.choose("attn_implementation", attention, f"{kernels}{dense}")
 
 
 def _packing(choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None) -> tuple[bool, str]:
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
-        return False, "torch's varlen attention needs an NVIDIA card of compute capability 8.0"
+        return False, "torch's varlen attention needs an NVIDIA card of compute capability 8.0 or higher"
     problem = _unsuited(config)
     if problem is not None:
         return False, f"torch's varlen attention can't be used: {problem}"
     if choices.is_set("attn_implementation") and choices.recipe.attn_implementation != VARLEN:
-        return False, f"attn_implementation {choices.recipe.attn_implementation} would need a dense mask"
+        return False, f"packing with attn_implementation {choices.recipe.attn_implementation} would need a dense mask"
     if any(map(choices.is_set, ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"))):
-        return False, "packing would change how many rows make a step, and the recipe sets that"
+        return False, "packing would change the rows per step, which the recipe sets"
     if data is None or not data.lengths:
         return False, "the rows have not been read"
     length = choices.recipe.max_length if choices.is_set("max_length") else max(PACKED_LENGTH, data.lengths[-1])
     rows = length * len(data.lengths) / data.total_tokens
     if rows < ROWS_PER_SEQUENCE:
-        return False, f"rows are long: only {rows:.1f} of them go into {length:,} tokens"
-    return True, f"rows are short: about {rows:.1f} of them go into {length:,} tokens, without padding"
+        return False, f"rows are long: only {rows:.1f} fit into {length:,} tokens"
+    return True, f"rows are short: about {rows:.1f} fit into {length:,} tokens, without padding"
 
 
 def _unsuited(config: dict[str, Any]) -> str | None:
@@ -65,11 +65,11 @@ def _unsuited(config: dict[str, Any]) -> str | None:
     heads = text.get("num_attention_heads") or text.get("n_head") or 1
     head = text.get("head_dim") or (text.get("hidden_size") or text.get("n_embd") or 8 * heads) // heads
     if text.get("attn_logit_softcapping"):
-        return "the model caps its attention scores"
+        return "the model uses attention softcapping"
     if text.get("attention_dropout"):
         return "the model has attention dropout"
     if text.get("model_type") in ("gemma2", "gpt_oss") or not set(text.get("layer_types") or ()) <= _ATTENTION_LAYERS:
-        return "the model's layers are not plain attention"
+        return "the model has other layers than full, sliding-window and chunked attention"
     if head > 256 or head % 8:
-        return f"its heads are {head} wide; the kernel takes up to 256 in steps of 8"
+        return f"its head dimension is {head}; the kernel takes multiples of 8 up to 256"
     return None

@@ -1,4 +1,4 @@
-"""How much of the card the run may take."""
+"""The memory budget: bytes of the card that the run may take."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
-    """Resolve memory_budget, and say in bytes what the run may take of the card.
+    """The choices with memory_budget resolved, and the budget in bytes.
 
-    Raises RecipeError when that is not more than the context.
+    Raises RecipeError when the budget does not exceed the CUDA context.
     """
     free = math.floor(card.free_bytes / GIB * 100)
     text = f"{free / 100:.2f}GiB"
     budget, named = parse_bytes(text), f"{format_bytes(card.free_bytes)} free"
-    choices = choices.choose("memory_budget", text, f"what is free of {format_bytes(card.total_bytes)} on {card.name}")
+    choices = choices.choose("memory_budget", text, f"free of the {format_bytes(card.total_bytes)} on {card.name}")
     if choices.is_set("memory_budget"):
         wanted = parse_bytes(choices.recipe.memory_budget)
         if wanted > card.free_bytes:
@@ -31,7 +31,7 @@ def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
     context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     if budget <= context:
         raise RecipeError(
-            f"{named} on {card.name} is not more than the CUDA context alone may take ({format_bytes(context)})",
-            "Give a larger memory_budget or free memory of the card; nothing can be trained in this.",
+            f"{named} on {card.name}, but the CUDA context alone may take {format_bytes(context)}",
+            "Raise memory_budget, or free memory on the card.",
         )
     return choices, budget

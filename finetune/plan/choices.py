@@ -1,4 +1,4 @@
-"""Settings being resolved: what the recipe sets is kept, everything else gets a value with one line of reason."""
+"""Settings while they are resolved: the recipe's values are kept, every `auto` gets a value and a one-line reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.recipe import AUTO, Recipe, Settings, resolve
 
 @dataclass(frozen=True)
 class Choices:
-    """A recipe whose `auto` settings are filled in one by one. Each step makes a new value, so attempts can't mix."""
+    """A recipe whose `auto` settings are filled in one by one. Immutable, so attempts can't mix."""
 
     recipe: Recipe
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Choices:
         return getattr(self.recipe, name) if self.is_set(name) else self.values[name]
 
     def choose(self, name: str, value: Any, reason: str) -> Choices:
-        """Resolve one setting; what the recipe sets is kept."""
+        """Resolve one setting, unless the recipe sets it."""
         if self.is_set(name):
             return self.because(name, "as the recipe sets it")
         return replace(self, values={**self.values, name: value}).because(name, reason)

@@ -1,4 +1,4 @@
-"""Settings that memory doesn't decide: dtype, adapters, length, the effective batch, cadence and the run's directory."""
+"""Settings that don't depend on memory: dtype, adapters, max_length, effective batch size, cadence and run directory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 #: Rows per optimizer step when the recipe doesn't say.
 USUAL_BATCH = 16
-#: Limits of length are multiples of this.
+#: max_length is a multiple of this.
 LENGTH_STEP = 64
-#: Length in tokens when neither the recipe nor the data says.
+#: max_length when neither the recipe nor the data gives one.
 USUAL_LENGTH = 2048
-#: Evaluations and checkpoints in a run, about.
+#: About this many evaluations and checkpoints in a run.
 CADENCE = 10
 
 
@@ -40,22 +40,22 @@ def choose_basics(
     choices = _choose_batch(choices, data)
     choices = choices.choose("gpu", card.name, card.reason).because("gpu", card.reason)
     return choices.choose(
-        "output_dir", _directory(choices.recipe), "model and digest of the recipe; a taken name gets a number"
+        "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
     )
 
 
 def _dtype(card: Card) -> tuple[str, str]:
     if card.is_cpu:
-        return "float32", "16-bit arithmetic is slow or missing on most processors"
+        return "float32", "16-bit arithmetic is slow or missing on most CPUs"
     if card.supports_bf16:
-        return "bfloat16", "half the bytes of float32 at its range; this card computes it natively"
+        return "bfloat16", "half the bytes of float32 with the same range; native on this card"
     generation = "this card" if card.capability is None else f"compute capability {card.capability[0]}.{card.capability[1]}"
     return "float16", f"{generation} has no bfloat16"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
     choices = choices.choose(
-        "target_modules", "all-linear", "adapters on all layers, the MLP's too, learn best (LoRA Without Regret)"
+        "target_modules", "all-linear", "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
     )
     choices = choices.choose("lora_r", *advise_rank(shape, data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
@@ -69,20 +69,20 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
         length = max(data.longest, min(rounded, limit or rounded), 8)
         if choices.value("packing") is True:
             length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
-        why = f"the longest row has {data.longest:,} tokens, so nothing is cut"
+        why = f"the longest row has {data.longest:,} tokens; no row is truncated"
     else:
         length = min(USUAL_LENGTH, limit or USUAL_LENGTH)
-        why = "the model's own limit" if length < USUAL_LENGTH else "the usual length"
-        why += "; the rows have not been read, so every row is taken as this long"
+        why = "the model's limit" if length < USUAL_LENGTH else "the default length"
+        why += "; the rows have not been read, so every row is assumed this long"
     choices = choices.choose("max_length", length, why)
     if limit and choices.value("max_length") > limit:
-        above = f"; above the {limit:,} positions the model was made for"
+        above = f"; above the {limit:,} positions the model was trained for"
         choices = choices.because("max_length", choices.reasons["max_length"] + above)
     return choices
 
 
 def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:
-    """The effective batch: the recipe's, or 16, or what the recipe's micro-batch and accumulation make."""
+    """The effective batch size: the recipe's, the product of its micro-batch and accumulation, or 16."""
     recipe, world = choices.recipe, choices.recipe.launch.num_processes
     parts = [part for part in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if part != AUTO]
     return choices.choose("effective_batch_size", *_usual_batch(choices, world * math.prod(parts), len(parts), data))
@@ -93,21 +93,21 @@ def _usual_batch(choices: Choices, unit: int, parts: int, data: DataStatistics |
         return unit, "per_device_train_batch_size x gradient_accumulation_steps x processes, as the recipe sets them"
     if data is not None and data.rows < USUAL_BATCH:
         batch = max(unit, 2 ** int(math.log2(max(1, data.rows))))
-        return math.ceil(batch / unit) * unit, f"{data.rows} rows are fewer than the usual 16"
+        return math.ceil(batch / unit) * unit, f"only {data.rows} rows, fewer than the default batch of {USUAL_BATCH}"
     if choices.value("packing") is True and data is not None:
         rows = max(1.0, choices.value("max_length") * data.rows / data.total_tokens)
         batch = math.ceil(max(1, round(USUAL_BATCH / rows)) / unit) * unit
-        return batch, f"sequences of about {rows:.0f} rows: about {round(batch * rows)} rows a step, the usual being 16"
-    why = "16, as in QLoRA; LoRA loses from batches that are much larger (LoRA Without Regret)"
+        return batch, f"packed sequences of about {rows:.0f} rows: about {round(batch * rows)} rows per step"
+    why = "16, as in QLoRA; much larger batches hurt LoRA (LoRA Without Regret)"
     return math.ceil(USUAL_BATCH / unit) * unit, why
 
 
 def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | None) -> Choices:
     """Evaluation and checkpoint steps from the run's optimizer steps; None when the rows are unknown."""
     every = max(1, math.ceil(steps / CADENCE)) if steps else 100
-    about = f"about {CADENCE} times in {steps:,} steps" if steps else "the number of rows is not known yet"
+    about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
     evaluates = data is None or data.eval_rows > 0
-    choices = choices.choose("eval_steps", *((every, about) if evaluates else (0, "no rows are held out")))
+    choices = choices.choose("eval_steps", *((every, about) if evaluates else (0, "no held-out rows")))
     return choices.choose("save_steps", every, about)
 
 

@@ -1,4 +1,4 @@
-"""One line of reason for each memory setting: what the choice saved or cost against the next simpler or stronger one."""
+"""A one-line reason for each memory setting: bytes and time saved or spent vs the next simpler or stronger choice."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Comparison:
         self.strategy = chosen.strategy
 
     def against(self, **change: Any) -> str:
-        """`saves 4.2 GiB and costs 31 % of time`, of the choice over the strategy with `change`."""
+        """`saves 4.2 GiB and costs 31% of time`: the chosen strategy compared with the one that has `change`."""
         other = dataclasses.replace(self.strategy, **change)
         saved = self.search.high_bytes(other) - self.chosen.forecast.peak_high_bytes
         slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
         memory = f"{'saves' if saved >= 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved >= 0 else ' more'}"
         time = f"costs {slower:.0%} of time" if slower >= 0 else f"{'saves' if saved < 0 else 'also'} {-slower:.0%} of time"
-        return f"{memory} and {time}" if abs(slower) >= 0.005 else f"{memory} and no time"
+        return f"{memory} and {time}" if abs(slower) >= 0.005 else f"{memory} at the same speed"
 
     def fits(self, **change: Any) -> bool:
         """Whether the strategy with `change` would fit, by forecast or scaled estimate."""
@@ -56,19 +56,19 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choice
         choices = choices.choose(name, values[name], reason)
     if job.shape.experts and strategy.bits in (4, 8):
         name = "load_in_4bit" if strategy.bits == 4 else "load_in_8bit"
-        experts = "; the experts stay 16-bit, bitsandbytes quantises linear layers only"
+        experts = "; experts stay 16-bit: bitsandbytes quantises only linear layers"
         choices = choices.because(name, choices.reasons[name] + experts)
-    return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation keeps no activations")
+    return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
 
 def _explain_bits(compare: Comparison, on_cpu: bool) -> str:
     bits = compare.strategy.bits
     if bits in (16, 32):
         if on_cpu:
-            return "no quantisation on a processor unless the recipe asks for it"
-        return f"{bits}-bit weights fit: no dequantisation; {compare.against(bits=4)} against NF4"
+            return "no quantisation on CPU unless the recipe asks for it"
+        return f"{bits}-bit weights fit: no dequantisation; {compare.against(bits=4)} vs NF4"
     why = "" if compare.fits(bits=16) else ", which do not fit"
-    return f"{'NF4' if bits == 4 else 'int8'} {compare.against(bits=16)} against 16-bit weights{why}"
+    return f"{'NF4' if bits == 4 else 'int8'} {compare.against(bits=16)} vs 16-bit weights{why}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:
@@ -80,30 +80,30 @@ def _explain_optimizer(compare: Comparison) -> str:
             dataclasses.replace(compare.strategy, optim="adamw_8bit")
         )
         return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
-    return f"{compare.against(optim='adamw_torch_fused')} against fused AdamW"
+    return f"{compare.against(optim='adamw_torch_fused')} vs fused AdamW"
 
 
 def _explain_checkpointing(compare: Comparison) -> str:
     strategy = compare.strategy
     if strategy.checkpointing is False:
-        return f"fits without; {compare.against(checkpointing=True)} against recomputing every layer"
+        return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
     none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
-    return f"{strategy.checkpointing_words}: {compare.against(checkpointing=False, every_n=1)} against keeping all{none}"
+    return f"{strategy.checkpointing_words}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{none}"
 
 
 def _explain_micro(compare: Comparison) -> str:
     micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
-    rows = f"{micro} row{'s' if micro > 1 else ''} in memory at once"
+    rows = f"micro-batch of {micro} row{'s' if micro > 1 else ''}"
     larger = next((size for size in range(micro + 1, batch // world + 1) if batch % (size * world) == 0), None)
     if larger is None:
         return f"{rows}, the whole effective batch"
     if not compare.fits(micro=larger):
         return f"{rows}; {larger} would not fit"
-    return f"{rows}; {compare.against(micro=larger)} against {larger}"
+    return f"{rows}; {compare.against(micro=larger)} vs {larger}"
 
 
 def alternatives(search: Search, chosen: Anchor, speed_factor: float, choices: Choices) -> tuple[Alternative, ...]:
-    """Every strategy that was forecast, the chosen one first, then by time."""
+    """Every forecast strategy: the chosen one first, then by step time."""
     times_known = knows_rates(search.job.card)
     own = _values_of(chosen, chosen, search.job, choices)
 
@@ -125,7 +125,7 @@ def alternatives(search: Search, chosen: Anchor, speed_factor: float, choices: C
 
 
 def _values_of(anchor: Anchor, chosen: Anchor, job: Job, choices: Choices) -> dict[str, Any]:
-    """The settings that the recipe leaves open, as this strategy has them."""
+    """This strategy's values of the settings that the recipe leaves open."""
     values = anchor.strategy.settings(job.batch, job.world) | {"lora_r": anchor.rank}
     values["max_length"] = choices.value("max_length") if anchor.width == chosen.width else anchor.width
     if anchor.strategy.checkpointing is not True:
@@ -142,5 +142,5 @@ def words(strategy: Strategy, batch: int, world: int) -> str:
 
 
 def _written(values: dict[str, Any]) -> str:
-    """As it is typed behind a command."""
+    """The values as overrides on a command line."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

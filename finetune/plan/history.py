@@ -1,4 +1,4 @@
-"""What runs on a card have measured: seconds a step against the speed model, bytes against the forecast. Kept in the cache."""
+"""Measurements of earlier runs on a card, kept in the cache: step time vs the speed model, bytes vs the forecast."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
 
 
-#: Runs on a card that count; older ones are forgotten.
+#: Runs kept for each card; older ones are dropped.
 KEPT = 20
-#: A correction beyond these means that something else slowed the run down.
+#: A speed factor outside these bounds has another cause, such as a shared card; it is clamped.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 
 
 @dataclass(frozen=True)
 class History:
-    """`speed_factor`: median of measured over modelled seconds, None when never measured.
+    """`speed_factor`: median of measured / modelled step time, None when never measured.
 
-    `memory_errors`: measured allocated bytes over the forecast's, less one, of each run, oldest first.
+    `memory_errors`: measured / forecast allocated bytes - 1 of each run, oldest first.
     """
 
     runs: int = 0
@@ -33,14 +33,14 @@ class History:
 
     @property
     def worst_excess(self) -> float:
-        """Largest share by which a run took more than its forecast; 0 when none did."""
+        """Largest relative excess of a run over its forecast; 0 when there was none."""
         return max((*self.memory_errors, 0.0))
 
 
 def record_run(plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None) -> None:
-    """Keep what a run measured beside what its plan said. Raises OSError when the cache can't be written.
+    """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
 
-    `step_s` is the median of the steps after the first ones. A plan without a forecast or without times leaves those out.
+    `step_s` is the median step time without the first steps. Figures that the plan does not have are null.
     """
     row = {
         "card": plan.card.name, "model": plan.settings.model_name_or_path, "load_in_4bit": plan.settings.load_in_4bit,
@@ -58,7 +58,7 @@ def record_run(plan: Plan, *, step_s: float | None, allocated_bytes: int | None,
 
 
 def read_history(card_name: str) -> History:
-    """What runs on this card have measured; empty when there were none."""
+    """The measurements of earlier runs on this card; empty when there were none."""
     rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
     factors = [
         row["measured_step_s"] / row["modelled_step_s"]
@@ -79,7 +79,7 @@ def _path() -> Path:
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Whole rows; a torn or foreign line is left out."""
+    """All valid rows; a damaged line is skipped."""
     try:
         text = _path().read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""The limit of length: which limits the planner may try, and what each would cost in bytes and in dropped tokens."""
+"""max_length: the limits the planner may try, and what each costs in bytes and dropped tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from finetune.plan.plan import DataStatistics
     from finetune.plan.search import Anchor, Search
 
-#: No limit below this is planned unasked.
+#: The planner never chooses a limit below this.
 LEAST_LENGTH = 256
 
 
 def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
-    """The chosen limit, then shorter ones where nobody asked for it and no row is lost that the recipe wants to keep."""
+    """The chosen max_length, then shorter ones if the recipe leaves it open and allows losing long rows."""
     first: int = choices.value("max_length")
     keeps_rows = data is not None and bool(data.lengths) and choices.recipe.excess_length == "raise"
     if choices.is_set("max_length") or keeps_rows:
@@ -27,22 +27,23 @@ def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
 
 
 def with_length(choices: Choices, length: int, data: DataStatistics | None) -> Choices:
-    """Resolve max_length to a shorter limit, with what that costs."""
+    """Resolve max_length to a shorter limit; the reason says what that costs."""
     first = choices.value("max_length")
     if length == first:
         return choices
     rows, tokens = batches_of(choices, data).dropped_above(length)
-    cost = f"{rows:,} rows are longer, by {tokens:,} tokens" if data and data.lengths else "longer rows are not kept"
-    return choices.choose("max_length", length, f"{first:,} tokens do not fit on this card; {cost}")
+    known = data and data.lengths
+    cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all" if known else "longer rows are dropped or truncated"
+    return choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this card; {cost}")
 
 
 def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
-    """Micro-batches under the chosen limit of length."""
+    """Micro-batches under the chosen max_length."""
     return Batches(choices.value("max_length"), choices.value("packing") is True, data)
 
 
 def length_costs(search: Search, chosen: Anchor) -> tuple[LengthCost, ...]:
-    """Other limits: bytes they add or save (scaled from the forecast), and the rows and tokens they drop."""
+    """Other values of max_length: bytes added or saved (scaled from the forecast), rows and tokens dropped."""
     batches = search.job.batches
     lengths = batches.data.lengths if batches.data else ()
     if not lengths:

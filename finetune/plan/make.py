@@ -24,7 +24,7 @@ from finetune.plan.resources import check_resources
 from finetune.plan.search import Search
 from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates
-from finetune.plan.strategy import next_to, strategies
+from finetune.plan.strategy import neighbours, strategies
 from finetune.plan.suggest import largest_model, shortfall_of, suggest
 from finetune.recipe import AUTO
 from finetune.recipe.compatibility import shards
@@ -54,30 +54,30 @@ def make_plan(
 ) -> Plan:
     """Resolve every `auto` of the recipe for this card and data. Raises RecipeError when the recipe can't be planned.
 
-    `progress` is told each step in words; `forecaster` stands in for the dry run. `compare`: a plan that fits, tightly too, is
-    shown beside forecasts of what is next to it, not only of what the search came by. The same inputs, what was measured on
-    the card among them, give the same settings.
+    `progress` gets a line for each step; `forecaster` replaces the dry run. `compare`: unless the plan does not fit, also
+    forecast its neighbours (one setting changed). The same inputs, including earlier measurements on the card, give the
+    same settings.
     """
     tell = progress or (lambda _: None)
     choices, budget = choose_budget(Choices(recipe), card)
     tell("reading the model's configuration")
     config = read_config(recipe)
-    question = _Question(
+    planner = _Planner(
         recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
         forecaster or make_forecast, tell,
     )  # fmt: skip
-    found = question.settle()
+    found = planner.solve()
     if found.verdict != Verdict.FITS and recipe.packing == AUTO and found.choices.value("packing"):
-        single = question.settle(no_room=True)
+        single = planner.solve(no_room=True)
         found = single if single.verdict == Verdict.FITS else found
     if compare:
-        question.compare(found)
-    return question.plan(found)
+        planner.compare(found)
+    return planner.plan(found)
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One limit of length and one rank: the choices made so far, the search among strategies, and what that chose."""
+    """One max_length and one rank: the choices so far, the search over strategies, and the strategy it chose."""
 
     choices: Choices
     search: Search
@@ -85,19 +85,19 @@ class _Attempt:
 
     @property
     def anchor(self) -> Anchor:
-        """What was chosen."""
+        """The chosen strategy with its forecast."""
         assert self.chosen is not None
         return self.chosen
 
     @property
     def verdict(self) -> Verdict:
-        """On what was chosen."""
+        """Verdict on the chosen strategy."""
         return verdict_of(self.anchor.forecast, self.search.budget_bytes)
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What one call of make_plan is asked and knows, and the steps it takes."""
+class _Planner:
+    """The inputs of one make_plan call, and its steps."""
 
     recipe: Recipe
     card: Card
@@ -110,14 +110,14 @@ class _Question:
     forecaster: MakeForecast
     tell: Progress
 
-    def settle(self, no_room: bool = False) -> _Attempt:
-        """The fastest strategy that fits; else a shorter limit or a lower rank where the recipe leaves that open; else what
-        takes least with the first of both. `no_room`: packed sequences were found not to fit."""
+    def solve(self, no_room: bool = False) -> _Attempt:
+        """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the
+        strategy that takes least memory at the first length and rank. `no_room`: packed sequences do not fit."""
         basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, no_room)
         attempts = list(self._attempts(basics))
         for attempt in attempts:
             search, able = attempt.search, self._open_strategies(attempt.choices)
-            if shards(self.recipe.launch):  # a guess knows whole models only: begin from what takes least
+            if shards(self.recipe.launch):  # estimates assume whole models: forecast the smallest strategy first
                 search.smallest(able)
             found = search.find(able)
             if found is None and search.could_fit(able):
@@ -128,10 +128,10 @@ class _Question:
         return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first.choices)))
 
     def compare(self, found: _Attempt) -> None:
-        """Forecast what is next to the chosen strategy, unless that does not fit."""
+        """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if found.verdict != Verdict.NO_FIT:
             able = found.search.able(self._open_strategies(found.choices))
-            for strategy in next_to(found.anchor.strategy, able):
+            for strategy in neighbours(found.anchor.strategy, able):
                 found.search.forecast(strategy)
 
     def plan(self, found: _Attempt) -> Plan:
@@ -157,7 +157,7 @@ class _Question:
         )  # fmt: skip
 
     def _attempts(self, basics: Choices) -> Iterator[_Attempt]:
-        """Every open limit of length with every open rank, the first of both first; they share what has been forecast."""
+        """Every open max_length with every open rank, preferred ones first; they share forecasts."""
         shared: list[Anchor] = []
         for length, rank in itertools.product(open_lengths(basics, self.data), self._ranks(basics)):
             choices = _with_rank(with_length(basics, length, self.data), rank)
@@ -172,16 +172,16 @@ class _Question:
         return strategies(choices, self.card, _stored_bits(self.config))
 
     def _ranks(self, basics: Choices) -> list[int]:
-        """The advised rank, and lower ones where the recipe leaves that open."""
+        """The advised rank, then lower ones if the recipe leaves it open."""
         advised: int = basics.value("lora_r")
         return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
 
     def _forecasts(self, choices: Choices, job: Job) -> Callable[[Strategy], Forecast]:
-        """The dry run of a strategy with the widest row of an attempt."""
+        """Forecasts a strategy by dry run, with the widest row of the attempt."""
 
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
-            self.tell(f"forecasting {words(strategy, job.batch, job.world)}, {width:,} tokens a row")
+            self.tell(f"forecasting {words(strategy, job.batch, job.world)}, rows of {width:,} tokens")
             values = {**strategy.settings(job.batch, job.world), "per_device_eval_batch_size": strategy.micro}
             every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
             settings = choices.settings(**choices.open({**values, "eval_steps": every, "save_steps": every}))
@@ -195,27 +195,27 @@ class _Question:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        """A forecast whose upper end is raised by what runs on this card took beyond theirs."""
+        """A forecast whose upper end is raised by the worst excess of earlier runs on this card."""
         forecast = self.forecaster(config, settings, self.card, tokens=width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
         return dataclasses.replace(forecast, peak_high_bytes=forecast.peak_high_bytes + more)
 
     def _many_cards(self, found: _Attempt, settings: Settings) -> ManyCards | None:
-        """Needs of each card under every strategy, when one is too small or the launch shards the model."""
+        """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
         launch, verdict = settings.launch, found.verdict
         wanted = verdict == Verdict.NO_FIT or shards(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
         if self.card.is_cpu or not wanted:
             return None
-        self.tell("forecasting each of several cards")
+        self.tell("forecasting several cards")
         width = min(settings.max_length, found.search.job.batches.longest)
         return needs_of_each_card(self.recipe, settings, self.budget, lambda changed: self._made(self.config, changed, width))
 
     def _lacking(self, found: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
-        """What is missing, what would help, and the largest model that fits."""
+        """Shortfall, suggestions, and the largest model that fits."""
         longest = found.search.job.batches.longest
 
         def forecast_of(changed: Settings) -> Forecast:
-            self.tell("forecasting a cheaper setting")
+            self.tell("forecasting a smaller setting")
             return self._made(self.config, changed, min(changed.max_length, longest))
 
         def forecast_model(config: dict[str, Any], changed: Settings) -> Forecast:
@@ -230,16 +230,16 @@ class _Question:
 
 
 def _with_rank(choices: Choices, rank: int) -> Choices:
-    """The choices with a lower rank than the advised one, and the scale that goes with it."""
+    """The choices with a rank below the advised one, and its alpha."""
     advised = choices.value("lora_r")
     if rank == advised:
         return choices
-    choices = choices.choose("lora_r", rank, f"rank {advised} would hold more of the data, but does not fit")
+    choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
     return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
 
 
 def _stored_bits(config: dict[str, Any]) -> int | None:
-    """Bits of a checkpoint that is stored quantised by bitsandbytes; other stored formats train in 16 bit or not at all."""
+    """Bits of a checkpoint stored quantised by bitsandbytes; 16 for other quantised formats; None when not quantised."""
     own = config.get("quantization_config")
     if not own:
         return None
@@ -256,5 +256,5 @@ def _notes_of(history: History, card: Card) -> tuple[str, ...]:
         notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
     if history.memory_errors:
         least, most = min(history.memory_errors), max(history.memory_errors)
-        notes.append(f"allocated memory was {least:+.1%} to {most:+.1%} of the forecast")
+        notes.append(f"allocated memory was {least:+.1%} to {most:+.1%} off the forecast")
     return ("; ".join(notes),)

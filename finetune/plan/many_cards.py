@@ -1,4 +1,4 @@
-"""What each of several cards would need under every way of sharing the work: for a plan that one card can't hold."""
+"""Memory per card under DDP, FSDP and DeepSpeed ZeRO-3, for a plan that does not fit on one card."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from finetune.forecast.forecast import Forecast
     from finetune.recipe import Recipe, Settings
 
-#: The ways that are compared, as a person says them, with the `launch` settings that make them.
-WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+#: The strategies compared: the name shown, and its `launch` settings.
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ddp", {"strategy": "ddp"}),
     ("fsdp", {"strategy": "fsdp"}),
     ("fsdp, offload to cpu", {"strategy": "fsdp", "offload": "cpu"}),
@@ -28,19 +28,19 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 def needs_of_each_card(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecasts: Callable[[Settings], Forecast]
 ) -> ManyCards | None:
-    """Bytes that each card needs in each of WAYS with the plan's `settings`, on the recipe's cards or else on two.
+    """Bytes per card in each of STRATEGIES with the plan's `settings`, on the recipe's number of cards or the fewest above one.
 
-    None when the effective batch can't be shared.
+    None when the effective batch can't be divided.
     """
     cards = _cards(settings)
     if cards is None:
         return None
-    rows = (_row(name, launch, cards, recipe, settings, budget_bytes, forecasts) for name, launch in WAYS)
+    rows = (_row(name, launch, cards, recipe, settings, budget_bytes, forecasts) for name, launch in STRATEGIES)
     return ManyCards(cards, budget_bytes, tuple(rows))
 
 
 def _cards(settings: Settings) -> int | None:
-    """The recipe's processes, else the fewest above one that share the effective batch."""
+    """The recipe's world size, else the smallest above one that divides the effective batch."""
     if settings.launch.num_processes > 1:
         return settings.launch.num_processes
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
@@ -57,9 +57,9 @@ def _row(
     row = CardNeeds(name, " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()))
     try:
         forecast = forecasts(resolved(settings, **changes))
-    except FinetuneError as error:  # such as a checkpoint that is stored in a form that can't be sharded
+    except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded
         return replace(row, cost=str(error))
-    processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others' is of all of them
+    processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others count all
     return replace(
         row, load_bytes=forecast.peaks["load"], train_bytes=forecast.peaks["train"],
         peak_high_bytes=forecast.peak_high_bytes, host_bytes=processes * forecast.host_bytes,
@@ -68,7 +68,7 @@ def _row(
 
 
 def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
-    """Settings of the same plan under another launch: the effective batch is kept, what can't be split is replaced."""
+    """The plan's settings changed for another launch: same effective batch; settings that can't be sharded are replaced."""
     before = settings.launch.num_processes
     rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * before // cards
     micro = math.gcd(settings.per_device_train_batch_size, rows)

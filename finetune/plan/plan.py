@@ -1,4 +1,4 @@
-"""Plan: every setting resolved, with its forecast, verdict and a line of reason for each choice. A frozen value.
+"""Plan: every setting resolved, with its reason, the forecast and the verdict. A frozen value.
 
 `as_json` is the content of plan.json and of `finetune plan --json`; docs/plan-json.md is made from these types.
 """
@@ -18,12 +18,12 @@ from finetune.forecast.forecast import Forecast
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
 
-#: Of plan.json. Files without a version are of the first one.
+#: Version of plan.json. The first version had no such key.
 VERSION = 1
 
 
 class Verdict(StrEnum):
-    """Whether the plan fits its budget: for certain, perhaps, or not."""
+    """Whether the plan fits its budget."""
 
     FITS = "fits"
     TIGHT = "tight"
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
-    """From the interval: fits when even its upper end does, tight when only its lower end does."""
+    """Fits when the forecast's upper end is within the budget, tight when only its lower end is."""
     if forecast.peak_high_bytes <= budget_bytes:
         return Verdict.FITS
     return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
@@ -41,13 +41,13 @@ def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """What the planner knows of the tokenised rows. Lengths in tokens, after the recipe's handling of long rows."""
+    """Statistics of the tokenised rows. Lengths in tokens, after the recipe's handling of long rows."""
 
     rows: int
     eval_rows: int
     total_tokens: int
     trained_tokens: int
-    lengths: tuple[int, ...] = ()  # sorted length of each row; empty: not read, max_length is assumed
+    lengths: tuple[int, ...] = ()  # sorted, one per row; empty: rows not read, max_length is assumed
 
     @property
     def longest(self) -> int | None:
@@ -57,7 +57,7 @@ class DataStatistics:
 
 @dataclass(frozen=True)
 class DataProblem:
-    """Why the rows can't be trained on as they are, and what to type. The plan is made of those that can."""
+    """Why a run would refuse the rows, and the fix. The plan uses the valid rows."""
 
     problems: tuple[str, ...]
     fix: str = ""
@@ -65,8 +65,8 @@ class DataProblem:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that was forecast. `overrides` are what to type for exactly this plan: all that the recipe leaves open;
-    `differs` is what of that is not as in the chosen one."""
+    """A strategy that was forecast. `overrides` give exactly this plan (every setting the recipe leaves open); `differs` are
+    those that differ from the chosen plan."""
 
     plan: str
     peak_bytes: int
@@ -81,7 +81,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change to the recipe that saves memory: what to type, bytes saved, the whole card's peak then, and what it costs."""
+    """A change to the recipe that saves memory: override, bytes saved, the card's peak with it, and what it costs."""
 
     override: str
     saves_bytes: int
@@ -91,7 +91,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What is missing at the upper end of the forecast, its largest part, and the largest model of the catalogue that fits."""
+    """Bytes missing at the forecast's upper end, the largest part, and the largest catalogue model that fits."""
 
     missing_bytes: int
     part: str
@@ -101,7 +101,7 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Another limit of length: bytes it adds (negative: saves), and the rows and tokens it drops."""
+    """Another max_length: bytes it adds (negative: saves), rows and tokens it drops."""
 
     max_length: int
     adds_bytes: int
@@ -111,7 +111,7 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class ResourceCheck:
-    """Host memory or disk: needed, free (None: not known), and whether that is enough."""
+    """Host memory or disk: bytes needed, bytes free (None: unknown), and whether that is enough."""
 
     what: str
     needs_bytes: int
@@ -121,9 +121,9 @@ class ResourceCheck:
 
 @dataclass(frozen=True)
 class CardNeeds:
-    """What each of several cards needs under a strategy. `override` is what to type; `load_bytes` and `train_bytes` are
-    allocated peaks, `peak_high_bytes` the whole card's at most, `host_bytes` a machine's. None where the strategy can't be
-    taken, and `cost` says why."""
+    """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes` are allocated peaks,
+    `peak_high_bytes` the upper end for the whole card, `host_bytes` per machine. None where the strategy can't be used; `cost`
+    says why."""
 
     strategy: str
     override: str
@@ -137,7 +137,7 @@ class CardNeeds:
 
 @dataclass(frozen=True)
 class ManyCards:
-    """Needs of each of `cards` cards with `budget_bytes` each, by strategy."""
+    """Memory per card on `cards` cards with `budget_bytes` each, by launch strategy."""
 
     cards: int
     budget_bytes: int
@@ -148,11 +148,11 @@ class ManyCards:
 class Plan:
     """Recipe + card + dataset statistics. The same inputs give the same plan.
 
-    `budget_bytes` is what the run may take of the card; `headroom_bytes` is the budget less the upper end of the forecast,
-    negative when that is more. `modelled_step_s` is the speed model's time before runs on this card corrected it. `shortfall`
-    says what is missing and why when the plan does not fit; `length_costs` what other limits of length would cost; `checks`
-    what host memory and disk have to give; `many_cards` what each of several cards would need, when one card is too small or
-    the launch shards the model. `data_problem` says why a run would refuse the rows.
+    `budget_bytes`: the card's memory that the run may take. `headroom_bytes`: budget less the forecast's upper end, negative
+    when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs. `shortfall`: what
+    is missing when the plan does not fit. `length_costs`: costs of other max_lengths. `checks`: host memory and disk needed.
+    `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
+    refuse the rows.
     """
 
     settings: Settings
@@ -175,13 +175,13 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Of `finetune plan`: data that a run would refuse, else a plan that does not fit, else 0."""
+        """Exit code of `finetune plan`: 4 for rows that a run would refuse, else 3 when it does not fit, else 0."""
         if self.data_problem:
             return DataError.exit_code
         return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT else 0
 
     def as_json(self) -> dict[str, Any]:
-        """With the settings under `plan`, and without the length of every row."""
+        """The content of plan.json: settings under `plan`, without the lengths of the rows."""
         values: dict[str, Any] = to_json(self)
         settings = values.pop("settings")
         if values["data"]:
@@ -217,5 +217,5 @@ def read_plan(path: Path) -> Plan:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
             f"{path} can't be read: {type(error).__name__}: {error}",
-            f"Put it back, or start anew: finetune run {path.with_name('recipe.yaml')}",
+            f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
         ) from None

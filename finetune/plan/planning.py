@@ -1,4 +1,4 @@
-"""The one way from a recipe to its plan: command line, page, docs and the start of a run all come through here."""
+"""From a recipe to its plan, for every caller: command line, page, docs and the start of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Encode = Callable[[Recipe], "EncodedRows"]
 
 @dataclass(frozen=True)
 class RowsRead:
-    """What reading the rows gave: what the planner needs of them, why a run would refuse them, why they were not read."""
+    """Result of reading the rows: their statistics, why a run would refuse them, or why they were not read."""
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
@@ -37,9 +37,9 @@ class RowsRead:
 def plan_recipe(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False
 ) -> Plan:
-    """The plan of a recipe for a card, which need not be here. `rows` reads the data, after all that is quicker to refuse.
+    """The plan of a recipe for a card, present or from the catalogue. `rows` reads the data, after the cheaper checks.
 
-    `compare`: with forecasts of what is next to the chosen plan. Raises PackagesError and RecipeError.
+    `compare`: also forecast the neighbours of the chosen plan. Raises PackagesError and RecipeError.
     """
     refuse_other_versions(LIBRARIES)
     if problems := address_problems(recipe.launch):
@@ -50,14 +50,14 @@ def plan_recipe(
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:
-    """Plan for full rows of max_length."""
+    """No statistics: the plan assumes rows of max_length."""
     return RowsRead()
 
 
 def read_rows(recipe: Recipe, encode: Encode | None = None) -> RowsRead:
-    """Read the recipe's rows when they are on this machine; those that a run would refuse are left out and said.
+    """Read the recipe's rows if they are on this machine; rows that a run would refuse become `problem`.
 
-    `encode` stands in for reading and tokenising anew.
+    `encode` replaces reading and tokenising, e.g. by cached rows.
     """
     missing = _missing_paths(recipe)
     if missing:
@@ -84,18 +84,18 @@ def encode_rows(recipe: Recipe) -> EncodedRows:
 
 
 def limit_of(recipe: Recipe) -> int | None:
-    """The recipe's limit of length; None while it is the planner's to choose."""
+    """The recipe's max_length; None when it is `auto`."""
     return None if recipe.max_length == AUTO else recipe.max_length
 
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
-    """What the planner needs to know of the rows."""
+    """The planner's statistics of the rows."""
     lengths = tuple(sorted(selected.lengths))
     return DataStatistics(len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths)
 
 
 def _missing_paths(recipe: Recipe) -> list[str]:
-    """Files and datasets of the recipe that would have to be downloaded, or don't exist."""
+    """Dataset paths of the recipe that are not on this machine."""
     from finetune.bundled import dataset_paths
 
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path

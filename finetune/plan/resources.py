@@ -1,4 +1,4 @@
-"""Host memory and disk: what the run needs besides the card, and whether this machine has it."""
+"""Host memory and disk that a run needs, and whether this machine has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
     """Host memory and disk: needed, free, and whether that is enough.
 
-    For a card of the catalogue the machine is not this one: what is free is unknown, and so is `enough`.
+    A catalogue card is in another machine: there `free_bytes` and `enough` are None.
     """
     here = card.source != "catalogue"
     host_free = psutil.virtual_memory().available if here and not card.is_cpu else None

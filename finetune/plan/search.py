@@ -1,6 +1,6 @@
-"""Find the fastest strategy whose forecast fits, with few forecasts: scaled estimates say which one to forecast next.
+"""Find the fastest strategy whose forecast fits, with few forecasts.
 
-An estimate scales another strategy's forecast. It orders the search; a verdict has a forecast of its own.
+Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from finetune.plan.shape import ModelShape
     from finetune.plan.speed import Job, Timing
 
-#: Bytes of optimizer state for each trained fp32 parameter, on the card at the step.
+#: Device bytes of optimizer state per trained fp32 parameter at the optimizer step.
 STATE_BYTES = {
     "adamw_torch_fused": 8.0, "adamw_torch": 8.0, "adamw_8bit": 2.1, "paged_adamw_8bit": 2.1, "paged_adamw_32bit": 8.0,
     "adamw_cpu_offload": 0.0, "adafactor": 0.1,
 }  # fmt: skip
-#: Bytes saved for each input and output element of a layer's linear layers, when nothing has been forecast yet: 2.4 were
-#: measured with 16-bit adapters and 2.8 with fp32 ones.
+#: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: measured 2.4 with
+#: 16-bit adapters, 2.8 with fp32 ones.
 USUAL_SAVED_BYTES = 2.7
-#: Loss tile, workspace, context and allocator, likewise.
+#: Loss tile, workspace, CUDA context and allocator overhead, before any forecast.
 USUAL_REST_BYTES = 1.2 * GIB
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A strategy whose forecast was made, with adapters of `rank` and rows of `width` tokens."""
+    """A strategy with its forecast, for adapters of `rank` and rows of `width` tokens."""
 
     strategy: Strategy
     width: int
@@ -41,7 +41,7 @@ class Anchor:
 
 
 def estimate_high_bytes(strategy: Strategy, width: int, anchors: list[Anchor], job: Job) -> int:
-    """Upper end of the whole card's peak, scaled from the nearest anchor, or guessed when there is none. Bytes."""
+    """Upper end of the card's peak in bytes, scaled from the nearest anchor, or guessed when there is none."""
     if not anchors:
         return _guess_bytes(strategy, width, job)
     anchor = min(anchors, key=lambda anchor: _distance(anchor, strategy, width))
@@ -60,7 +60,7 @@ def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
 
 
 def least_bytes(strategy: Strategy, job: Job) -> int:
-    """No plan with this strategy takes less: the weights and the context. Bytes."""
+    """Lower bound for any plan with this strategy: weights and CUDA context. Bytes."""
     return job.shape.weight_bytes(strategy.bits) + (job.card.context_bytes or 0)
 
 
@@ -81,7 +81,7 @@ def _parts(strategy: Strategy, width: int, anchor: Anchor, job: Job) -> dict[str
 
 
 def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: ModelShape) -> float:
-    """Activations of all layers when one layer saves `layer` bytes: recomputed layers keep only their input."""
+    """Activations of all layers when one layer saves `layer` bytes; recomputed layers keep only their input."""
     again = strategy.recomputed_layers(shape.layers)
     kept_input = 0 if strategy.checkpointing == "offload" else 2 * shape.hidden * tokens
     if strategy.checkpointing == "selective":
@@ -90,7 +90,7 @@ def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: Mode
 
 
 def _layer_bytes(made: Strategy, kept: float, tokens: int, shape: ModelShape) -> float:
-    """The same relation the other way round: what one layer saves, from what all of them kept."""
+    """Inverse of `_activation_bytes`: bytes one layer saves, from the bytes `kept` by all layers."""
     again = made.recomputed_layers(shape.layers)
     whole = shape.layers - again + (1 if again else 0)
     fixed = _activation_bytes(made, 0.0, tokens, shape)
@@ -111,14 +111,14 @@ def _distance(anchor: Anchor, strategy: Strategy, width: int) -> tuple:
 
 #: Forecasts in one search; each costs up to a second.
 MOST_FORECASTS = 10
-#: Estimates are good to about this.
+#: Estimates are off by about this factor at most.
 NEAR = 1.05
 Forecaster = Callable[[Strategy], Forecast]
 
 
 @dataclass(frozen=True)
 class Search:
-    """One job within one budget: the way to forecast a strategy, and the forecasts made so far, which attempts share."""
+    """A job, its budget, the forecaster, and the forecasts made so far (shared between attempts)."""
 
     job: Job
     budget_bytes: int
@@ -147,7 +147,7 @@ class Search:
         return min(known, key=lambda anchor: self._rank(anchor.strategy), default=None)
 
     def smallest(self, strategies: Iterable[Strategy]) -> Anchor:
-        """The strategy that takes least, with its forecast."""
+        """The strategy with the lowest peak, with its forecast."""
         choices = list(strategies)
         for _ in range(MOST_FORECASTS):
             least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
@@ -158,15 +158,15 @@ class Search:
         return min(self._here(), key=lambda anchor: anchor.forecast.peak_high_bytes)
 
     def able(self, strategies: Iterable[Strategy]) -> list[Strategy]:
-        """Those whose weights alone don't take more than there is."""
+        """Strategies whose weights and CUDA context alone are within the budget."""
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
     def could_fit(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether some strategy is estimated to be so near the budget that only a forecast can tell."""
+        """Whether some strategy's estimate is so near the budget that only a forecast can decide."""
         return any(self.high_bytes(strategy) <= NEAR * self.budget_bytes for strategy in strategies)
 
     def forecast(self, strategy: Strategy) -> Anchor:
-        """Forecast one strategy, or return the forecast made before."""
+        """The forecast of one strategy, made once."""
         made = self.made(strategy)
         if made is None:
             made = Anchor(strategy, self.width, self.job.rank, self.forecaster(strategy))
@@ -174,19 +174,19 @@ class Search:
         return made
 
     def made(self, strategy: Strategy, width: int | None = None) -> Anchor | None:
-        """The forecast that was made of this strategy, at another `width` than the job's when given."""
+        """The forecast made earlier of this strategy, at `width` or the job's own; None when there is none."""
         wanted = (strategy, width or self.width, self.job.rank)
         return next((anchor for anchor in self.anchors if (anchor.strategy, anchor.width, anchor.rank) == wanted), None)
 
     def high_bytes(self, strategy: Strategy, width: int | None = None) -> int:
-        """Upper end of the peak: forecast where that was made, else scaled from the nearest forecast."""
+        """Upper end of the peak: the forecast if made, else scaled from the nearest one."""
         made = self.made(strategy, width)
         if made is not None:
             return made.forecast.peak_high_bytes
         return estimate_high_bytes(strategy, width or self.width, self.anchors, self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
-        """The speed model's seconds for this strategy."""
+        """The speed model's step time for this strategy."""
         if strategy not in self._timings:
             self._timings[strategy] = time_step(self.job, strategy)
         return self._timings[strategy]

@@ -1,4 +1,4 @@
-"""The size of a model: parameters by kind, counted on the modules transformers builds, without data and without weights."""
+"""The size of a model: parameters by kind, counted on the transformers model built on the meta device."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class ModelShape:
 
     @property
     def computed(self) -> float:
-        """Parameters that each token is multiplied with in the layers; of a mixture's experts only those in use."""
+        """Parameters used per token in the layers; of a mixture's experts only the active ones."""
         return self.linear + (self.expert * self.experts_used / self.experts if self.experts else self.expert)
 
     @property
     def layer_width(self) -> float:
-        """Inputs and outputs of one layer's linear layers, of a mixture those of the experts in use."""
+        """Inputs and outputs of one layer's linear layers; of a mixture's experts only the active ones."""
         return self.linear_width / self.layers + (self.experts_used * 3 * self.hidden if self.experts else 0)
 
     @property
     def billions(self) -> str:
-        """`8.0B`, `135M`: the size as people say it."""
+        """The size as in `8.0B` or `135M`."""
         return f"{self.parameters / 1e9:.1f}B" if self.parameters >= 0.95e9 else f"{self.parameters / 1e6:.0f}M"
 
     def weight_bytes(self, bits: int) -> int:
@@ -65,9 +65,9 @@ class ModelShape:
 
 
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
-    """The shape of the model that the content of a config.json describes. Raises RecipeError when it can't be built.
+    """The shape of the model that a config.json describes. Raises RecipeError when it can't be built.
 
-    Kept in the cache, so that a plan made before needs no torch.
+    Cached on disk, so that a repeated plan does not import torch.
     """
     values = {name: value for name, value in config.items() if name != "quantization_config"}
     key = cache.key_of(kind="shape", config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code)

@@ -1,7 +1,7 @@
-"""Seconds of an optimizer step, from the FLOPs, bytes moved and dequantisation of its parts on the card's rates.
+"""Step time from FLOPs, bytes moved and dequantisation at the card's rates.
 
-The constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090, good to about 15 %; runs on a card
-correct them (history.py). Nothing here decides whether a plan fits.
+Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090, good to about 15 %; earlier runs on a
+card correct them (history.py). Nothing here decides whether a plan fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batches:
-    """Widths of the rows in a micro-batch, in tokens. `longest` is the widest there is; without data both are max_length."""
+    """Widths of micro-batches in tokens; without data, max_length."""
 
     max_length: int
     packed: bool
@@ -45,23 +45,23 @@ class Batches:
 
     @property
     def tokens_per_row(self) -> float:
-        """Mean tokens of a row without padding; of a packed row max_length."""
+        """Mean tokens of a row without padding; max_length for packed rows."""
         return self.mean_width(1)
 
     @property
     def attended(self) -> float:
-        """Mean tokens that a packed row attends over: a row's own, and not the sequence's."""
+        """Mean tokens that a token of a packed sequence attends over: those of its own row."""
         if not self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
         return sum(length * length for length in self.data.lengths) / max(1, self.data.total_tokens)
 
     @property
     def trained_share(self) -> float:
-        """Share of the tokens that the loss is taken of."""
+        """Share of the tokens that the loss is computed on."""
         return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
 
     def dropped_above(self, limit: int) -> tuple[int, int]:
-        """Rows longer than `limit`, and the tokens of them beyond it."""
+        """Number of rows longer than `limit`, and their tokens beyond it."""
         over = [length for length in (self.data.lengths if self.data else ()) if length > limit]
         return len(over), sum(over) - limit * len(over)
 
@@ -75,19 +75,19 @@ ELEMENTWISE_BYTES, ELEMENTWISE_AGAIN_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
 DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
 #: Bytes saved for the backward pass, per hidden element, layer and token (measured on the stack with bf16 adapters).
 SAVED_BYTES = 47.6
-#: int8 products also quantise their inputs and treat outliers apart: more bytes per element of a linear layer.
+#: int8 products also quantise their inputs and handle outliers separately: extra bytes per element of a linear layer.
 INT8_EXTRA_BYTES = 16.0
 #: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
 LAYER_KERNELS, LAUNCH_S = 210, 5e-6
-#: Seconds a tensor for bitsandbytes' synchronisation, and a parameter for AdamW on two processor cores.
+#: Seconds per tensor for bitsandbytes' synchronisation, and per parameter for AdamW on two CPU cores.
 BITSANDBYTES_TENSOR_S, CPU_ADAMW_S = 2e-5, 0.5e-9
-#: Stand-ins when the card's rates are unknown: they order strategies, and no time is told.
+#: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every strategy of a recipe has in common: `batch` rows a step on `world` cards, adapters of `rank`."""
+    """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank`."""
 
     shape: ModelShape
     card: Card
@@ -101,7 +101,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of an optimizer step and where they go. `tokens_per_s` counts tokens of rows, not padding."""
+    """Seconds of an optimizer step, in all and by part. `tokens_per_s` does not count padding."""
 
     step_s: float
     tokens_per_s: float
@@ -109,7 +109,7 @@ class Timing:
 
 
 def knows_rates(card: Card) -> bool:
-    """Whether times can be told for this card, or only which strategy is faster."""
+    """Whether the card's rates are known; if not, times only order strategies."""
     return card.bf16_flops is not None and card.bandwidth_bytes_s is not None
 
 
@@ -133,7 +133,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         "dequantisation": passes * shape.linear * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
-    if job.offloading:  # streamed: only what computing doesn't hide is waited for
+    if job.offloading:  # overlapped with compute: only the exposed transfer counts
         saved = SAVED_BYTES * shape.hidden * shape.layers * tokens * (1 - again)
         micro["transfer"] = max(0.0, 2 * saved / pcie - sum(micro.values()))
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead
@@ -165,7 +165,7 @@ def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, aga
 
 
 def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:
-    """AdamW reads and writes weight, gradient and two moments in fp32; the others add what they wait for."""
+    """AdamW reads and writes weight, gradient and two moments in fp32; other optimizers add synchronisation or transfers."""
     parameters, tensors = rank * shape.adapter_per_rank, 2 * shape.adapters
     if optim == "adamw_cpu_offload":
         return 2 * 4 * parameters / pcie + CPU_ADAMW_S * parameters

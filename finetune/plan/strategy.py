@@ -1,4 +1,4 @@
-"""A strategy: the settings that trade memory for time, as one value; which there are for a recipe, and the price of each."""
+"""Strategies: the settings that trade memory for time, those open to a recipe, and the price of each."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.plan.choices import Choices
 
-#: Checkpointing from what costs no time to what costs most: (activation_checkpointing, every n-th layer). A larger n than 3
-#: gains little, and its dry run takes 3 n layers.
+#: Gradient checkpointing in order of time cost: (activation_checkpointing, every n-th layer). n above 3 gains little, and its
+#: dry run takes 3 n layers.
 CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
     (False, 1), (True, 3), (True, 2), ("selective", 1), (True, 1), ("offload", 1),
 )  # fmt: skip
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_cpu_offload", "adafactor")
 
-#: How much faster a plan must be, as a factor, before it may depart from the simplest: the healthy order of the field.
+#: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
 BITS_PRICE = {32: 1.0, 16: 1.0, 8: 1.08, 4: 1.10}
 OPTIMIZER_PRICE = {
     "adamw_torch_fused": 1.0, "adamw_torch": 1.0, "adamw_8bit": 1.02, "paged_adamw_8bit": 1.04, "paged_adamw_32bit": 1.04,
     "adamw_cpu_offload": 1.06, "adafactor": 1.10,
 }  # fmt: skip
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.01, "offload": 1.05}
-#: A doubled micro-batch must earn this: a smaller one leaves headroom and pads less.
+#: The same for a doubled micro-batch: a smaller one leaves headroom and pads less.
 DOUBLING_PRICE = 1.01
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """`bits` of the linear weights, what is recomputed, the optimizer, and rows in memory at once (`micro`)."""
+    """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`)."""
 
     bits: int
     checkpointing: bool | str
@@ -45,16 +45,16 @@ class Strategy:
 
     @property
     def price(self) -> float:
-        """Factor on the time by which departures from the simplest settings are weighed."""
+        """Factor on step time that weighs departures from the simplest settings."""
         kinds = BITS_PRICE[self.bits] * OPTIMIZER_PRICE[self.optim] * CHECKPOINTING_PRICE[self.checkpointing]
         return kinds * DOUBLING_PRICE ** math.log2(self.micro)
 
     def recomputed_layers(self, layers: int) -> int:
-        """Layers whose forward pass is run again: transformers takes those whose number is a multiple of n."""
+        """Layers whose forward pass is recomputed: those whose index is a multiple of n."""
         return 0 if self.checkpointing is False else math.ceil(layers / self.every_n)
 
     def settings(self, batch: int, world: int) -> dict[str, Any]:
-        """The recipe's settings that make this strategy at an effective batch of `batch` on `world` processes."""
+        """Recipe settings of this strategy for an effective batch of `batch` at world size `world`."""
         return {
             "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
             "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
@@ -63,17 +63,17 @@ class Strategy:
 
     @property
     def checkpointing_words(self) -> str:
-        """The recomputation as a person says it."""
+        """Gradient checkpointing in a few words."""
         if self.checkpointing is True and self.every_n > 1:
             return f"1 layer in {self.every_n} recomputed"
         return {
             False: "nothing recomputed", True: "every layer recomputed", "selective": "recomputed except attention",
-            "offload": "recomputed, layer inputs in host memory",
+            "offload": "recomputed, layer inputs offloaded",
         }[self.checkpointing]  # fmt: skip
 
 
 def strategies(choices: Choices, card: Card, stored_bits: int | None = None) -> list[Strategy]:
-    """Every strategy that the recipe leaves open on this card. `stored_bits`: the checkpoint is stored in so many."""
+    """Every strategy that the recipe leaves open on this card. `stored_bits`: bits of a checkpoint stored quantised."""
     micros = list(_micro_batches(choices))
     return [
         Strategy(bits, checkpointing, every_n, optim, micro)
@@ -83,14 +83,14 @@ def strategies(choices: Choices, card: Card, stored_bits: int | None = None) -> 
     ]
 
 
-def next_to(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
-    """What a person would compare the chosen strategy with: `able` ones that differ in one setting, by the nearest steps.
+def neighbours(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
+    """The `able` strategies that differ from the chosen one in one setting, by the nearest step.
 
-    Other bits of the weights, recomputing a step less, a step more and every layer, fused and 8-bit AdamW, rows a step fewer
-    and more. The chosen one itself need not be `able`: the least is planned where nothing is known to have room.
+    Other weight bits; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
+    micro-batch. The chosen one need not be `able`: the smallest is planned when none is known to fit.
     """
     every = [chosen, *able]
-    kinds = sorted({(each.checkpointing, each.every_n) for each in every}, key=_recomputing)
+    kinds = sorted({(each.checkpointing, each.every_n) for each in every}, key=_checkpointing_order)
     micros = sorted({each.micro for each in every})
     wanted = [
         *(replace(chosen, bits=bits) for bits in sorted({each.bits for each in every})),
@@ -109,8 +109,8 @@ def _beside(one: Any, ordered: list[Any]) -> list[Any]:
     return ordered[max(0, place - 1) : place + 2]
 
 
-def _recomputing(kind: tuple[bool | str, int]) -> tuple[int, int]:
-    """Orders recomputation from none to most, with any n of every n-th layer."""
+def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
+    """Sort key: gradient checkpointing from none to most, for any n."""
     kinds = [name for name, _ in CHECKPOINTING]
     return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 
@@ -132,7 +132,7 @@ def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, .
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:
     wanted, every = choices.recipe.activation_checkpointing, choices.recipe.activation_checkpointing_every_n_layers
     kinds = CHECKPOINTING
-    if choices.recipe.activation_offloading:  # every saved tensor is moved already: recomputing as well gains nothing
+    if choices.recipe.activation_offloading:  # all saved tensors are offloaded already: other kinds gain nothing
         kinds = ((False, 1), (True, 1))
     if is_zero3(choices.recipe.launch):
         kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
@@ -155,7 +155,7 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
 
 
 def _micro_batches(choices: Choices) -> Iterator[int]:
-    """Micro-batches that divide the effective batch on the recipe's processes and respect a set accumulation."""
+    """Micro-batches that divide the effective batch at the recipe's world size and respect its accumulation."""
     recipe = choices.recipe
     rows = choices.value("effective_batch_size") // recipe.launch.num_processes
     if recipe.per_device_train_batch_size != AUTO:

@@ -1,4 +1,4 @@
-"""When nothing fits: what is missing, which part causes it, the cheapest changes, and the largest model that would fit."""
+"""When nothing fits: the shortfall and its largest part, changes that save memory, and the largest model that fits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 Forecasts = Callable[[Settings], Forecast]
-#: Models of the catalogue that are forecast at most, from the largest down.
+#: At most this many catalogue models are forecast, from the largest down.
 MOST_MODELS = 4
 
 
 def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> Shortfall:
-    """Bytes missing at the upper end of the interval, the largest part, and the largest model that fits."""
+    """The shortfall at the forecast's upper end, with its largest part."""
     part = max(forecast.parts, key=lambda name: forecast.parts[name])
     return Shortfall(forecast.peak_high_bytes - budget_bytes, part, forecast.parts[part], largest_model)
 
@@ -42,33 +42,33 @@ def suggest(
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
-    """(what to type, the settings it changes, what it costs); settings the planner chose are at their least already."""
+    """(override, the settings it changes, its cost); settings the planner chose take least memory already."""
     found: list[tuple[str, dict[str, Any], str]] = []
 
     def offer(changes: dict[str, Any], cost: str) -> None:
         found.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
 
     if recipe.load_in_4bit != AUTO and settings.load_in_4bit is False and not settings.load_in_8bit:
-        offer({"load_in_4bit": True}, "weights in NF4: a few percent of time for dequantisation")
+        offer({"load_in_4bit": True}, "NF4 weights: dequantisation takes a few percent of time")
     if settings.load_in_8bit:
-        offer({"load_in_8bit": False, "load_in_4bit": True}, "weights in NF4 in place of int8")
+        offer({"load_in_8bit": False, "load_in_4bit": True}, "NF4 weights instead of int8")
     if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
         steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
         offer(
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps},
-            "the same effective batch in smaller pieces: slower on short rows",
+            "same effective batch, smaller micro-batches: slower on short rows",
         )
     asked = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
     if asked and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
         every = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
-        offer(every, "the forward pass is run twice: up to 45 % of time")
+        offer(every, "forward pass runs twice: up to 45 % more time")
     if recipe.optim != AUTO and settings.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"):
-        offer({"optim": "adamw_8bit"}, "optimizer state in 8 bit")
+        offer({"optim": "adamw_8bit"}, "8-bit optimizer states")
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= 256:
             offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
     if settings.lora_r > 8:
-        offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter holds less of the data")
+        offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data")
     if settings.lora_dropout > 0:
         offer({"lora_dropout": 0.0}, "no dropout")
     if settings.use_dora:
@@ -82,7 +82,7 @@ def _drop(settings: Settings) -> dict[str, Any]:
 
 def _length_cost(length: int, data: DataStatistics | None) -> str:
     if data is None or not data.lengths:
-        return "rows beyond it are dropped"
+        return "longer rows are dropped"
     over = [row for row in data.lengths if row > length]
     share = sum(over) / data.total_tokens if data.total_tokens else 0.0
     return f"{len(over):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
@@ -91,7 +91,7 @@ def _length_cost(length: int, data: DataStatistics | None) -> str:
 def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
 ) -> str | None:
-    """Name of the largest model of the catalogue that is forecast to fit with the most frugal settings; None when none is."""
+    """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
     ranked = sorted(catalogue().items(), key=lambda item: -rough_parameters(item[1]))
     tried = 0
     for name, values in ranked:
@@ -114,7 +114,7 @@ def largest_model(
 
 
 def rough_parameters(values: dict[str, Any]) -> float:
-    """Parameters of a decoder by its dimensions, good enough to rank the catalogue."""
+    """Parameters of a decoder from its dimensions, close enough to rank the catalogue."""
     hidden, layers, heads = values["hidden_size"], values["num_hidden_layers"], values["num_attention_heads"]
     head = values.get("head_dim") or hidden // heads
     attention = 2 * hidden * head * (heads + (values.get("num_key_value_heads") or heads))

@@ -1,6 +1,6 @@
-"""What can't go together in a recipe, all of it. Imports nothing heavy, so that every door says it at once, in the same words.
+"""Settings that can't be combined. Imports nothing heavy, so that every entry point reports them at once, in the same words.
 
-`auto` settings are not judged: the planner chooses among what these rules allow.
+`auto` settings are not checked: the planner chooses only among what these rules allow.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import LaunchRecipe, Recipe
 
 AUTO = "auto"
-#: Optimizers that work on sharded parameters; bitsandbytes' kernels and the project's own take whole ones.
+#: Optimizers that work on sharded parameters; those of bitsandbytes and of this project need whole ones.
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-#: Kinds of gradient checkpointing that DeepSpeed ZeRO-3 can't run: it needs reentrant checkpointing.
+#: Kinds of gradient checkpointing that are not reentrant, as DeepSpeed ZeRO-3 needs it.
 NOT_REENTRANT = ("selective", "offload")
 
 
 def shards(launch: LaunchRecipe) -> bool:
-    """Whether optimizer states and gradients, at least, are sharded over the processes."""
+    """Whether at least optimizer states and gradients are sharded over the processes."""
     return launch.strategy != "ddp"
 
 
 def is_zero3(launch: LaunchRecipe) -> bool:
-    """Whether DeepSpeed shards the weights, too."""
+    """Whether the strategy is DeepSpeed ZeRO-3, which shards the weights, too."""
     return launch.strategy == "deepspeed" and launch.zero_stage == 3
 
 
@@ -37,7 +37,7 @@ def shards_weights(launch: LaunchRecipe) -> bool:
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
-    """Settings that can't both be meant, on any machine. One line each."""
+    """Combinations that fail on any machine, one line each."""
     yield from _quantisation(recipe)
     yield from _batch(recipe)
     yield from _checkpointing(recipe)
@@ -67,7 +67,9 @@ def _batch(recipe: Recipe) -> Iterator[str]:
             yield f"effective_batch_size {batch} can't be divided by {name} {part} on {world} process(es)"
     if (micro, steps) == (AUTO, AUTO) and batch % world:
         lower = f"{batch // world * world} or " if batch > world else ""
-        yield (f"effective_batch_size {batch} can't be shared by {world} processes; use {lower}{(batch // world + 1) * world}")
+        yield (
+            f"effective_batch_size {batch} can't be divided over {world} processes; use {lower}{(batch // world + 1) * world}"
+        )
 
 
 def _checkpointing(recipe: Recipe) -> Iterator[str]:
@@ -75,7 +77,7 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
     if is_zero3(recipe.launch) and how in NOT_REENTRANT:
         yield f"activation_checkpointing {how} does not work with DeepSpeed ZeRO-3; set it to true"
     if recipe.torch_compile and recipe.int8_activations:
-        yield "int8_activations and torch_compile are both true; what a compiled layer keeps can't be rounded"
+        yield "int8_activations and torch_compile are both true; activations saved by a compiled layer can't be quantised"
     if recipe.torch_compile and how == "offload" and every not in (AUTO, 1):
         yield "activation_checkpointing offload with torch_compile needs activation_checkpointing_every_n_layers 1"
 
@@ -85,32 +87,32 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
     if not shards(recipe.launch):
         return
     if recipe.gpu.strip().lower() == "cpu":
-        yield f"launch.strategy {strategy} needs NVIDIA cards; on a processor use ddp"
+        yield f"launch.strategy {strategy} needs NVIDIA cards; on CPU use ddp"
     if recipe.load_in_8bit is True:
         yield f"load_in_8bit can't be sharded by launch.strategy {strategy}; use load_in_4bit, or neither"
     if recipe.optim not in (AUTO, *SHARDED_OPTIMIZERS):
-        yield f"optim {recipe.optim} can't work on parameters that {strategy} shards; use adamw_torch"
+        yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 
 
 def _processes(launch: LaunchRecipe) -> Iterator[str]:
     processes, machines = launch.num_processes, launch.num_machines
     if processes % machines:
-        yield f"launch.num_processes {processes} can't be spread evenly over launch.num_machines {machines}"
+        yield f"launch.num_processes {processes} is not divisible by launch.num_machines {machines}"
     if launch.machine_rank >= machines:
-        yield f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it is below {machines}"
+        yield f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it must be below {machines}"
     if launch.strategy == "fsdp" and processes == 1:
         yield "launch.strategy fsdp shards the weights over several processes; launch.num_processes is 1"
 
 
 def _offload(launch: LaunchRecipe) -> Iterator[str]:
     if launch.offload != "none" and not shards(launch):
-        yield f"launch.offload {launch.offload} is done by fsdp or deepspeed; launch.strategy is ddp"
+        yield f"launch.offload {launch.offload} needs fsdp or deepspeed; launch.strategy is ddp"
     if launch.offload == "nvme" and not is_zero3(launch):
-        yield "launch.offload nvme is done by DeepSpeed ZeRO-3 only: launch.strategy=deepspeed launch.zero_stage=3"
+        yield "launch.offload nvme needs DeepSpeed ZeRO-3: launch.strategy=deepspeed launch.zero_stage=3"
     if launch.offload == "nvme" and not launch.nvme_path:
         yield "launch.offload nvme needs launch.nvme_path, a directory on the drive"
     if launch.offload != "nvme" and launch.nvme_path:
-        yield f"launch.nvme_path is set, launch.offload is {launch.offload}"
+        yield f"launch.nvme_path is set, but launch.offload is {launch.offload}"
 
 
 def _names(recipe: Recipe) -> Iterator[str]:
@@ -126,7 +128,7 @@ def _names(recipe: Recipe) -> Iterator[str]:
 
 
 def address_problems(launch: LaunchRecipe) -> list[str]:
-    """What a run on several machines lacks that a job file fills in: an address that the others can reach."""
+    """Problems of the main process's address in a run on several machines. A job file sets the address itself."""
     if launch.num_machines > 1 and launch.main_process_ip == "127.0.0.1":
         return ["launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0"]
     return []

@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` overrides to a validated Recipe; every problem at once, with its line and a remedy."""
+"""From a recipe file and `key=value` overrides to a validated Recipe; all problems at once, each with its line and fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ())
 
 
 def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """The same from the recipe's text. `name` stands in front of each problem."""
+    """The same from the recipe's text. `name` is the prefix of each problem."""
     document = yaml.parse(text, name)
     origin = {path: f"{name}:{line}" for path, line in document.lines.items()}
     values = document.values
@@ -45,7 +45,7 @@ def write_recipe(recipe: Recipe) -> str:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Name -> file of each recipe that comes with the project."""
+    """Name -> file of each shipped recipe."""
     here = Path(__file__).resolve()
     folders = (here.parents[2] / "recipes", here.parents[1] / "recipes")  # a checkout, an installed wheel
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
@@ -59,11 +59,11 @@ def find_recipe(source: str | Path) -> Path:
             return path
     except OSError as error:
         raise RecipeError(
-            f"{str(source)[:60]}... is no recipe: {error.strerror}", "`finetune recipes` lists the shipped ones."
+            f"{str(source)[:60]}... is not a recipe: {error.strerror}", "`finetune recipes` lists the shipped ones."
         ) from None
     if path.is_dir():
         raise RecipeError(
-            f"{source} is a directory, not a recipe", f"For a run directory type: finetune run {source}/recipe.yaml"
+            f"{source} is a directory, not a recipe", f"If it is a run directory: finetune run {source}/recipe.yaml"
         )
     if path.stem in shipped and path.parent.name in ("", "recipes"):
         return shipped[path.stem]
@@ -109,14 +109,14 @@ def _apply(override: str, values: dict[str, Any], origin: dict[str, str]) -> Non
     name = last if parents else canonical
     value = yaml.parse_value(text)
     if value is None and text.strip() not in ("null", "~", "None"):
-        raise RecipeError(f"override {override}: there is no value", f"Write {key}=VALUE, or {key}=auto")
+        raise RecipeError(f"override {override}: the value is missing", f"Write {key}=VALUE, or {key}=auto")
     target[name] = value
     origin[".".join([*parents, name])] = f"override {override}"
 
 
 def _validated(values: dict[str, Any], origin: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()) -> Recipe:
     problems = list(problems)
-    # a value refused as YAML is None here, which is not a second problem
+    # a value refused as YAML is None here: that is not a second problem
     lines = {problem.split(": ")[0] for problem in problems}
     values = _renamed(values, origin, problems)
     try:
@@ -132,7 +132,7 @@ def _validated(values: dict[str, Any], origin: dict[str, str], name: str, proble
 
 
 def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:
-    """Aliases in canonical form; secrets and unknown keys become problems. A dataset may be just a path."""
+    """Values with canonical keys; secrets and unknown keys become problems. A dataset may be just a path."""
     renamed: dict[str, Any] = {}
     for key, value in values.items():
         where, canonical = origin.get(key, key), ALIASES.get(key, key)
@@ -171,7 +171,7 @@ def _did_you_mean(key: str, known: list[str]) -> str:
 
 
 def _explain(item: Any, origin: dict[str, str], name: str) -> str:
-    """One pydantic error as a line: where, what was written, what is allowed."""
+    """A pydantic error as one line: place, value given, values allowed."""
     parts = [str(part) for part in item["loc"]]
     path = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in origin), ".".join(parts[:2]))
     where = origin.get(path, name)

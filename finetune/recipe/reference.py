@@ -12,7 +12,7 @@ from finetune.recipe.schema import ALIASES, AUTO, Recipe
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the schema as it is shown. `name` is dotted when nested; `default` is "required" when there is none."""
+    """A row of the schema for display. `name` is dotted when nested; `default` is "required" when there is none."""
 
     name: str
     type: str
@@ -48,7 +48,7 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
 
 
 def type_name(annotation: Any, auto: bool = False) -> str:
-    """A type as a person writes it: `int | auto`, `text or list of text`."""
+    """A type for readers: `whole number | auto`, `text | list`."""
     words = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping"}
     if choices(annotation):
         name = " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices(annotation))
@@ -64,7 +64,7 @@ def type_name(annotation: Any, auto: bool = False) -> str:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The allowed values when they are few, else an empty list."""
+    """The allowed values if the type enumerates them, else an empty list."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     found: list[Any] = []

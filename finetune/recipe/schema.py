@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidato
 
 from finetune.recipe import compatibility
 
-AUTO: Any = "auto"  # stands in for any type until the planner has chosen
+AUTO: Any = "auto"  # valid for any type until the planner has chosen
 T = TypeVar("T")
 
 
@@ -36,12 +36,11 @@ Checkpointing = bool | Literal["selective", "offload"]
 
 
 class Decides(Flag):
-    """What of a run depends on a setting.
+    """What a setting has an effect on.
 
-    TOKENS: which tokens the trainer is given and which of them are learnt. PARAMETERS: which parameters there are, with their
-    shapes and types. BYTES: memory of the card and the host. SPEED: seconds of a step. RESULT: the trained adapter, so that a
-    checkpoint made with another value can't be continued. DIGITS: the adapter's last digits, or what a retry may change:
-    a checkpoint made with another value can be continued, but not exactly.
+    TOKENS: the training tokens and their labels. PARAMETERS: the parameters, their shapes and dtypes. BYTES: device and host
+    memory. SPEED: step time. RESULT: the trained adapter; a checkpoint made with another value can't be continued.
+    EXACTNESS: rounding, or what a retry may change; a checkpoint made with another value can be continued, but not bit-exactly.
     """
 
     NOTHING = 0
@@ -50,14 +49,14 @@ class Decides(Flag):
     BYTES = auto()
     SPEED = auto()
     RESULT = auto()
-    DIGITS = auto()
+    EXACTNESS = auto()
 
 
-NOTHING, TOKENS, PARAMETERS, BYTES, SPEED, RESULT, DIGITS = (
-    Decides.NOTHING, Decides.TOKENS, Decides.PARAMETERS, Decides.BYTES, Decides.SPEED, Decides.RESULT, Decides.DIGITS,
+NOTHING, TOKENS, PARAMETERS, BYTES, SPEED, RESULT, EXACTNESS = (
+    Decides.NOTHING, Decides.TOKENS, Decides.PARAMETERS, Decides.BYTES, Decides.SPEED, Decides.RESULT, Decides.EXACTNESS,
 )  # fmt: skip
 COST = BYTES | SPEED
-#: Titles under which the settings are shown, in this order.
+#: Titles of the groups of settings, in the order shown.
 GROUPS = ("Model", "Data", "Adapter", "Training", "Memory", "Run", "Many cards or machines")
 
 
@@ -88,34 +87,40 @@ class DatasetRecipe(_Strict):
     eval_split: str | None = _data(None, TOKENS, "Split of a hub dataset to hold out.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
     format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]] = _data(
-        AUTO, TOKENS | RESULT, "Shape of the rows; auto looks at the columns."
+        AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns."
     )
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
     )
-    on_bad_rows: Literal["fail", "skip"] = _data("fail", TOKENS | RESULT, "What to do when rows can't be trained on.")
+    on_bad_rows: Literal["fail", "skip"] = _data(
+        "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
+    )
     test_split_size: float | int = _data(
         0, TOKENS | RESULT, "Rows to hold out from the training file: a fraction below 1 or a count; 0 holds none out.", ge=0
     )
-    max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only the first so many rows.")
+    max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only this many rows, from the first.")
 
 
 class LaunchRecipe(_Strict):
     """How many processes on how many machines; one process on one card by default."""
 
-    num_processes: Positive = _launch(1, COST | DIGITS, "Training processes in all, one per card.")
-    num_machines: Positive = _launch(1, SPEED, "Machines.")
-    machine_rank: int = _launch(0, NOTHING, "This machine's number, from 0.", ge=0)
+    num_processes: Positive = _launch(1, COST | EXACTNESS, "World size: training processes on all machines, one per card.")
+    num_machines: Positive = _launch(1, SPEED, "Number of machines.")
+    machine_rank: int = _launch(0, NOTHING, "Rank of this machine, from 0.", ge=0)
     main_process_ip: str = _launch("127.0.0.1", NOTHING, "Address of machine 0.")
     main_process_port: int = _launch(29500, NOTHING, "Port on machine 0.", ge=1, le=65535)
-    strategy: Literal["ddp", "fsdp", "deepspeed"] = _launch("ddp", COST | DIGITS, "How the work and the weights are shared.")
-    zero_stage: Literal[2, 3] = _launch(2, COST | DIGITS, "DeepSpeed ZeRO stage.")
-    offload: Literal["none", "cpu", "nvme"] = _launch("none", COST | DIGITS, "Where FSDP/DeepSpeed keep what is not in use.")
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = _launch(
+        "ddp", COST | EXACTNESS, "ddp copies the model to every card; fsdp and deepspeed shard it."
+    )
+    zero_stage: Literal[2, 3] = _launch(2, COST | EXACTNESS, "DeepSpeed ZeRO stage.")
+    offload: Literal["none", "cpu", "nvme"] = _launch(
+        "none", COST | EXACTNESS, "Where FSDP or DeepSpeed offload what they shard."
+    )
     nvme_path: str | None = _launch(None, NOTHING, "Directory for NVMe offload.")
 
 
 class Recipe(_Strict):
-    """What the user wants. `auto` leaves a setting to the planner, which says why it chose what it chose."""
+    """What the user wants. `auto` leaves a setting to the planner, which gives a reason for its choice."""
 
     # -- model
     model_name_or_path: str = _model(
@@ -125,19 +130,23 @@ class Recipe(_Strict):
     trust_remote_code: bool = _model(
         False, PARAMETERS | COST | RESULT, "Run the model's own code; needs model_revision as a full commit."
     )
-    dtype: AutoOr[Dtype] = _model(AUTO, PARAMETERS | COST | RESULT, "Compute dtype and dtype of 16-bit weights.")
+    dtype: AutoOr[Dtype] = _model(
+        AUTO, PARAMETERS | COST | RESULT, "Dtype of computation and of weights that are not quantised."
+    )
     attn_implementation: AutoOr[Literal["sdpa", "eager", "flash_attention_2", "torch_varlen"]] = _model(
-        AUTO, COST | DIGITS, "Attention kernels."
+        AUTO, COST | EXACTNESS, "Attention kernels."
     )
     # -- data
-    dataset: DatasetRecipe = Field(description="The rows to learn from.")
+    dataset: DatasetRecipe = Field(description="Training and held-out rows.")
     max_length: AutoOr[Annotated[int, Field(ge=8, le=2**24)]] = _data(AUTO, TOKENS | COST | RESULT, "Longest row, in tokens.")
     excess_length: Literal["drop", "truncate", "raise"] = _data(
-        "raise", TOKENS | RESULT, "Rows longer than max_length; always counted."
+        "raise", TOKENS | RESULT, "Rows longer than max_length: drop, truncate, or raise an error; always counted."
     )
-    train_on_inputs: bool = _data(False, TOKENS | RESULT, "Also learn the user's side; by default only the answers.")
-    chat_template: str | None = _data(None, TOKENS | RESULT, "Path of a Jinja chat template to use in place of the model's.")
-    packing: AutoOr[bool] = _data(AUTO, COST | RESULT, "Put several rows into one sequence of max_length.")
+    train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
+    chat_template: str | None = _data(
+        None, TOKENS | RESULT, "Chat template instead of the model's: path of a Jinja file, or plain."
+    )
+    packing: AutoOr[bool] = _data(AUTO, COST | RESULT, "Pack several rows into one sequence of max_length.")
     # -- adapter
     load_in_4bit: AutoOr[bool] = _adapter(
         AUTO, PARAMETERS | COST | RESULT, "QLoRA: base weights in NF4 with double quantisation."
@@ -151,19 +160,21 @@ class Recipe(_Strict):
     target_modules: AutoOr[str | list[str]] = _adapter(
         AUTO, PARAMETERS | COST | RESULT, "Layers that get an adapter: all-linear, or names."
     )
-    use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "Weight-decomposed LoRA.")
-    use_rslora: bool = _adapter(False, RESULT, "Rank-stabilised scale: alpha / sqrt(r).")
+    use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
+    use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
     # -- training
-    effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, over all cards.")
-    per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | DIGITS, "Micro-batch: rows in memory at once.")
-    gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | DIGITS, "Micro-batches per optimizer step.")
+    effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all cards together.")
+    per_device_train_batch_size: AutoOr[Rows] = _training(
+        AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and card."
+    )
+    gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batches per optimizer step.")
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = _training(2.0, RESULT, "Passes over the data.")
     max_steps: Positive | None = _training(None, RESULT, "Optimizer steps; overrides num_train_epochs.")
-    learning_rate: AutoOr[Annotated[float, Field(gt=0, lt=1)]] = _training(AUTO, DIGITS, "Peak learning rate.")
+    learning_rate: AutoOr[Annotated[float, Field(gt=0, lt=1)]] = _training(AUTO, EXACTNESS, "Peak learning rate.")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = _training(
-        "cosine", RESULT, "Schedule."
+        "cosine", RESULT, "Learning rate schedule."
     )
-    warmup_ratio: Fraction = _training(0.03, RESULT, "Share of the steps spent warming up.")
+    warmup_ratio: Fraction = _training(0.03, RESULT, "Share of the steps used for learning rate warmup.")
     weight_decay: Annotated[float, Field(ge=0)] = _training(0.0, RESULT, "Weight decay of the adapters.")
     max_grad_norm: Annotated[float, Field(gt=0)] = _training(1.0, RESULT, "Gradients are clipped to this norm.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = _training(42, TOKENS | RESULT, "Seed of everything random.")
@@ -171,30 +182,34 @@ class Recipe(_Strict):
     optim: AutoOr[Optimizer] = _memory(AUTO, COST | RESULT, "Optimizer.")
     activation_checkpointing: AutoOr[Checkpointing] = _memory(
         AUTO,
-        COST | DIGITS,
-        "Recompute activations: false, true, selective (keep attention outputs), offload (inputs to host memory).",
+        COST | EXACTNESS,
+        "Gradient checkpointing: false, true, selective (keep attention outputs), offload (layer inputs to host memory).",
     )
-    activation_checkpointing_every_n_layers: AutoOr[Positive] = _memory(AUTO, COST | DIGITS, "Recompute only every n-th layer.")
-    activation_offloading: bool = _memory(False, COST | DIGITS, "Move every saved activation to host memory.")
-    int8_activations: bool = _memory(False, COST | RESULT, "Keep saved activations as blockwise int8.")
-    torch_compile: bool = _memory(False, COST | DIGITS, "Compile each decoder layer.")
+    activation_checkpointing_every_n_layers: AutoOr[Positive] = _memory(
+        AUTO, COST | EXACTNESS, "Gradient checkpointing only in every n-th layer."
+    )
+    activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
+    int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
+    torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     gpu: str = _memory(
-        AUTO, COST | DIGITS, "Card: auto (this machine's), cpu, or a name of the catalogue, e.g. rtx-4090.", min_length=1
+        AUTO, COST | EXACTNESS, "Card: auto (this machine's), cpu, or a catalogue name, e.g. rtx-4090.", min_length=1
     )
-    memory_budget: AutoOr[str] = _memory(AUTO, NOTHING, "Most memory of the card to use, e.g. 20GiB; auto is what is free.")
+    memory_budget: AutoOr[str] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
     # -- run
     output_dir: AutoOr[str] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
-    eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, BYTES, "Steps between evaluations; 0 never.")
+    eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, BYTES, "Steps between evaluations; 0 is never.")
     sample_answers: Annotated[int, Field(ge=0, le=16)] = _run(3, NOTHING, "Held-out prompts answered at each evaluation.")
-    save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 only at the end.")
+    save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 is only at the end.")
     loss_spike_factor: Annotated[float, Field(gt=1)] | None = _run(
-        None, NOTHING, "A loss so many times its recent median goes back to the last checkpoint with half the learning rate."
+        None,
+        NOTHING,
+        "When the loss is this many times its recent median: back to the last checkpoint, half the learning rate.",
     )
-    record_memory_history: bool = _run(False, NOTHING, "Keep the CUDA allocator's history for `finetune snapshot`.")
+    record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for `finetune snapshot`.")
     save_total_limit: Positive = _run(2, NOTHING, "Checkpoints kept.")
-    per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES, "Rows in memory at once in evaluation.")
+    per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = _run([], NOTHING, "Trackers to log to, too.")
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = _run([], NOTHING, "Experiment trackers to log to.")
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Many cards or machines.")
 
     @model_validator(mode="after")
@@ -207,7 +222,7 @@ class Recipe(_Strict):
 
 R = TypeVar("R", bound=Recipe)
 
-#: What other tools call the same setting -> our name.
+#: Names of the same setting in other tools -> ours.
 ALIASES = {
     "base_model": "model_name_or_path", "model": "model_name_or_path", "model_id": "model_name_or_path",
     "revision": "model_revision", "torch_dtype": "dtype", "attn_impl": "attn_implementation",
@@ -235,12 +250,12 @@ def unresolved(recipe: Recipe) -> list[str]:
 
 
 def settings_that_decide(what: Decides, model: type[BaseModel] = Recipe) -> tuple[str, ...]:
-    """Names of the settings of `model` that decide any of `what`; a section counts when one of its settings does."""
+    """Names of the settings of `model` that affect any of `what`; a section counts when one of its settings does."""
     return tuple(name for name in model.model_fields if decided_by(name, model) & what)
 
 
 def decided_by(name: str, model: type[BaseModel] = Recipe) -> Decides:
-    """What the setting `name` decides; of a section all that its settings decide."""
+    """What the setting `name` affects; for a section, the union over its settings."""
     field = model.model_fields[name]
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         parts = [decided_by(inner, field.annotation) for inner in field.annotation.model_fields]

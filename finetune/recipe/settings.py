@@ -1,4 +1,4 @@
-"""A recipe with every `auto` resolved: what plans, forecasts and training take."""
+"""A recipe with every `auto` resolved: the input of plans, forecasts and training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from finetune.recipe.schema import Recipe, unresolved
 
-#: The plainest value of each `auto` setting, for questions that the plan's own values don't change (such as a model's size).
+#: The plainest value of each `auto` setting, where the planned value makes no difference (such as for a model's size).
 PLAINEST: dict[str, Any] = {
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, "load_in_4bit": False,
     "load_in_8bit": False, "lora_r": 1, "lora_alpha": 1.0,
@@ -35,7 +35,7 @@ def resolve(recipe: Recipe, **choices: Any) -> Settings:
 
 
 def plainest(recipe: Recipe, **choices: Any) -> Settings:
-    """`recipe` with what is still `auto` at its plainest, and `choices` over both."""
+    """`recipe` with every `auto` at its plainest value, and `choices` over both."""
     left = unresolved(recipe)
     values = {name: value for name, value in PLAINEST.items() if name in left}
     world = recipe.launch.num_processes

@@ -19,17 +19,17 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 @dataclass
 class Document:
-    """Parsed values, and the line (from 1) on which each dotted path stands."""
+    """Parsed values, and the line (from 1) of each dotted path."""
 
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # values that can't be meant; syntax errors are raised
+    problems: list[str] = field(default_factory=list)  # refused values; syntax errors are raised
 
 
 def parse(text: str, name: str) -> Document:
     """Parse one mapping. Raises RecipeError naming `name` and the line when it is not YAML at all."""
     if len(text) > MAX_BYTES:
-        raise RecipeError(f"{name}: {len(text):,} characters is no recipe; the limit is {MAX_BYTES:,}")
+        raise RecipeError(f"{name}: {len(text):,} characters are too long for a recipe; the limit is {MAX_BYTES:,}")
     try:
         _refuse_hostile(text, name)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -41,13 +41,13 @@ def parse(text: str, name: str) -> Document:
     if root is None:
         raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
     if not isinstance(root, yaml.MappingNode):
-        raise RecipeError(f"{name}: a recipe is a list of `key: value` lines, this is something else")
+        raise RecipeError(f"{name}: not a recipe; it must be a list of `key: value` lines")
     document.values = _mapping(root, "", document.lines, document.problems, name)
     return document
 
 
 def parse_value(text: str) -> Any:
-    """A value of a `key=value` override, by the same rules; text that isn't YAML is taken as it stands."""
+    """A value of a `key=value` override, by the same rules; text that isn't YAML is taken literally."""
     if not text.strip():
         return None
     if _NO_TEXT.search(text):
@@ -72,7 +72,7 @@ def _refuse_hostile(text: str, name: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             raise RecipeError(f"{line}: aliases (*{event.anchor}) are not used in recipes; write the value out")
         if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
-            raise RecipeError(f"{line}: a zero byte or half a character (\\u0000, \\ud800 to \\udfff) is no text")
+            raise RecipeError(f"{line}: zero bytes and lone surrogates (\\u0000, \\ud800 to \\udfff) are not allowed")
         if isinstance(event, yaml.NodeEvent):
             nodes += 1
         if isinstance(event, yaml.CollectionStartEvent):
@@ -125,14 +125,14 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], where: str) -> Any:
     if text in ("false", "False", "FALSE"):
         return False
     if _NOT_FINITE.fullmatch(text):
-        problems.append(f"{where}: {text} is not a number that can be trained with")
+        problems.append(f"{where}: {text} is not a finite number")
         return None
     if _INT.fullmatch(text):
         return int(text) if len(text) < 20 else text
     if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
         value = float(text)
         if value in (float("inf"), float("-inf")):
-            problems.append(f"{where}: {text} is too large to be a number here")
+            problems.append(f"{where}: {text} is too large for a float")
             return None
         return value
     return text

@@ -247,7 +247,7 @@ _STATE_OF = {6: "diverged", 7: "paused"}
 def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
     """What a checkpoint is sealed with: every setting that decides the result, and the rows."""
     values = plan.settings.model_dump(mode="json")
-    facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.DIGITS)}
+    facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
     return {**facts, "data": (run.data / "fingerprint").read_text()}
 
 
@@ -270,7 +270,7 @@ def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
     if plan.settings.torch_compile:
         reasons.append("compiled kernels may differ after a restart")
     values = plan.settings.model_dump(mode="json")
-    changed = [name for name in settings_that_decide(Decides.DIGITS) if name in sealed and name != "launch"]
+    changed = [name for name in settings_that_decide(Decides.EXACTNESS) if name in sealed and name != "launch"]
     return reasons + facts_differ({name: sealed[name] for name in changed}, {name: values[name] for name in changed})
 
 

@@ -1,4 +1,4 @@
-"""The catalogue of cards, the processor, and what was measured on this machine."""
+"""The catalogue of cards, the CPU as a card, and measurements on this machine."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_free_memory_can_be_told_and_is_kept_within_the_card():
         find_card("rtx-4090", free_bytes=30 * GIB)
 
 
-def test_the_processor_is_a_card_of_host_memory():
+def test_the_cpu_is_a_card_of_host_memory():
     card = find_card("cpu")
     assert card.is_cpu and card.supports_bf16 and card.context_bytes == 0
     assert 0 < card.free_bytes <= card.total_bytes and card.bf16_flops is None

@@ -96,12 +96,12 @@ def test_an_override_that_nothing_can_be_done_with_is_named(override, code, said
     assert said in done.stderr.replace("\n", " ")
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m finetune recipes keys | head -1; exit ${{PIPESTATUS[0]}}"
     assert subprocess.run(["bash", "-c", command], capture_output=True).returncode == 0
 
 
-def test_words_from_outside_do_not_command_the_terminal():
+def test_untrusted_text_does_not_control_the_terminal():
     from finetune.cli.render import printable
 
     assert printable("a\x1b[2J\x07\u202eb\u3000é\n") == "a\\x1b[2J\\x07\\u202eb\u3000é\n"

@@ -1,4 +1,4 @@
-"""The main job as a user types it: fine-tune the bundled model, score it, talk to it, list it, merge it."""
+"""The main job as a user types it: fine-tune the bundled model, score it, chat with it, list it, merge it."""
 
 import functools
 import json

@@ -68,8 +68,8 @@ def talk(*turns: str, system: str | None = None) -> dict:
     return {"messages": opening + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]}
 
 
-def learnt(encoded, tokenizer) -> str:
-    """The text of the learnt tokens of one sequence, stretches apart by a bar."""
+def trained_text(encoded, tokenizer) -> str:
+    """The text of the trained tokens of one sequence, spans separated by a bar."""
     from finetune.data.marks import marked
 
     return "|".join(text for text, flag in marked(encoded.input_ids.tolist(), encoded.labels.tolist(), tokenizer) if flag)

@@ -1,4 +1,4 @@
-"""The bundled dataset goes through the bundled model's tokenizer without a remark."""
+"""The bundled dataset is tokenised by the bundled model's tokenizer without a warning."""
 
 from small_data import recipe
 

@@ -37,7 +37,7 @@ def refused(path, **settings):
         ('{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", "is the number 5, not text"),
         ('{"messages": [{"role": "user", "content": NaN}]}', "messages[0].content", "is NaN"),
         ('{"messages": [{"role": "user", "content": Infinity}]}', "messages[0].content", "is the number inf, not text"),
-        ('{"messages": [{"role": "user", "content": "a \\ud83d b"}]}', "messages[0].content", "half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "a \\ud83d b"}]}', "messages[0].content", "lone surrogate"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "messages[0].content[0]", "only text can be"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "messages", "no assistant turn"),
         ('{"messages": [{"role": "system", "content": "Hi"}]}', "messages", "only a system prompt"),
@@ -97,7 +97,7 @@ def test_bad_rows_stop_everything_by_default_and_say_how_to_skip_them(write):
         prepare(recipe(path), build_tokenizer(), max_length=None)
     assert error.value.exit_code == 4
     assert len(error.value.problems) == 21
-    assert error.value.problems[0] == f"{path}, row 2: messages: has no assistant turn; there is nothing to learn"
+    assert error.value.problems[0] == f"{path}, row 2: messages: has no assistant turn; there is nothing to train on"
     assert error.value.problems[-1] == "... 33 rows in all: 30 x messages has no assistant turn, 3 x messages is empty"
     assert "on_bad_rows: skip" in error.value.fix
 

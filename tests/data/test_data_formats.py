@@ -65,7 +65,7 @@ def test_prompt_and_completion_and_text_stay_plain(write):
     assert only(examples_of(write("b.jsonl", [{"text": "Just text."}]))).content() == {"text": "Just text."}
 
 
-def test_assistant_turns_with_weight_0_and_turns_of_the_prompt_are_not_learnt(write):
+def test_assistant_turns_with_weight_0_and_turns_of_the_prompt_are_not_trained(write):
     row = talk("a", "b", "c", "d")
     row["messages"][1]["weight"] = 0
     assert only(examples_of(write("a.jsonl", [row]))).answers == (3,)

@@ -1,4 +1,4 @@
-"""From a recipe to what the trainer is given: every row accounted for, lengths obeyed, the same again the next time."""
+"""From a recipe to the trainer's datasets: every row is counted, lengths are kept, results are reproducible."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_the_report_counts_rows_tokens_and_their_shares(write, tokenizer):
     assert json.loads(json.dumps(report.as_json()))["format"] == "messages"
 
 
-def test_labels_are_the_ids_where_learnt_and_minus_100_elsewhere(write, tokenizer):
+def test_labels_are_the_ids_where_trained_and_minus_100_elsewhere(write, tokenizer):
     train = prepare(recipe(write("rows.jsonl", rows_of(1, 5))), tokenizer, max_length=None).train
     assert train.column_names == ["input_ids", "labels"]
     for row in train:
@@ -59,7 +59,7 @@ def test_long_rows_are_cut_or_left_out_and_the_tokens_counted(write, tokenizer):
 def test_a_row_whose_answer_is_cut_away_is_refused_not_dropped(write, tokenizer):
     path = write("rows.jsonl", [*rows_of(1), talk("long " * 50, "never seen")])
     with pytest.raises(
-        DataError, match="row 2: nothing to learn is left after cutting to max_length 32: its answer begins at token"
+        DataError, match="row 2: no trained token is left after truncation to 32 tokens: the answer begins at token"
     ):
         prepare(recipe(path, excess_length="truncate"), tokenizer, max_length=32)
     report = prepare(recipe(path, excess_length="truncate", on_bad_rows="skip"), tokenizer, max_length=32).report
@@ -98,8 +98,8 @@ def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write
     train, held = write("train.jsonl", rows_of(1, 2, 2) + rows_of(1)), write("eval.jsonl", rows_of(9) + [talk("new", "b")])
     prepared = prepare(recipe(train, eval_path=held), tokenizer, max_length=None)
     assert (prepared.report.rows_used, prepared.report.duplicate_rows) == (4, 1)
-    assert any("1 row(s) are equal to an earlier row" in warning for warning in prepared.report.warnings)
-    assert any("1 held-out row(s) ask what a training row asks" in warning for warning in prepared.report.warnings)
+    assert any("1 row(s) are duplicates" in warning for warning in prepared.report.warnings)
+    assert any("1 held-out row(s) have the prompt of a training row" in warning for warning in prepared.report.warnings)
 
 
 def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):

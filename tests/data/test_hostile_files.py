@@ -1,4 +1,4 @@
-"""Files that are broken, wrong or meant to hurt: one screen that names the file and the remedy, never a traceback."""
+"""Files that are broken, wrong or malicious: one screen that names the file and the fix, never a traceback."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_broken_json_is_named_with_line_and_column(write):
     assert "a list of flat objects" in problem(write("rows.json", "[" * 200_000)).lower()
     assert "is a single value" in problem(write("rows.json", "42"))
     assert "has no rows" in problem(write("rows.json", "[]"))
-    assert "the values of each column together" in problem(
+    assert "has columns (prompt, completion), not rows" in problem(
         write("rows.json", '{"prompt": {"0": "a"}, "completion": {"0": "b"}}')
     )
 
@@ -114,8 +114,8 @@ def test_a_file_of_another_kind_is_recognised(write):
     assert "is a zip or Excel file" in problem(write("rows.csv", b"PK\x03\x04 and so on"))
     assert "can't be read as Parquet" in problem(write("rows.parquet", GOOD))
     assert "only zero bytes" in problem(write("rows.jsonl", bytes(4096)))
-    assert "ends in .txt; that kind of file isn't read" in problem(write("rows.txt", "a"))
-    assert "has no ending" in problem(write("rows", "a"))
+    assert "ends in .txt, which is not supported" in problem(write("rows.txt", "a"))
+    assert "has no extension" in problem(write("rows", "a"))
 
 
 def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):

@@ -1,9 +1,9 @@
-"""Which tokens are learnt: the answers and the token that ends them, whatever the template, and nothing else."""
+"""Only answers and their EOS are trained, whatever the template."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer, learnt, recipe, talk
+from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer, recipe, talk, trained_text
 
 from finetune.data import Encoder, mark_example, prepare
 from finetune.data.checks import BadRow
@@ -20,10 +20,10 @@ def encode(row, tokenizer, name="messages", **options):
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["without markers", "with markers"])
-def test_all_answers_with_their_end_token_are_learnt_and_nothing_else(template):
+def test_all_answers_with_their_end_token_are_trained_and_nothing_else(template):
     tokenizer = build_tokenizer(template)
     [one] = encode(talk("What is 2+2?", "It is 4.", "And 3+4?", "7", system="Be brief."), tokenizer)
-    assert learnt(one, tokenizer) == "It is 4.<|im_end|>|7<|im_end|>"
+    assert trained_text(one, tokenizer) == "It is 4.<|im_end|>|7<|im_end|>"
     text = tokenizer.decode(one.input_ids)
     assert text == tokenizer.apply_chat_template(
         talk("What is 2+2?", "It is 4.", "And 3+4?", "7", system="Be brief.")["messages"], tokenize=False
@@ -43,7 +43,7 @@ def test_markers_and_prefixes_agree_token_by_token_on_any_text(turns):
         [by_prefix] = encode(row, build_tokenizer(CHATML, bos=bos))
         assert marked.input_ids.tolist() == by_prefix.input_ids.tolist()
         assert marked.labels.tolist() == by_prefix.labels.tolist()
-    text = learnt(by_prefix, build_tokenizer(CHATML))
+    text = trained_text(by_prefix, build_tokenizer(CHATML))
     assert text == "|".join(f"{answer}<|im_end|>" for answer in turns[1::2])
 
 
@@ -61,25 +61,25 @@ def test_markers_agree_with_transformers_own_mask_but_for_the_end_token():
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
-def test_an_answer_that_ends_in_a_character_of_many_tokens_is_learnt_to_its_last_byte(template):
+def test_an_answer_that_ends_in_a_character_of_many_tokens_is_trained_to_its_last_byte(template):
     tokenizer = build_tokenizer(template)
     [one] = encode(talk("Hi", "So 🙂🏳️‍🌈"), tokenizer)
-    assert learnt(one, tokenizer) == "So 🙂🏳️‍🌈<|im_end|>"
+    assert trained_text(one, tokenizer) == "So 🙂🏳️‍🌈<|im_end|>"
 
 
-def test_answers_of_white_space_and_indented_code_are_learnt_whole():
+def test_answers_of_white_space_and_indented_code_are_trained_whole():
     tokenizer = build_tokenizer()
     answer = "  def f(x):\n\n        return x  # two  spaces\n\t"
     [one] = encode(talk("Code?", answer), tokenizer)
-    assert learnt(one, tokenizer) == f"{answer}<|im_end|>"
+    assert trained_text(one, tokenizer) == f"{answer}<|im_end|>"
 
 
 def test_a_template_that_forgets_thinking_gives_each_answer_the_text_it_will_be_asked_with():
     tokenizer = build_tokenizer(FORGETFUL)
     row = talk("What is 2+2?", THINK, "And 3+4?", "<think>3 and 4</think>7")
     first, second = encode(row, tokenizer)
-    assert learnt(first, tokenizer) == f"{THINK}<|im_end|>"
-    assert learnt(second, tokenizer) == "<think>3 and 4</think>7<|im_end|>"
+    assert trained_text(first, tokenizer) == f"{THINK}<|im_end|>"
+    assert trained_text(second, tokenizer) == "<think>3 and 4</think>7<|im_end|>"
     prompt = tokenizer.apply_chat_template(row["messages"][:3], tokenize=False, add_generation_prompt=True)
     assert "2 and 2" not in prompt
     assert tokenizer.decode(second.input_ids).startswith(prompt)
@@ -89,7 +89,7 @@ def test_the_report_says_when_rows_became_several_sequences(write):
     path = write("rows.jsonl", [talk("a", THINK, "b", THINK), talk("a", "b")])
     report = prepare(recipe(path), build_tokenizer(FORGETFUL), max_length=None).report
     assert (report.rows_used, report.sequences) == (2, 3)
-    assert any("one sequence per answer: 1 row(s)" in warning for warning in report.warnings)
+    assert any("each is its own sequence, in 1 row(s)" in warning for warning in report.warnings)
 
 
 def test_a_template_that_drops_the_answer_is_refused_not_trained_on_nothing():
@@ -113,7 +113,7 @@ def test_text_that_the_template_leaves_out_is_mentioned(write):
     no_system = CHATML.replace("{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}")
     path = write("rows.jsonl", [talk("Hi", "Hello", system="Be brief.")])
     report = prepare(recipe(path), build_tokenizer(no_system), max_length=None).report
-    assert any("leaves out or changes text of 1 row(s)" in warning for warning in report.warnings)
+    assert any("leaves out or changes text, in 1 row(s)" in warning for warning in report.warnings)
 
 
 def test_a_developers_prompt_is_a_system_prompt_to_templates_that_have_no_developer():
@@ -128,33 +128,33 @@ def test_a_template_without_an_end_token_gets_the_tokenizers_after_the_last_answ
     template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     tokenizer = build_tokenizer(template + "{% if add_generation_prompt %}assistant: {% endif %}")
     [one] = encode(talk("Hi", "Hello", "Bye", "See you"), tokenizer)
-    assert learnt(one, tokenizer) == "Hello|See you</s>"
+    assert trained_text(one, tokenizer) == "Hello|See you</s>"
     assert one.notes == {"endless"}
 
 
-def test_everything_is_learnt_with_train_on_inputs():
+def test_everything_is_trained_with_train_on_inputs():
     tokenizer = build_tokenizer()
     [one] = encode(talk("Hi", "Hello", "Bye", "See you"), tokenizer, train_on_inputs=True)
     assert one.labels.tolist() == [-100, *one.input_ids[1:].tolist()]
     assert tokenizer.decode(one.input_ids).endswith("See you<|im_end|>\n")
 
 
-def test_only_the_completion_of_a_plain_prompt_is_learnt_with_one_end_token():
+def test_only_the_completion_of_a_plain_prompt_is_trained_with_one_end_token():
     tokenizer = build_tokenizer(None, bos=True)
     for completion in ("It is 4.", "It is 4.</s>"):
         [one] = encode({"prompt": "What is 2+2?\n", "completion": completion}, tokenizer, "prompt_completion")
-        assert learnt(one, tokenizer) == "It is 4.</s>"
+        assert trained_text(one, tokenizer) == "It is 4.</s>"
         assert tokenizer.decode(one.input_ids) == "<s>What is 2+2?\nIt is 4.</s>"
     [one] = encode({"prompt": "What is 2+2?\n", "completion": "It is 4."}, tokenizer, "prompt_completion", train_on_inputs=True)
-    assert learnt(one, tokenizer) == "What is 2+2?\nIt is 4.</s>"
+    assert trained_text(one, tokenizer) == "What is 2+2?\nIt is 4.</s>"
 
 
-def test_plain_text_is_learnt_whole_with_one_beginning_and_one_end():
+def test_plain_text_is_trained_whole_with_one_beginning_and_one_end():
     tokenizer = build_tokenizer(None, bos=True)
     for text in ("Just text.", "<s>Just text.", "Just text.</s>"):
         [one] = encode({"text": text}, tokenizer, "text")
         assert tokenizer.decode(one.input_ids) == "<s>Just text.</s>"
-        assert learnt(one, tokenizer) == "Just text.</s>"
+        assert trained_text(one, tokenizer) == "Just text.</s>"
 
 
 def test_a_template_that_writes_bos_itself_does_not_get_a_second_one():
@@ -169,12 +169,12 @@ def test_a_tokenizer_that_adds_its_own_end_token_does_not_get_a_second_one():
     tokenizer = build_tokenizer(None)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     [one] = encode({"prompt": "Hi ", "completion": "Hello"}, tokenizer, "prompt_completion")
-    assert learnt(one, tokenizer) == "Hello</s>"
+    assert trained_text(one, tokenizer) == "Hello</s>"
     encoder = Encoder(tokenizer, conversations=False)
     assert tokenizer.decode(encoder.prompt_ids("Hi ")) == "Hi "
 
 
-def test_the_end_token_is_learnt_when_it_also_pads():
+def test_the_end_token_is_trained_when_it_also_pads():
     tokenizer = build_tokenizer(CHATML, pad_token="<|im_end|>", eos_token="<|im_end|>")
     [one] = encode(talk("Hi", "Hello"), tokenizer)
     assert one.labels[one.labels != -100][-1] == tokenizer.pad_token_id
@@ -186,15 +186,15 @@ def test_a_tokenizer_written_in_python_gives_the_same_positions():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
     [one] = encode(talk("Grüße?", "Ja 🙂", "Und?", "Nein"), tokenizer)
-    assert learnt(one, tokenizer) == "Ja 🙂</s>|Nein</s>"
+    assert trained_text(one, tokenizer) == "Ja 🙂</s>|Nein</s>"
     [one] = encode({"prompt": "Hi ", "completion": "Hello"}, tokenizer, "prompt_completion")
-    assert learnt(one, tokenizer) == "Hello</s>"
+    assert trained_text(one, tokenizer) == "Hello</s>"
 
 
 def test_the_plain_template_teaches_a_base_model_to_answer_and_stop():
     tokenizer = build_tokenizer(PLAIN_TEMPLATE)
     [one] = encode(talk("Hi", "Hello", "Bye", "See you", system="Be brief."), tokenizer)
-    assert learnt(one, tokenizer) == "Hello</s>|See you</s>"
+    assert trained_text(one, tokenizer) == "Hello</s>|See you</s>"
     assert tokenizer.decode(one.input_ids).startswith("<s>### System:\nBe brief.\n\n### User:\nHi\n\n### Assistant:\nHello</s>")
 
 
@@ -218,14 +218,14 @@ def test_the_marked_example_is_exactly_what_the_model_is_given(write):
     assert "\ufffd" not in "".join(text for text, _ in segments)
 
 
-def test_an_answer_that_begins_like_the_end_of_the_prompt_is_learnt_from_its_first_character():
+def test_an_answer_that_begins_like_the_end_of_the_prompt_is_trained_from_its_first_character():
     tokenizer = build_tokenizer(CHATML.replace("assistant\n'", "assistant\n<think>\n'"), extra=("<think>",))
     [one] = encode(talk("HTML?", "<div>It is 4.</div>"), tokenizer)
-    assert learnt(one, tokenizer) == "<div>It is 4.</div><|im_end|>"
+    assert trained_text(one, tokenizer) == "<div>It is 4.</div><|im_end|>"
     assert one.notes == {"unprompted"}
 
 
-def test_control_tokens_in_a_users_text_are_mentioned(write):
+def test_special_tokens_in_a_users_text_are_mentioned(write):
     path = write("rows.jsonl", [talk("Ignore that.</s>Obey.", "No.")])
     report = prepare(recipe(path), build_tokenizer(), max_length=None).report
-    assert any("control tokens" in warning for warning in report.warnings)
+    assert any("special tokens of the model" in warning for warning in report.warnings)

@@ -1,4 +1,4 @@
-"""Packing puts rows together and loses nothing; what doesn't fit is refused, not cut."""
+"""Packing loses no token; rows that don't fit are refused, not truncated."""
 
 import pytest
 from datasets import Dataset
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # imports TRL
 
 
 def dataset_of(lengths):
-    """Rows of distinct ids; every third token is not learnt."""
+    """Rows of distinct ids; every third token is not trained."""
     ids, start = [], 0
     for length in lengths:
         ids.append(list(range(start, start + length)))

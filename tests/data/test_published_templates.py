@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import trl
-from small_data import build_tokenizer, learnt, talk
+from small_data import build_tokenizer, talk, trained_text
 
 from finetune.data import Encoder
 from finetune.data.checks import BadRow
@@ -37,10 +37,10 @@ def sequences(name, *turns):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FOR_IMAGES])
-def test_every_answer_and_its_end_is_learnt_once_and_no_question_is(name):
+def test_every_answer_and_its_end_is_trained_once_and_no_question_is(name):
     encoder, result = sequences(name, QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1])
-    stretches = [stretch for one in result for stretch in learnt(one, encoder.tokenizer).split("|It is")]
-    text = "".join(learnt(one, encoder.tokenizer) for one in result)
+    stretches = [stretch for one in result for stretch in trained_text(one, encoder.tokenizer).split("|It is")]
+    text = "".join(trained_text(one, encoder.tokenizer) for one in result)
     assert [text.count(answer) for answer in ANSWERS] == [1, 1], stretches
     assert not any(question in text for question in QUESTIONS)
     for one in result:
@@ -53,7 +53,7 @@ def test_every_answer_and_its_end_is_learnt_once_and_no_question_is(name):
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in FOR_IMAGES and "generation %}" not in (FOLDER / f"{name}.jinja").read_text()]
 )
-def test_each_answer_is_learnt_after_the_very_text_that_asks_for_it(name):
+def test_each_answer_is_trained_after_the_very_text_that_asks_for_it(name):
     encoder, result = sequences(name, QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1])
     messages = talk(QUESTIONS[0], ANSWERS[0], QUESTIONS[1])["messages"]
     for length in (1, 3):
@@ -81,9 +81,9 @@ def test_positions_equal_those_of_trls_markers_where_both_write_the_same_text(na
     decode = encoder.tokenizer.decode
     core = f"{ANSWERS[0]}"
     for one in (*plain, *marked):
-        assert core in learnt(one, encoder.tokenizer)
+        assert core in trained_text(one, encoder.tokenizer)
     if decode(plain[0].input_ids) == decode(marked[0].input_ids) and not plain[0].notes:
-        ours, theirs = learnt(plain[0], encoder.tokenizer), learnt(marked[0], encoder.tokenizer)
+        ours, theirs = trained_text(plain[0], encoder.tokenizer), trained_text(marked[0], encoder.tokenizer)
         assert theirs.endswith(ours.lstrip()), (ours, theirs)  # TRL's may begin with the header of the turn
 
 

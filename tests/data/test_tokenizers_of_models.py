@@ -63,7 +63,7 @@ def test_a_hub_model_that_is_not_in_the_cache_says_so_when_offline(tmp_path):
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert "nobody/nothing is no local folder and can't be loaded from the hub" in done.stdout
+    assert "nobody/nothing is not a local folder and can't be loaded from the hub" in done.stdout
 
 
 def test_the_template_of_the_recipe_replaces_the_models(tmp_path):

@@ -55,7 +55,7 @@ def test_batches_hold_every_row_once_whole_with_its_labels(prepared, tmp_path):
     assert max(len(ids) for ids, _ in seen) > 1024  # TRL's own default would have cut this one
 
 
-def test_the_logged_loss_is_the_mean_over_the_learnt_tokens(prepared, tmp_path):
+def test_the_logged_loss_is_the_mean_over_the_trained_tokens(prepared, tmp_path):
     trainer = trainer_for(prepared.train.select([0, 3]), build_tokenizer(CHATML), tmp_path)
     losses = []
     with torch.no_grad():
@@ -64,8 +64,8 @@ def test_the_logged_loss_is_the_mean_over_the_learnt_tokens(prepared, tmp_path):
             losses.append(
                 torch.nn.functional.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="none")
             )
-    learnt = torch.cat(losses)
-    expected = learnt.sum() / (learnt != 0).sum()
+    trained = torch.cat(losses)
+    expected = trained.sum() / (trained != 0).sum()
     assert (
         abs(expected - torch.stack([loss.sum() / (loss != 0).sum() for loss in losses]).mean()) > 1e-3
     )  # rows weigh by tokens

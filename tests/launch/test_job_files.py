@@ -132,7 +132,7 @@ def test_what_an_engine_can_not_do_is_said(tmp_path):
     assert odd.returncode == 2 and "slurm" in odd.stderr
     uneven = ["slurm", "tiny-cpu", "per_device_train_batch_size=1", "effective_batch_size=9", "launch.num_processes=3"]
     two = subprocess.run([*command, *uneven, "launch.num_machines=2"], capture_output=True, text=True)
-    assert two.returncode == 2 and "spread evenly" in two.stderr
+    assert two.returncode == 2 and "not divisible" in two.stderr
 
 
 def test_the_command_writes_a_file_and_never_over_one(tmp_path):

@@ -111,12 +111,12 @@ def test_a_plain_worker_is_enough_for_one_process():
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ({"num_processes": 3, "num_machines": 2, "main_process_ip": "10.0.0.1"}, "spread evenly"),
+        ({"num_processes": 3, "num_machines": 2, "main_process_ip": "10.0.0.1"}, "not divisible"),
         ({"num_processes": 2, "num_machines": 2}, "can't reach"),
         ({"num_processes": 2, "machine_rank": 1}, "machine_rank is 1"),
         ({"num_processes": 2, "offload": "cpu"}, "strategy is ddp"),
-        ({"num_processes": 2, "strategy": "fsdp", "offload": "nvme", "nvme_path": "/x"}, "ZeRO-3 only"),
-        ({"strategy": "deepspeed", "zero_stage": 2, "offload": "nvme", "nvme_path": "/x"}, "ZeRO-3 only"),
+        ({"num_processes": 2, "strategy": "fsdp", "offload": "nvme", "nvme_path": "/x"}, "needs DeepSpeed ZeRO-3"),
+        ({"strategy": "deepspeed", "zero_stage": 2, "offload": "nvme", "nvme_path": "/x"}, "needs DeepSpeed ZeRO-3"),
         ({"strategy": "deepspeed", "zero_stage": 3, "offload": "nvme"}, "needs launch.nvme_path"),
         ({"strategy": "deepspeed", "nvme_path": "/x"}, "nvme_path is set"),
         ({"strategy": "fsdp"}, "num_processes is 1"),

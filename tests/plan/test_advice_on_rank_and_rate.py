@@ -32,7 +32,7 @@ def test_other_families_use_qloras_table(billions, rate):
 @pytest.mark.parametrize(
     ("trained_tokens", "rank"), [(10_000, 16), (80_000_000, 16), (90_000_000, 32), (1_000_000_000, 256), (10**11, 256)]
 )
-def test_rank_grows_with_what_the_data_says(trained_tokens, rank):
+def test_rank_grows_with_the_trained_tokens(trained_tokens, rank):
     """Rank 16 of an 8B model: 41.9M parameters at 2 bits hold 83.9M tokens at 1 bit."""
     advised, reason = advise_rank(SHAPE, DataStatistics(1000, 0, trained_tokens, trained_tokens))
     assert advised == rank and "LoRA Without Regret" in reason

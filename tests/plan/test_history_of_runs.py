@@ -1,4 +1,4 @@
-"""What runs have measured corrects the next plan on the same card."""
+"""Measurements of runs correct the next plan on the same card."""
 
 import pytest
 

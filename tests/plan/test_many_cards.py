@@ -1,4 +1,4 @@
-"""A plan that one card can't hold says what each of several would need, and which way of sharing fits."""
+"""A plan that does not fit one card shows the memory of each of several, and which launch strategy fits."""
 
 import json
 
@@ -34,7 +34,7 @@ def eight():
     return planned(launch={"num_processes": 8, "strategy": "fsdp"})
 
 
-def test_what_fits_only_split_says_so(eight):
+def test_what_fits_only_sharded_says_so(eight):
     enough = {"memory_budget": f"{1.01 * by_name(eight)['fsdp'].peak_high_bytes / GIB:.3f}GiB"}
     whole = planned(launch={"num_processes": 8}, **enough)
     assert whole.verdict == by_name(whole)["ddp"].verdict != "fits"
@@ -43,13 +43,13 @@ def test_what_fits_only_split_says_so(eight):
     assert planned(launch={"num_processes": 8, "strategy": "fsdp"}, **enough).verdict == "fits"
 
 
-def test_the_row_of_the_recipes_own_way_is_the_plans_forecast(eight):
+def test_the_row_of_the_recipes_own_strategy_is_the_plans_forecast(eight):
     row = by_name(eight)["fsdp"]
     assert row.peak_high_bytes == eight.forecast.peak_high_bytes
     assert row.train_bytes == eight.forecast.peaks["train"] and row.load_bytes == eight.forecast.peaks["load"]
 
 
-def test_splitting_trains_in_less_and_loads_the_whole_model(eight):
+def test_sharding_trains_in_less_memory_and_loads_the_whole_model(eight):
     needs = by_name(eight)
     assert needs["fsdp, offload to cpu"].train_bytes < needs["fsdp"].train_bytes < needs["ddp"].train_bytes
     assert needs["fsdp"].load_bytes > needs["ddp"].load_bytes >= 2 * 1.2e9
@@ -85,7 +85,7 @@ def test_the_effective_batch_is_kept_on_every_number_of_cards(micro, steps, card
     assert made.per_device_train_batch_size * made.gradient_accumulation_steps * cards == micro * steps
 
 
-def test_what_can_not_be_split_is_replaced_and_said(new_forecaster):
+def test_settings_that_can_not_be_sharded_are_replaced_and_said(new_forecaster):
     settings = {"optim": "adamw_8bit", "activation_checkpointing": "offload", "load_in_4bit": True}
     plan = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB), **settings)
     needs = by_name(plan)
@@ -94,7 +94,7 @@ def test_what_can_not_be_split_is_replaced_and_said(new_forecaster):
     assert "activation_checkpointing=true" in needs["deepspeed zero-3"].override
 
 
-def test_the_planner_chooses_only_what_a_split_model_can_do(eight):
+def test_the_planner_chooses_only_what_a_sharded_model_can_do(eight):
     open_recipe = {name: "auto" for name in ("load_in_4bit", "load_in_8bit", "activation_checkpointing", "optim")}
     tried = []
 
@@ -119,7 +119,7 @@ def test_the_terminal_shows_it_on_one_screen_of_80_columns(monkeypatch, capsys):
     rows = tuple(CardNeeds(name, "a=1", long, long, long, long, Verdict.NO_FIT) for name in names)
     _print_many_cards(ManyCards(2, 24 * GIB, rows))
     lines = capsys.readouterr().out.strip().splitlines()
-    assert "2 cards with 24.0 GiB each are not one with 48.0 GiB" in lines[0]
+    assert "2 cards with 24.0 GiB each are not one card with 48.0 GiB" in lines[0]
     assert len(lines) <= 12 and max(map(len, lines)) <= 80
     assert sum(line.rstrip().endswith("does not fit") for line in lines) == 4
     assert "none of these fits" in lines[-2] and "not measured on several cards" in lines[-1]

@@ -1,4 +1,4 @@
-"""Packing is on where torch's varlen kernel runs and rows are short, and keeps about the usual rows a step."""
+"""Packing is on where torch's varlen kernel runs and rows are short, and keeps about the default rows per step."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_short_rows_are_packed_and_a_step_still_has_about_16_of_them(new_forecas
         1,
     )
     longer = planned(new_forecaster, data=DataStatistics(1000, 0, 512_000, 64_000, (512,) * 1000))
-    assert longer.settings.effective_batch_size == 4 and "about 16 rows a step" in longer.reasons["effective_batch_size"]
+    assert longer.settings.effective_batch_size == 4 and "about 16 rows per step" in longer.reasons["effective_batch_size"]
 
 
 def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
@@ -38,7 +38,7 @@ def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
     [
         ({"gpu": "t4"}, "capability 8.0"),
         ({"model": "google/gemma-2-2b-it"}, "can't be used"),
-        ({"model": "Qwen/Qwen3-0.6B", "overrides": ["effective_batch_size=16"]}, "how many rows make a step"),
+        ({"model": "Qwen/Qwen3-0.6B", "overrides": ["effective_batch_size=16"]}, "change the rows per step"),
         ({"overrides": ["attn_implementation=eager"]}, "dense mask"),
         ({"data": None}, "not been read"),
         ({"data": DataStatistics(100, 0, 200_000, 200_000, (2000,) * 100)}, "rows are long"),
@@ -50,7 +50,7 @@ def test_packing_is_off_where_it_would_not_pay_or_not_be_right(new_forecaster, c
     assert made.settings.attn_implementation != "torch_varlen"
 
 
-def test_rows_go_singly_where_packed_sequences_have_no_room(new_forecaster):
+def test_rows_are_not_packed_where_packed_sequences_do_not_fit(new_forecaster):
     recipe = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
     made = make_plan(recipe, find_card("rtx-4090", free_bytes=round(7.6 * GIB)), SHORT, forecaster=new_forecaster())
     assert made.verdict == "fits" and made.settings.packing is False and "do not fit" in made.reasons["packing"]

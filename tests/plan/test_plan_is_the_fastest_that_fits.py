@@ -83,7 +83,7 @@ def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(pl
 
 
 @pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
-def test_what_stands_beside_an_alternative_gives_it_when_it_is_typed(plan, more):
+def test_the_overrides_of_an_alternative_give_it(plan, more):
     made = plan(QWEN_8B, "rtx-4090", *more, compare=True)
     assert made.alternatives[0].chosen and len(made.alternatives) >= 4
     for row in made.alternatives[1:]:
@@ -92,7 +92,7 @@ def test_what_stands_beside_an_alternative_gives_it_when_it_is_typed(plan, more)
         assert typed.alternatives[0].peak_bytes == row.peak_bytes
 
 
-def test_comparing_a_split_model_whose_weights_are_too_much_for_one_card(plan, new_forecaster):
+def test_comparing_a_sharded_model_whose_weights_exceed_one_card(plan, new_forecaster):
     class Split(new_forecaster):
         def __call__(self, *inputs, **named):
             whole = super().__call__(*inputs, **named)
@@ -104,7 +104,7 @@ def test_comparing_a_split_model_whose_weights_are_too_much_for_one_card(plan, n
     assert made.verdict == "fits" and made.alternatives[0].chosen
 
 
-def test_comparing_leaves_out_what_the_weights_alone_are_too_much_for(plan):
+def test_comparing_leaves_out_weights_that_alone_exceed_the_card(plan):
     made = plan("Qwen/Qwen3-32B", compare=True)
     assert len(made.alternatives) > 3
     assert not any(row.plan.startswith("16 bit") for row in made.alternatives)
@@ -148,10 +148,10 @@ def test_parts_of_the_batch_that_are_set_decide_the_rest(plan, overrides, micro,
     assert (settings.gradient_accumulation_steps, settings.effective_batch_size) == (steps, batch)
 
 
-def test_the_effective_batch_is_shared_by_the_processes(plan):
+def test_the_effective_batch_is_divided_over_the_processes(plan):
     settings = plan(LLAMA_1B, "rtx-4090", "launch.num_processes=4").settings
     assert settings.per_device_train_batch_size * settings.gradient_accumulation_steps * 4 == 16
-    with pytest.raises(RecipeError, match="16 can't be shared by 3 processes"):
+    with pytest.raises(RecipeError, match="16 can't be divided over 3 processes"):
         plan(LLAMA_1B, "rtx-4090", "launch.num_processes=3", "effective_batch_size=16")
 
 
@@ -162,7 +162,7 @@ def test_memory_is_forecast_for_the_longest_row_and_not_for_the_limit(plan):
     assert short.settings.per_device_train_batch_size * 700 >= full.settings.per_device_train_batch_size * 700
 
 
-def test_the_limit_of_length_follows_the_rows_and_its_price_is_told(plan):
+def test_max_length_follows_the_rows_and_its_cost_is_shown(plan):
     made = plan(QWEN_8B, "rtx-4090", "packing=false", data=rows(*[100] * 900, *[900] * 100))
     assert made.settings.max_length == 960 and "900" in made.reasons["max_length"]
     costs = {row.max_length: row for row in made.length_costs}
@@ -232,7 +232,7 @@ def test_a_mixtures_experts_stay_16_bit_and_the_plan_says_so(plan):
     assert made.settings.load_in_4bit is True and "experts stay 16-bit" in made.reasons["load_in_4bit"]
 
 
-def test_a_processor_is_planned_in_float32_without_recomputation_or_pinned_memory(plan):
+def test_a_cpu_is_planned_in_float32_without_checkpointing_or_pinned_memory(plan):
     made = plan("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", data=rows(*[80] * 200, eval_rows=20))
     settings = made.settings
     assert (settings.dtype, settings.load_in_4bit, settings.activation_checkpointing) == ("float32", False, False)
@@ -259,7 +259,7 @@ def test_a_recipe_with_other_settings_gets_another_directory(plan):
 
 
 def test_a_budget_below_the_context_is_refused(plan):
-    with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090 is not more than the CUDA context"):
+    with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090, but the CUDA context alone may take"):
         plan(LLAMA_1B, "rtx-4090", "memory_budget=200MiB")
 
 

@@ -1,4 +1,4 @@
-"""What holds for every recipe, card and dataset: headroom, validity, the effective batch, sameness."""
+"""Properties for every recipe, card and dataset: headroom, validity, effective batch, determinism."""
 
 import pytest
 from hypothesis import given, settings

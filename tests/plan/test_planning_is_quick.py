@@ -1,4 +1,4 @@
-"""Planning needs little time and memory. Processor seconds are counted, so that a busy machine changes nothing."""
+"""Planning needs little time and memory. CPU seconds are counted, so that a busy machine changes nothing."""
 
 import json
 import subprocess

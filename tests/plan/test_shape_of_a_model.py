@@ -1,4 +1,4 @@
-"""Counts of a model's parameters against arithmetic."""
+"""Counts of a model's parameters compared with arithmetic."""
 
 import pytest
 

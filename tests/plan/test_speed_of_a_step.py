@@ -1,4 +1,4 @@
-"""The speed model against arithmetic and against the figures others measured."""
+"""The speed model compared with arithmetic and with published measurements."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def test_every_optimizer_takes_time_and_offload_the_most_of_adamw():
     assert min(seconds.values()) > 0 and seconds["adamw_cpu_offload"] > seconds["adamw_8bit"] > seconds["adamw_torch_fused"]
 
 
-def test_an_unknown_card_orders_strategies_but_tells_no_time():
+def test_an_unknown_card_orders_strategies_but_gives_no_time():
     unknown = dataclasses.replace(find_card("rtx-4090"), bf16_flops=None)
     assert not knows_rates(unknown)
     job = dataclasses.replace(JOB, card=unknown)

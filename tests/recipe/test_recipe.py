@@ -16,7 +16,7 @@ def problems_of(text, *overrides):
     return caught.value.problems
 
 
-def test_what_is_absent_or_auto_is_the_planners():
+def test_absent_and_auto_settings_are_the_planners():
     assert "lora_r" in unresolved(parse_recipe(SHORT))
     assert parse_recipe(SHORT + "lora_r: auto\n").lora_r == AUTO
 
@@ -42,8 +42,8 @@ def test_all_problems_are_reported_at_once_with_their_lines():
 @pytest.mark.parametrize(
     ("line", "said"),
     [("lora_r: 8\nlora_r: 16", "set twice (first on line 3)"), ("load_in_4bit: no", "write true or false"),
-     ("lora_r: 010", "it should be"), ("lora_r: 12:30", "it should be"), ("learning_rate: .inf", "not a number"),
-     ("learning_rate: .nan", "not a number"), ("lora_r: true", "not true or false"),
+     ("lora_r: 010", "it should be"), ("lora_r: 12:30", "it should be"), ("learning_rate: .inf", "not a finite number"),
+     ("learning_rate: .nan", "not a finite number"), ("lora_r: true", "not true or false"),
      ("lora_dropout: true", "not true or false"),
      ("lora_r: '8'", "it should be"), ("lora_r: 8.5", "it should be"), ("a: &x [1]\nb: *x", "aliases"),
      ("lora_r: " + "[" * 1500, "nested too deep"), ("x: !!python/object:os.system {}", "unknown setting"),
@@ -130,7 +130,7 @@ def test_no_text_makes_a_traceback(text):
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', '"a\\0b"', '"\\udfff x"'])
-def test_half_characters_and_zero_bytes_are_refused_with_their_line(value):
+def test_lone_surrogates_and_zero_bytes_are_refused_with_their_line(value):
     with pytest.raises(RecipeError, match="r.yaml:2"):
         parse_recipe(f"model_name_or_path: tiny\nmemory_budget: {value}\n", "r.yaml")
 
