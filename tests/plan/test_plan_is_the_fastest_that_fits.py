@@ -195,6 +195,14 @@ def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(plan)
     assert plan(QWEN_8B, "rtx-4090", "lora_r=256", data=many, free_bytes=8 * GIB).settings.lora_r == 256
 
 
+def test_ranks_that_were_tried_in_vain_leave_no_reason_behind(plan):
+    """The advised rank is planned when none fits, and its reason is the advice."""
+    many = DataStatistics(100_000, 0, 10**9, 10**9)
+    made = plan(LLAMA_70B, "rtx-4090", data=many)
+    assert made.verdict == "does not fit" and made.settings.lora_r == 64
+    assert "does not fit" not in made.reasons["lora_r"] and "LoRA Without Regret" in made.reasons["lora_r"]
+
+
 def test_what_does_not_fit_is_explained_with_what_would_help(plan):
     made = plan(LLAMA_70B)
     assert made.verdict == "does not fit" and made.headroom_bytes < 0
@@ -276,8 +284,9 @@ def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(plan):
 
 
 def test_an_unknown_model_is_refused_before_anything_is_searched(plan):
-    with pytest.raises(RecipeError, match="nobody/nothing"):
+    with pytest.raises(RecipeError, match="nobody/nothing") as error:
         plan("nobody/nothing")
+    assert error.value.fix == "Give the hub id in full, or a local folder."
 
 
 def test_a_card_that_is_known_to_hold_more_is_believed(new_forecaster):

@@ -109,7 +109,7 @@ def test_a_setting_changes_the_forecasts_bytes_just_when_it_says_so(name):
 
 
 def test_what_a_section_decides_is_what_its_settings_decide():
-    assert decided_by("launch") == Decides.BYTES | Decides.SPEED | Decides.DIGITS
+    assert decided_by("launch") == Decides.BYTES | Decides.SPEED | Decides.EXACTNESS
     assert Decides.TOKENS in decided_by("dataset")
 
 

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 
-from finetune.run.card_queue import Queue
+from finetune.files import cache_dir
+from finetune.run.card_queue import Queue, card_queue
 
 JOIN = "import sys, time; from pathlib import Path; from finetune.run.card_queue import Queue; q = Queue(Path(sys.argv[1]));"
 JOIN += "q.join(Path(sys.argv[2])); print('joined', flush=True); time.sleep(60)"
@@ -39,3 +40,10 @@ def test_leaving_frees_the_place(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     queue.leave()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_queue_stands_in_the_cache_folder_that_everything_else_uses(tmp_path, monkeypatch):
+    monkeypatch.delenv("FINETUNE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "finetune"
+    assert card_queue("NVIDIA GeForce RTX 4090").folder.is_relative_to(cache_dir())

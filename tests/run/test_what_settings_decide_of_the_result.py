@@ -59,9 +59,9 @@ def test_the_flips_are_settings():
 
 @pytest.mark.parametrize("name", sorted(FLIPS))
 def test_a_setting_changes_the_adapter_only_when_it_says_so(adapter, name):
-    """DIGITS may show on a processor or not: recomputing gives the same digits here, and others on a card."""
+    """EXACTNESS may show on a processor or not: recomputing gives the same digits here, and others on a card."""
     beside, other = FLIPS[name]
     changed = adapter(*BASE, *beside) != adapter(*BASE, *beside, f"{name}={other}")
     decides = says(name)
-    assert changed <= bool(decides & (Decides.RESULT | Decides.DIGITS)), name
+    assert changed <= bool(decides & (Decides.RESULT | Decides.EXACTNESS)), name
     assert changed >= (Decides.RESULT in decides), name
