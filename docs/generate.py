@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import enum
 import functools
 import io
 import json
@@ -169,6 +170,47 @@ def _value(name: str, hint: object) -> str:
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     shown = [unit if unit and kind in (int, float) else words.get(kind, "") for kind in kinds]
     return " or ".join(part or ("list of text" if "tuple" in str(hint) else "object") for part in shown)
+
+
+# -- plan.json
+
+
+def plan_json() -> str:
+    """The types that plan.json is made of."""
+    from finetune.card.card import Card
+    from finetune.forecast.forecast import Forecast
+    from finetune.plan import plan
+
+    parts = (
+        plan.Plan, Forecast, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion, plan.Shortfall,
+        plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
+    )  # fmt: skip
+    shown = ""
+    for part in parts:
+        hints = typing.get_type_hints(part)
+        names = {name: "plan" if name == "settings" else name for name in part.__annotations__ if name != "lengths"}
+        rows = [(f"`{shown_name}`", _type(name, hints[name])) for name, shown_name in names.items()]
+        doc = (part.__doc__ or "").replace("`settings`", "`plan`")
+        shown += f"\n### {part.__name__}\n\n{' '.join(doc.split())}\n\n{markdown(('field', 'value'), rows)}"
+    return f"{shown}\n"
+
+
+def _type(name: str, hint: typing.Any) -> str:
+    """A type as a reader of JSON sees it."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type(name, part) for part in inner)
+    if typing.get_origin(hint) is tuple:
+        return f"list of {_type(name, inner[0])}"
+    if inner:
+        return f"object: {_type(name, inner[0])} to {_type(name, inner[1])}"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " or ".join(f"`{value.value}`" for value in hint)
+    if hint.__name__ == "Settings":
+        return "object: [every setting](recipe.md)"
+    if dataclasses.is_dataclass(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    return _value(name, hint)
 
 
 # -- plans
@@ -336,7 +378,13 @@ def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mea
 
 
 #: Blocks that take no forecast, blocks that take forecasts, and blocks made from other blocks on the pages.
-QUICK: dict[str, Callable[[], str]] = {"settings": settings, "exit-codes": exits, "cards": cards, "events": events}
+QUICK: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "exit-codes": exits,
+    "cards": cards,
+    "events": events,
+    "plan-json": plan_json,
+}
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
