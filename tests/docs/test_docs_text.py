@@ -43,8 +43,10 @@ def test_recipes_on_a_page_are_recipes(page):
 
 @by_name
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    text = page.read_text("utf-8")
+    headings = {f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^#+ (.+)$", text, re.M)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        assert target.startswith("https://") or target in headings or (page.parent / target).exists(), target
 
 
 @by_name
