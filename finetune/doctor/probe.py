@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from finetune.compat.torch import do_without_compiler
+from finetune.compat.torch import disable_torch_compile
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def try_bitsandbytes() -> dict[str, Any]:
     import torch
 
     # bitsandbytes wraps functions that are not used here; importing the compiler would take longer than all the rest
-    do_without_compiler()
+    disable_torch_compile()
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -127,7 +127,7 @@ class Worker:
         from datasets import load_from_disk
         from transformers import AutoTokenizer, set_seed
 
-        from finetune.compat.transformers import keep_layers_apart
+        from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
@@ -140,7 +140,7 @@ class Worker:
         set_seed(settings.seed)
         self._limit_card()
         if settings.launch.strategy == "fsdp":
-            keep_layers_apart()
+            keep_fsdp_wrap_policy()
         if settings.record_memory_history:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()

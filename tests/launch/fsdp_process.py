@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers import trainer
 
-from finetune.compat.transformers import keep_layers_apart
+from finetune.compat.transformers import keep_fsdp_wrap_policy
 from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
 from finetune.model.checkpointing import decoder_layers
 from finetune.recipe import load_recipe, resolved
@@ -39,7 +39,7 @@ accelerator = SimpleNamespace(
     state=SimpleNamespace(fsdp_plugin=plugin), is_main_process=dist.get_rank() == 0, mixed_precision="no",
     device=torch.device("cpu"), torch_device_mesh=None,
 )  # fmt: skip
-keep_layers_apart()
+keep_fsdp_wrap_policy()
 trainer.update_fsdp_plugin_peft(model, accelerator)
 plugin.mixed_precision_policy = None  # it rounds the loss to bf16; what is compared here is the splitting
 split = fsdp2_prepare_model(accelerator, model)
