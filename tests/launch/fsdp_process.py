@@ -1,4 +1,4 @@
-"""One of two processes that split a 4-bit model with FSDP2: `torchrun fsdp_process.py STRATEGY OUT`. Not a test.
+"""One of two ranks that shard a 4-bit model with FSDP2: `torchrun fsdp_process.py STRATEGY OUT`. Not a test.
 
 accelerate starts FSDP on cards only, so its preparation of the model is called here with the plugin that the run would have,
 after the Trainer's own change to it.
@@ -41,11 +41,11 @@ accelerator = SimpleNamespace(
 )  # fmt: skip
 keep_fsdp_wrap_policy()
 trainer.update_fsdp_plugin_peft(model, accelerator)
-plugin.mixed_precision_policy = None  # it rounds the loss to bf16; what is compared here is the splitting
+plugin.mixed_precision_policy = None  # it rounds the loss to bf16; the sharding is compared here
 split = fsdp2_prepare_model(accelerator, model)
 states = [module._get_fsdp_state() for module in split.modules() if isinstance(module, FSDPModule)]
 groups = list({id(group): group for state in states for group in state._fsdp_param_groups}.values())
-together = []  # bytes of parameters that are put together, and of the buffers they came in, after each step of a gathering
+together = []  # bytes of all-gathered parameters and their buffers, after each step of an all-gather
 
 
 def watched(function):
