@@ -28,7 +28,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.compat.torch import backward
-from finetune.compat.transformers import enable_checkpointing, keys_repeated, one_document_a_row
+from finetune.compat.transformers import enable_checkpointing, keys_repeated, without_packing_detection
 from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.depth import simulate_deep
 from finetune.forecast.fake_model import materialise
@@ -100,7 +100,7 @@ def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
     if full_depth:
         simulation = simulate_row(row, config)
     else:
-        simulation, _ = simulate_deep(config, lambda shallow: simulate_row(row, shallow), unlike_first=not row.checkpointing)
+        simulation, _ = simulate_deep(config, lambda shallow: simulate_row(row, shallow), first_differs=not row.checkpointing)
     return max(
         peak.total_bytes for (phase, _), peak in simulation.peaks.items() if phase != "first step"
     ) + 2 * cublas_workspace_bytes(T4)
@@ -125,7 +125,7 @@ def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
         stack.enter_context(card_semantics(0))
         # The measured program repeats keys and values for grouped queries.
         stack.enter_context(keys_repeated())
-        stack.enter_context(one_document_a_row())
+        stack.enter_context(without_packing_detection())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker)
         materialise(model, tracker, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""What comes with the project: the base model `tiny` and the dataset `support`, both made by scripts/bundled/."""
+"""The bundled base model `tiny` and dataset `support`, both made by scripts/bundled/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DATASETS = {"support": {"train": _HERE / "support" / "train.jsonl", "eval": _HE
 
 
 def model_path(name: str) -> Path | None:
-    """Folder of the bundled model `name`, None when there is no such model."""
+    """Folder of the bundled model `name`; None when there is no such model."""
     return _MODELS.get(name)
 
 

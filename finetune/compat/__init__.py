@@ -1,5 +1,5 @@
-"""What is replaced, overridden or called of other libraries behind their documented interfaces: one module for each library.
+"""Compat: all patches, overrides and private calls of other libraries, one module per library.
 
-Each module has a row (`TOUCHED`) for every such name, and the functions that replace them. `tests/compat` fails when a library
-has renamed one or looks it up no more. The libraries are imported when a function is called.
+Each module lists every such name (`TOUCHED`) and has the functions that use it. `tests/compat` fails when a library has
+renamed one or no longer looks it up. Libraries are imported when a function is called.
 """

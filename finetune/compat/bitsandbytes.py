@@ -1,4 +1,4 @@
-"""Names of bitsandbytes behind its documented interface."""
+"""Undocumented names of bitsandbytes that are patched or called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _READ_IN = "0.50.2"
 
 TOUCHED = (
     Touched(
-        "bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which keeps other tensors",
+        "bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
         _READ_IN, "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias",
     ),
     Touched(
@@ -20,7 +20,7 @@ TOUCHED = (
         _READ_IN, "bitsandbytes.nn.modules.Linear4bit.__init__", "",
     ),
     Touched(
-        "bitsandbytes.functional.name2qmap", "patch", "code books are kept for the process; those without data must not stay",
+        "bitsandbytes.functional.name2qmap", "patch", "code books are cached for the process; fake ones must not stay",
         _READ_IN, "bitsandbytes.functional.quantize_blockwise",
     ),
     Touched(
@@ -57,20 +57,20 @@ TOUCHED = (
 
 @contextmanager
 def int8_matmul(function: Callable[..., Any]) -> Iterator[None]:
-    """int8 layers multiply with `function`."""
+    """Inside, int8 layers multiply with `function`."""
     with replaced("bitsandbytes.matmul", function):
         yield
 
 
 @contextmanager
-def same_on_every_processor() -> Iterator[None]:
-    """A processor with AVX512-BF16 would make bitsandbytes repack the 4-bit weights for itself at the first evaluation."""
+def without_cpu_repacking() -> Iterator[None]:
+    """Inside, new 4-bit layers are not repacked at the first evaluation, as they would be on a CPU with AVX512-BF16."""
     with replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False):
         yield
 
 
-def keep_packing(model: Any) -> None:
-    """The same for a model that trains: the first evaluation leaves its 4-bit weights as they are."""
+def disable_cpu_repacking(model: Any) -> None:
+    """The same for the existing 4-bit layers of a model."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
@@ -80,7 +80,7 @@ def keep_packing(model: Any) -> None:
 
 @contextmanager
 def own_quantisation_maps() -> Iterator[None]:
-    """bitsandbytes keeps its code books for the process; those made without data must not stay."""
+    """Inside, bitsandbytes caches its code books apart: fake ones must not stay in the process."""
     import torch
 
     with (
@@ -92,7 +92,7 @@ def own_quantisation_maps() -> Iterator[None]:
 
 @contextmanager
 def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
-    """Optimizers take their states from `get_state_buffer(optimizer, parameter, dtype)`, and nothing is prefetched."""
+    """Inside, optimizer states come from `get_state_buffer(optimizer, parameter, dtype)`, and nothing is prefetched."""
     optimizer = "bitsandbytes.optim.optimizer.Optimizer8bit"
     with (
         replaced(f"{optimizer}.get_state_buffer", get_state_buffer),

@@ -1,4 +1,4 @@
-"""Names of huggingface_hub, and of datasets, which has a copy of its switch."""
+"""The offline switch of huggingface_hub, and its copy in datasets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOUCHED = (
 
 
 def set_offline(offline: bool) -> None:
-    """Whether the libraries of this process look into their caches only."""
+    """Make the libraries of this process use their caches only, or the hub again."""
     replace("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if "datasets" in sys.modules:
         replace("datasets.config.HF_HUB_OFFLINE", offline)

@@ -1,4 +1,4 @@
-"""Names of PEFT behind its documented interface."""
+"""Undocumented names of PEFT that are patched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DORA = "peft.tuners.lora.dora"
 
 TOUCHED = (
     Touched(
-        f"{_DORA}.dequantize_module_weight", "patch", "DoRA looks at the dequantised weights, which a forecast does not have",
+        f"{_DORA}.dequantize_module_weight", "patch", "DoRA reads the dequantised weights, which a forecast does not have",
         _READ_IN, f"{_DORA}.DoraLinearLayer.forward", "module",
     ),
     Touched(
@@ -25,6 +25,6 @@ TOUCHED = (
 
 @contextmanager
 def dora_weights(dequantised: Callable[[Any], Any]) -> Iterator[None]:
-    """DoRA takes the weights of a layer from `dequantised(layer)`, and copies no layer."""
+    """Inside, DoRA gets the weights of a layer from `dequantised(layer)` and copies no layer."""
     with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", lambda module: module):
         yield

@@ -1,4 +1,4 @@
-"""Names of torch behind its documented interface."""
+"""Undocumented names of torch that are patched, read or called."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ TOUCHED = (
         _READ_IN, "bitsandbytes.backends.default.ops._try_torch_compile",
     ),
     Touched(
-        "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "what the first step after a lowered rate is logged with",
+        "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "logged for the first step after the rate was lowered",
         _READ_IN, "torch.optim.lr_scheduler.LRScheduler.get_last_lr",
     ),
     _called("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
     _called("torch._softmax", "CUDA's softmax of 16-bit scores into fp32"),
-    _called("torch._subclasses.fake_tensor.FakeTensor", "tensors without data, their device and mode"),
-    _called("torch._subclasses.fake_tensor.FakeTensorMode", "tensors without data; its cache is emptied"),
-    _called("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "its cache is emptied with the forecast's own"),
+    _called("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
+    _called("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
+    _called("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "cleared with the forecast's own cache"),
     Touched(
-        "torch._subclasses.fake_tensor.FakeTensor.constant", "attribute", "data that an operator's result would depend on",
+        "torch._subclasses.fake_tensor.FakeTensor.constant", "attribute", "data that an operator's output would depend on",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
     Touched(
-        "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a question to the dispatcher",
+        "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
-    _called("torch.utils._pytree.tree_iter", "tensors in an operator's results"),
-    _called("torch._C._DisableTorchDispatch", "builds a result without asking what it looks like"),
-    _called("torch._C._dispatch_key_set", "compares a built result with the one torch made"),
+    _called("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
+    _called("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
+    _called("torch._C._dispatch_key_set", "compares a memoised output with torch's"),
     _called("torch.UntypedStorage._cdata", "identity of a storage"),
     _called("torch.Tensor._base", "whether a tensor is a view of a parameter"),
-    _called("torch.Tensor._version", "whether a tensor was written to since it was kept"),
+    _called("torch.Tensor._version", "whether a tensor was written to since it was saved"),
     Touched(
         "torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
         _READ_IN, "torch.nn.Module.__getattr__",
@@ -66,8 +66,8 @@ TOUCHED = (
 
 
 @contextmanager
-def autocast_of_the_processor() -> Iterator[None]:
-    """A question about autocast without a device is about the CPU's."""
+def cpu_autocast() -> Iterator[None]:
+    """Inside, `torch.is_autocast_enabled` answers for the CPU."""
     import torch
 
     enabled = torch.is_autocast_enabled
@@ -75,8 +75,8 @@ def autocast_of_the_processor() -> Iterator[None]:
         yield
 
 
-def do_without_compiler() -> None:
-    """torch.compile gives functions back as they are, from now on: for a process that imports bitsandbytes and calls little."""
+def disable_torch_compile() -> None:
+    """Make torch.compile return functions unchanged from now on, for a process that only imports bitsandbytes."""
     replace("torch.compile", _as_it_is)
 
 
@@ -85,7 +85,7 @@ def _as_it_is(function: Any = None, **_: Any) -> Any:
 
 
 def backward(loss: torch.Tensor) -> None:
-    """`loss.backward()`, which as a function of torch would leave a TorchFunctionMode while it runs."""
+    """`loss.backward()` inside a TorchFunctionMode, which the torch function would disable while it runs."""
     import torch
     from torch.autograd.graph import _engine_run_backward
 
@@ -93,20 +93,20 @@ def backward(loss: torch.Tensor) -> None:
 
 
 def set_rates(schedule: Any, rate: float, rates: list[float]) -> None:
-    """Continue a schedule with another base learning rate; `rates` of the groups are what the next step is logged with."""
+    """Continue a schedule with another base learning rate; `rates` are the groups' rates, logged for the next step."""
     schedule.base_lrs = [rate] * len(schedule.base_lrs)
     schedule._last_lr = rates
 
 
 def record_memory_history(most_entries: int) -> None:
-    """Keep every allocation of the card with its stack from now on."""
+    """Record every allocation on the card with its stack from now on."""
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=most_entries)
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what `record_memory_history` has kept."""
+    """Write the recorded allocations to a file."""
     import torch
 
     torch.cuda.memory._dump_snapshot(path)
@@ -114,7 +114,7 @@ def dump_memory_history(path: str) -> None:
 
 @cache
 def varlen_shares_keys() -> bool:
-    """Whether torch's variable-length attention takes fewer heads of keys than of queries: from 2.12 on, when asked to."""
+    """Whether torch's variable-length attention supports grouped queries (`enable_gqa`, from 2.12 on)."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn

@@ -1,4 +1,4 @@
-"""A row of the registry, and the two ways to replace a name in a library: for a while, and for the life of the process."""
+"""The registry's row type, and two ways to replace a library's name: inside a context, or for the life of the process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Touched:
-    """One name of a library that its documentation does not promise.
+    """One undocumented name of a library.
 
     `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
-    subclass, an `attribute` is set or read on the library's objects, a `private call` uses it. `used_by` is the library's
-    function that looks it up (`a|b`: one of them, as the supported versions differ), `parameters` are those that it had in the
-    version `read_in`. `needs`: what a machine without a card does not have; empty when the tests can see the name used.
+    subclass, an `attribute` is set or read on the library's objects, a `private call` uses it. `used_by`: the library's
+    function that looks it up (`a|b`: one of them, depending on the version). `parameters`: its parameters in version
+    `read_in`. `needs`: what the tests lack to see the name used; empty when they can.
     """
 
     name: str
@@ -37,7 +37,7 @@ def owner_of(name: str) -> tuple[Any, str]:
             found: Any = import_module(path)
         except ModuleNotFoundError as error:
             if error.name is None or not path.startswith(error.name):
-                raise  # the module is there, and something that it imports is not
+                raise  # the module exists, but something that it imports does not
             continue
         for part in parts[end:]:
             found = getattr(found, part)
@@ -47,7 +47,7 @@ def owner_of(name: str) -> tuple[Any, str]:
 
 @contextmanager
 def replaced(name: str, value: Any) -> Iterator[None]:
-    """Within it, the dotted `name` is `value`."""
+    """Inside, the dotted `name` is `value`."""
     owner, attribute = owner_of(name)
     before = getattr(owner, attribute)
     _put(owner, attribute, value)
@@ -58,7 +58,7 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 
 
 def replace(name: str, value: Any) -> None:
-    """From now on the dotted `name` is `value` in this process."""
+    """Set the dotted `name` to `value` for the rest of the process."""
     _put(*owner_of(name), value)
 
 

@@ -1,4 +1,4 @@
-"""Names of transformers behind its documented interface, and those that changed within the versions that are supported."""
+"""Undocumented names of transformers that are patched or called, and names that differ between supported versions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 
 TOUCHED = (
     Touched(
-        _GROUPED, "patch", "torch's grouped queries make all scores in fp32 where flash attention can't be used",
+        _GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
         _READ_IN, "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value",
     ),
     Touched(
-        _PACKED, "patch", "it reads the positions to see whether rows are packed; a forecast has no data",
+        _PACKED, "patch", "it reads the position ids to detect packed rows; a forecast has no data",
         _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
     ),
     Touched(
@@ -30,7 +30,7 @@ TOUCHED = (
     ),
     Touched(
         f"{_LAYER}._gradient_checkpointing_func", "attribute",
-        "layer inputs go to the host unpinned where there is no card; a forecast sees what is recomputed",
+        "layer inputs are offloaded, unpinned without a card; a forecast sees what is recomputed",
         _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
     ),
     Touched(
@@ -38,11 +38,11 @@ TOUCHED = (
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
     Touched(
-        "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call", "puts bitsandbytes' layers into a model on meta",
+        "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call", "makes layers of a meta model bitsandbytes'",
         _READ_IN, "transformers.quantizers.auto.AutoHfQuantizer.from_config",
     ),
     Touched(
-        "transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "puts bitsandbytes' layers in",
+        "transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "replaces layers by bitsandbytes'",
         _READ_IN, "transformers.PreTrainedModel.from_pretrained",
     ),
     Touched(
@@ -53,13 +53,13 @@ TOUCHED = (
 
 @contextmanager
 def keys_repeated() -> Iterator[None]:
-    """Grouped queries get keys and values repeated for each query head."""
+    """Inside, keys and values are repeated for each query head (no grouped queries in torch's kernels)."""
     with replaced(_GROUPED, _never):
         yield
 
 
 def repeat_keys() -> None:
-    """The same, from now on."""
+    """Repeat keys and values for each query head from now on."""
     replace(_GROUPED, _never)
 
 
@@ -68,23 +68,23 @@ def _never(*_tensors: Any) -> bool:
 
 
 @contextmanager
-def one_document_a_row() -> Iterator[None]:
-    """transformers reads the positions to see that rows are not packed; without data it can't, and assumes that they are."""
+def without_packing_detection() -> Iterator[None]:
+    """Inside, rows count as not packed: transformers detects packing from position ids, which have no data in a forecast."""
     with replaced(_PACKED, lambda position_ids: None):
         yield
 
 
-def keep_layers_apart() -> None:
-    """Make transformers' Trainer leave the wrap policy alone when it prepares a model with adapters for FSDP.
+def keep_fsdp_wrap_policy() -> None:
+    """Make transformers' Trainer keep the FSDP wrap policy for a model with adapters.
 
-    It puts PEFT's in its place, which joins two policies; accelerate's preparation for FSDP2 knows single ones only and then
-    wraps no layer at all: the whole model would be gathered on every card for the whole step
-    (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy).
+    It would use PEFT's, which combines two policies; accelerate's FSDP2 supports single ones only and would wrap no layer: the
+    full model would be all-gathered on every card for the whole step (accelerate/utils/fsdp_utils.py,
+    fsdp2_prepare_auto_wrap_policy).
     """
     from transformers import trainer
 
     update = trainer.update_fsdp_plugin_peft
-    if getattr(update, "keeps_layers_apart", False):
+    if getattr(update, "keeps_wrap_policy", False):
         return
 
     def updated(model: Any, accelerator: Any) -> None:
@@ -93,7 +93,7 @@ def keep_layers_apart() -> None:
         update(model, accelerator)
         plugin.auto_wrap_policy = policy
 
-    updated.keeps_layers_apart = True  # type: ignore[attr-defined]
+    updated.keeps_wrap_policy = True  # type: ignore[attr-defined]
     replace(_WRAP_POLICY, updated)
 
 
@@ -105,7 +105,7 @@ def is_causal_language_model(config: Any) -> bool:
 
 
 def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:
-    """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig would; nothing is read."""
+    """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig does; reads no weights."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
@@ -116,19 +116,19 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:
 
 
 def enable_checkpointing(model: Any, arguments: dict[str, Any], every_n_layers: int) -> None:
-    """Recompute every n-th decoder layer; `arguments` are those of torch's `checkpoint`."""
+    """Turn on gradient checkpointing of every n-th decoder layer; `arguments` are torch's `checkpoint`'s."""
     name = checkpointing_name()
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": arguments, "every_n_layers": every_n_layers})
 
 
 def disable_checkpointing(model: Any) -> None:
-    """Recompute nothing."""
+    """Turn off gradient checkpointing."""
     getattr(model, f"{checkpointing_name()}_disable")()
 
 
 @cache
 def checkpointing_name() -> str:
-    """What gradient checkpointing is called in methods and arguments: from 5.23 on `activation_checkpointing`."""
+    """transformers' name for gradient checkpointing in methods and arguments: `activation_checkpointing` from 5.23 on."""
     from transformers import PreTrainedModel
 
     renamed = hasattr(PreTrainedModel, "activation_checkpointing_enable")
@@ -136,6 +136,6 @@ def checkpointing_name() -> str:
 
 
 def wrap_checkpoint(module: Any, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrapped(checkpoint)` in place of the function that a module is checkpointed with; nothing where it isn't."""
+    """Replace a module's checkpoint function by `wrapped(checkpoint)`; no effect on a module that isn't checkpointed."""
     if hasattr(module, "_gradient_checkpointing_func"):
         module._gradient_checkpointing_func = wrapped(module._gradient_checkpointing_func)

@@ -1,4 +1,4 @@
-"""Names of TRL behind its documented interface. `finetune.run.training.RunTrainer` has the overrides."""
+"""Undocumented names of TRL that are patched or called. `finetune.run.training.RunTrainer` has the overrides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOUCHED = (
         _READ_IN, "trl.trainer.sft_trainer.SFTTrainer.__init__",
     ),
     Touched(
-        "trl.SFTTrainer._save_checkpoint", "override", "checkpoints are written beside, sealed and renamed",
+        "trl.SFTTrainer._save_checkpoint", "override", "checkpoints are written to a temporary folder, sealed and renamed",
         _READ_IN, "transformers.Trainer._maybe_log_save_evaluate", "self model trial",
     ),
     Touched(
@@ -45,11 +45,11 @@ TOUCHED = (
         _READ_IN, "transformers.Trainer.get_train_dataloader", "self train_dataset",
     ),
     Touched(
-        "trl.SFTTrainer._get_output_dir", "override", "checkpoints are written to a folder that does not count",
+        "trl.SFTTrainer._get_output_dir", "override", "checkpoints are written to a temporary folder",
         _READ_IN, "transformers.Trainer._save_checkpoint", "self trial",
     ),
     Touched(
-        "trl.SFTTrainer.training_step", "override", "counts tokens, and moves or rounds what autograd keeps",
+        "trl.SFTTrainer.training_step", "override", "counts tokens, and offloads or quantises saved activations",
         _READ_IN, "transformers.Trainer._run_epoch",
     ),
     Touched(
@@ -60,8 +60,8 @@ TOUCHED = (
 
 
 @contextmanager
-def loss_of_a_card() -> Iterator[None]:
-    """TRL's loss allocates what it does on a card; the tiles have no values."""
+def cuda_loss() -> Iterator[None]:
+    """Inside, TRL's loss allocates what it allocates on CUDA; the tiles compute nothing."""
     with ExitStack() as stack:
         stack.enter_context(replaced("trl.trainer.utils._use_triton", lambda device: True))
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):

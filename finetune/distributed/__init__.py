@@ -1,1 +1,1 @@
-"""Distributed: many processes that train together, on one machine or several."""
+"""Distributed: training with several ranks, on one machine or several."""

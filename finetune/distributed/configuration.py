@@ -1,4 +1,4 @@
-"""What accelerate and DeepSpeed are told of a recipe's `launch` section: as values, checked, written into the run directory."""
+"""Configuration files of accelerate and DeepSpeed for a recipe's `launch` section, written into the run directory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 def is_distributed(settings: Settings) -> bool:
-    """Whether more than a plain process is needed: several of them, or an engine that splits or offloads."""
+    """Whether a launcher is needed: for several processes, or for FSDP or DeepSpeed."""
     return settings.launch.num_processes > 1 or settings.launch.strategy != "ddp"
 
 
 def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
-    """What this machine lacks for the `launch` section: cards, or DeepSpeed."""
+    """Problems of this machine with the `launch` section: missing cards, or no DeepSpeed."""
     launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
     here = launch.num_processes // launch.num_machines
     if not on_cpu and here > 1 and (cards := _visible_cards()) < here:
-        problems.append(f"launch.num_processes asks for {here} cards on this machine; {cards} can be used")
+        problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used")
     return problems
 
 
@@ -42,7 +42,7 @@ def _visible_cards() -> int:
 
 
 def write_configuration(run: Path, plan: Plan) -> Path:
-    """Write `launch/accelerate.yaml` (and `launch/deepspeed.json`) into a run directory; returns the path of the first."""
+    """Write `launch/accelerate.yaml` (and `launch/deepspeed.json`) into a run directory; returns the former's path."""
     folder = run.absolute() / "launch"
     folder.mkdir(exist_ok=True)
     deepspeed = folder / "deepspeed.json"
@@ -54,17 +54,17 @@ def write_configuration(run: Path, plan: Plan) -> Path:
 
 
 def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, Any]:
-    """The content of accelerate's configuration file; `deepspeed` is where DeepSpeed's own lies."""
+    """The content of accelerate's configuration file; `deepspeed` is the path of DeepSpeed's."""
     launch = settings.launch
     kind = {"ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}[launch.strategy]
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE", "distributed_type": kind, "use_cpu": False, "debug": False,
         "num_processes": launch.num_processes, "num_machines": launch.num_machines, "machine_rank": launch.machine_rank,
         "main_process_ip": launch.main_process_ip, "rdzv_backend": "static",
-        # on one machine 0 lets accelerate find a port that is free
+        # on one machine 0 lets accelerate find a free port
         "main_process_port": launch.main_process_port if launch.num_machines > 1 else 0,
     }  # fmt: skip
-    if launch.strategy != "deepspeed":  # DeepSpeed's own file says it
+    if launch.strategy != "deepspeed":  # DeepSpeed's own file has it
         values["mixed_precision"] = _PRECISION[settings.dtype]
     if launch.strategy == "fsdp":
         values["fsdp_config"] = fsdp_configuration(settings)
@@ -76,9 +76,9 @@ def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, A
 
 
 def fsdp_configuration(settings: Settings) -> dict[str, Any]:
-    """FSDP2: each decoder layer is gathered when it computes and split again after.
+    """FSDP2: each decoder layer is all-gathered for its computation and resharded after it.
 
-    Checkpointing is the project's own, in the model; the weights are read by every process, as 4-bit ones can't be sent.
+    Gradient checkpointing is applied to the model, not by FSDP. Every rank loads the weights: 4-bit ones can't be broadcast.
     """
     return {
         "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
@@ -88,7 +88,7 @@ def fsdp_configuration(settings: Settings) -> dict[str, Any]:
 
 
 def deepspeed_configuration(settings: Settings) -> dict[str, Any]:
-    """DeepSpeed ZeRO-2 (splits gradients and optimizer) or ZeRO-3 (weights, too). `auto` is filled in by transformers."""
+    """DeepSpeed ZeRO-2 (shards gradients and optimizer states) or ZeRO-3 (weights, too). transformers fills in `auto`."""
     launch = settings.launch
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     optimizer = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}

@@ -1,7 +1,7 @@
-"""This process among those that train together: who leads, who writes events, and what all agree on. Alone, it does nothing.
+"""Rank-0 and all-reduce helpers; no-ops when world size is 1.
 
-One process of each machine leads: it writes that machine's run directory (events, seals, adapter). Every process keeps its last
-word in a file for its supervisor, which makes one failure of many.
+Local rank 0 of each machine writes that machine's run directory (events, checkpoints, adapter). Every rank writes its final
+event to a file for the supervisor, which reports one failure for all.
 """
 
 from __future__ import annotations
@@ -22,69 +22,69 @@ from finetune.files import write_json
 if TYPE_CHECKING:
     from finetune.events import Event
 
-#: Ends that every process reaches at the same step, so that all wait for the leader before they exit.
-TOGETHER = (0, 6, 130, 143)
+#: Exit statuses that all ranks reach at the same step, so that they meet at a barrier before they exit.
+COMMON_EXITS = (0, 6, 130, 143)
 _PR_SET_PDEATHSIG = 1
-_PEERS_KEY = "finetune/out_of_memory"
+_OUT_OF_MEMORY_KEY = "finetune/out_of_memory"
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Number of this process in all, on its machine, and how many there are. A process of its own is 0 of 1."""
+    """Rank, local rank and world size; 0 of 1 without a launcher."""
 
     number: int = 0
     local: int = 0
     world: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_local_rank_0(self) -> bool:
         """Whether this process writes its machine's run directory."""
         return self.local == 0
 
 
 def this_rank() -> Rank:
-    """As torchrun says in the environment of the processes it starts."""
+    """This process's rank, from torchrun's environment variables."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Rank()
     return Rank(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
 
 
 def ending_path(run: Path, local: int) -> Path:
-    """Where the process `local` of this machine keeps its last word, in the run directory `run`."""
+    """File of the final event of local rank `local`, in the run directory `run`."""
     return run / "launch" / f"ending-{local}.json"
 
 
 def event_writer(events: Path, rank: Rank) -> EventWriter:
-    """The writer of a run's events.jsonl, or for one of many processes one that lets only the leader write."""
+    """The writer of a run's events.jsonl; with several ranks only local rank 0 writes."""
     return EventWriter(events) if rank.world == 1 else RankEvents(events, rank)
 
 
 class RankEvents(EventWriter):
-    """Events of one process of many: the leader's are written, failures are kept for the supervisor, the rest is dropped."""
+    """Event writer of one of several ranks: local rank 0's are written, failures go to the supervisor, others are dropped."""
 
     def __init__(self, events: Path, rank: Rank) -> None:
         super().__init__(events)
         self._rank, self._ending = rank, ending_path(events.parent, rank.local)
 
     def emit(self, event: Event) -> None:
-        """Write, keep or drop one event."""
+        """Write an event, pass it to the supervisor, or drop it."""
         code = 5 if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
         if code is not None:
             self._keep_ending(event, code)
-        if self._rank.leads and (code is None or code in TOGETHER):
+        if self._rank.is_local_rank_0 and (code is None or code in COMMON_EXITS):
             super().emit(event)
 
     def _keep_ending(self, event: Event, code: int) -> None:
         if code == 5:
-            _tell_peers(self._rank.number)
-        elif code == 1 and (culprit := _told_by_peers()) is not None:  # a lost connection, because another ran out of memory
+            _share_out_of_memory(self._rank.number)
+        elif code == 1 and (culprit := _shared_out_of_memory()) is not None:  # connection lost after another's out of memory
             event, code = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory"), 5
         self._ending.parent.mkdir(exist_ok=True)
         write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
 
 
-def join(rank: Rank, on_cpu: bool) -> None:
-    """Before anything is loaded: use the card of this rank, and end when the launcher dies."""
+def set_up(rank: Rank, on_cpu: bool) -> None:
+    """Select this rank's card and end this process when the launcher dies; called before anything is loaded."""
     if rank.world == 1:
         return
     if sys.platform == "linux":
@@ -95,11 +95,11 @@ def join(rank: Rank, on_cpu: bool) -> None:
         torch.cuda.set_device(rank.local)
 
 
-def leave(rank: Rank, code: int) -> int:
-    """The process's exit status: its own `code` when alone; else 0 for an end that all reach together, after all have."""
+def tear_down(rank: Rank, code: int) -> int:
+    """The process's exit status: `code` at world size 1; else 0 after a barrier for common exits, 1 for failures."""
     if rank.world == 1:
         return code
-    if code not in TOGETHER:
+    if code not in COMMON_EXITS:
         return 1
     import torch.distributed as dist
 
@@ -109,30 +109,30 @@ def leave(rank: Rank, code: int) -> int:
     return 0
 
 
-def wait_for_all() -> None:
-    """Go on when every process has come here."""
+def barrier() -> None:
+    """Wait until every rank has reached this call."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.barrier()
 
 
-def highest(number: int) -> int:
-    """The highest `number` of all processes."""
-    return int(_reduced([number], "MAX")[0])
+def all_reduce_max(number: int) -> int:
+    """The maximum over all ranks."""
+    return int(_all_reduce([number], "MAX")[0])
 
 
-def lowest(number: int) -> int:
-    """The lowest `number` of all processes."""
-    return -highest(-number)
+def all_reduce_min(number: int) -> int:
+    """The minimum over all ranks."""
+    return -all_reduce_max(-number)
 
 
-def totals(numbers: list[int]) -> list[int]:
-    """Sums over all processes, number by number."""
-    return _reduced(numbers, "SUM")
+def all_reduce_sum(numbers: list[int]) -> list[int]:
+    """Element-wise sums over all ranks."""
+    return _all_reduce(numbers, "SUM")
 
 
-def _reduced(numbers: list[int], operation: str) -> list[int]:
+def _all_reduce(numbers: list[int], operation: str) -> list[int]:
     import torch
     import torch.distributed as dist
 
@@ -144,17 +144,19 @@ def _reduced(numbers: list[int], operation: str) -> list[int]:
     return [int(value) for value in values.tolist()]
 
 
-def _tell_peers(number: int) -> None:
+def _share_out_of_memory(number: int) -> None:
     store = _store()
     if store is not None:
-        store.set(_PEERS_KEY, json.dumps(number))
+        store.set(_OUT_OF_MEMORY_KEY, json.dumps(number))
 
 
-def _told_by_peers() -> int | None:
+def _shared_out_of_memory() -> int | None:
+    """The rank that ran out of memory, if one has told the others."""
     store = _store()
     try:
-        return json.loads(store.get(_PEERS_KEY)) if store is not None and store.check([_PEERS_KEY]) else None
-    except RuntimeError:  # the launcher that keeps the store is gone, too
+        found = store is not None and store.check([_OUT_OF_MEMORY_KEY])
+        return json.loads(store.get(_OUT_OF_MEMORY_KEY)) if found else None
+    except RuntimeError:  # the launcher, which has the store, is gone, too
         return None
 
 

@@ -1,4 +1,4 @@
-"""Doctor: what a fine-tuning run needs of this machine, each part really tried, with the fix for what fails."""
+"""Doctor: tries everything that a run needs on this machine, and says how to fix what fails."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from finetune.recipe import Recipe
 
 __all__ = ["Finding", "examine", "worst"]
 
-#: The whole report, in seconds; the process that imports torch ends a little earlier, so that its findings are in it.
+#: Seconds for the whole report; the process that imports torch ends a little earlier, so that its findings are included.
 DEADLINE_S, PROBE_MARGIN_S = 9.5, 0.7
 
 
 def examine(recipe: Recipe | None = None, deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """Every finding, in a fixed order, after at most `deadline_s` seconds. With a recipe: is what it needs on this machine?"""
+    """All findings, in a fixed order, within `deadline_s` seconds; with a recipe also those on its model and data."""
     checks: dict[str, Check] = {
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,
         "stack": lambda: check_stack(deadline_s - PROBE_MARGIN_S),

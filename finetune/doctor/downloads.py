@@ -1,6 +1,6 @@
-"""Downloads: the hub and its login, and whether a recipe's model and data are here already, so that it runs offline.
+"""Checks of the hub, the login, and whether a recipe's model and data are cached, so that it runs offline.
 
-Of the model and data only cached files are read, nothing is loaded. No token is shown, written or sent elsewhere.
+Only cached files are read, nothing is downloaded. The token is sent to the hub only, and never shown or written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune.recipe import Recipe
 #: Seconds to wait for the hub.
 TIMEOUT_S = 4.0
 _OFFLINE_FIX = "Models and data that are in the cache, or in local folders, work without it: finetune doctor RECIPE says which."
-#: From a file's name to its path; None when it is not here.
+#: File name -> path; None when the file is missing.
 Find = Callable[[str], Path | None]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -89,7 +89,7 @@ def check_model(recipe: Recipe) -> Finding:
 
 
 def check_data(recipe: Recipe) -> list[Finding]:
-    """Is each file that the recipe names here, and a hub dataset in the cache of `datasets`?"""
+    """Does each data file of the recipe exist, and is a hub dataset in the cache of `datasets`?"""
     dataset = recipe.dataset
     try:
         sources = find_sources(
@@ -101,7 +101,7 @@ def check_data(recipe: Recipe) -> list[Finding]:
 
 
 def _get(address: str, token: str | None = None) -> tuple[int | None, str]:
-    """Status of a GET, or None and the reason. One attempt; the token is not sent on to where a redirect leads."""
+    """Status of a GET, or None and the reason. One attempt; the token is not sent to redirect targets."""
     request = urllib.request.Request(address, headers={"User-Agent": "finetune-doctor"})
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")

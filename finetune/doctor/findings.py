@@ -1,4 +1,4 @@
-"""Findings: the result of one check as a value, and all checks run at once within a deadline."""
+"""The finding of a check as a value, and a runner of all checks in parallel within a deadline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STATES = ("ok", "skip", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` was found by `check`, and what to type or do (`fix`, empty when nothing needs doing).
+    """`what` the `check` found, and how to fix it (`fix`, empty when nothing needs fixing).
 
-    `facts` are the numbers behind it, units in their names. Neither holds a secret or the user's name.
+    `facts` are the numbers behind it, with units in their names. Neither has a secret or the user's name.
     """
 
     check: str
@@ -66,7 +66,7 @@ def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
 
 
 def _without_home(value: Any) -> Any:
-    """A home directory contains the user's name, and reports are pasted in public."""
+    """Replace the home directory, which has the user's name, by `~`: reports are pasted in public."""
     home = str(Path.home())
     if isinstance(value, str):
         return value.replace(home, "~") if len(home) > 1 else value

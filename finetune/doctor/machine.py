@@ -1,4 +1,4 @@
-"""The machine: NVIDIA driver, memory of each card (read through NVML, nothing is allocated), host memory, disk, port."""
+"""Checks of the machine: NVIDIA driver, memory of each card (through NVML, nothing is allocated), host memory, disk, port."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_disk(
         what = f"{use}: {format_bytes(free)} free at {existing}"
         facts = {"use": use, "path": str(existing), "free_bytes": free}
         if not _is_writable(existing):
-            fix = f"Make it yours (sudo chown -R $USER {existing}), or choose another place."
+            fix = f"Take ownership (sudo chown -R $USER {existing}), or choose another folder."
             yield Finding("disk", "fail", f"{use}: {existing} can't be written to", fix, facts)
         elif free < minimum:
             fix = "Free some space: old checkpoints in runs/, models you don't need with `hf cache ls` and `hf cache rm`."
@@ -112,7 +112,7 @@ def check_port(port: int = PORT) -> Finding:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             what = f"{port} is in use or not allowed ({(error.strerror or str(error)).lower()})"
-            return Finding("port", "warn", what, f"Perhaps the page runs already. Else: finetune ui --port {port + 1}")
+            return Finding("port", "warn", what, f"Perhaps the page is already running. If not: finetune ui --port {port + 1}")
     return Finding("port", "ok", f"{port} is free for finetune ui")
 
 
@@ -154,7 +154,7 @@ def _hub_cache() -> Path:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Really tried: permission bits say nothing of read-only mounts and network shares."""
+    """Whether a file can be created; permission bits don't show read-only mounts and network shares."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

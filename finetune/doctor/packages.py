@@ -1,4 +1,4 @@
-"""The software: installed versions, a C compiler for Triton, and torch, bitsandbytes and Triton really tried (`probe`)."""
+"""Checks of the software: installed versions, a C compiler for Triton, and torch, bitsandbytes and Triton in use (`probe`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 
 
 def check_packages(requirements: list[str] | None = None) -> Finding:
-    """Is each dependency installed, in a version that the forecast knows? `requirements` as in a package's metadata."""
+    """Is each dependency installed in a supported version? `requirements` as in a package's metadata."""
     try:
         wanted = packages(requirements)
     except PackageNotFoundError:
@@ -92,7 +92,7 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
             yield Finding(check, "fail", f"{name} can't be used: {part['error']}", _FIXES[name])
             if name == "torch":
                 return
-        elif problem:  # it hung or crashed in this part, and nothing after it was tried
+        elif problem:  # it hung or crashed in this part; later parts were not tried
             late = "within" in problem
             state, fix = ("warn", "Run it again when the machine is less busy.") if late else ("fail", _FIXES[name])
             yield Finding(check, state, f"{name}: {problem}", fix)
@@ -102,7 +102,7 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
 
 
 def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `probe` in a process. Returns each part it reported, and why it ended early; empty when it did not."""
+    """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not)."""
     command = [sys.executable, "-m", "finetune.doctor.probe"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:

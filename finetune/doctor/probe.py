@@ -1,7 +1,7 @@
 """Tries torch, bitsandbytes and Triton: `python -m finetune.doctor.probe`, started by the doctor.
 
-A process of its own, so that no CUDA context stays behind and a library that crashes does not end the doctor. Prints one JSON
-object for each part as soon as it is known: `{"part": name, ...}`, with `error` when it could not be used.
+A separate process, so that no CUDA context stays and a crashing library does not end the doctor. Prints one JSON object per
+part as soon as it is known: `{"part": name, ...}`, with `error` when it can't be used.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from finetune.compat.torch import do_without_compiler
+from finetune.compat.torch import disable_torch_compile
 
 
 def main() -> None:
-    """Each part in turn; Triton only where torch sees a card."""
+    """Try each part in turn; Triton only where torch sees a card."""
     found = _report("torch", try_torch)
     if found["error"] is None:
         _report("bitsandbytes", try_bitsandbytes)
@@ -46,8 +46,8 @@ def try_bitsandbytes() -> dict[str, Any]:
     """Quantise and use a layer as QLoRA does (NF4, double quantisation); on a card an 8-bit optimizer step, too."""
     import torch
 
-    # bitsandbytes wraps functions that are not used here; importing the compiler would take longer than all the rest
-    do_without_compiler()
+    # bitsandbytes compiles functions that are not used here; importing torch's compiler would take longer than all the rest
+    disable_torch_compile()
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

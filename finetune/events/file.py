@@ -1,4 +1,4 @@
-"""The file of events: who appends to it, and who reads what is new."""
+"""Writer and incremental reader of events.jsonl."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _Kinds = Mapping[str, type[Event]]
 
 
 class EventWriter:
-    """Appends events to a file. Each line is one write(), so that readers never see half of one from a living writer."""
+    """Appends events to a file. Each line is one write(), so that readers see only whole lines of a live writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.listeners: list[Callable[[Event], None]] = []  # hear each event after it is written
+        self.listeners: list[Callable[[Event], None]] = []  # called with each event after it is written
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._torn = self._ends_torn()  # a writer that died inside a line left no newline; ours must not continue its line
+        self._torn = self._ends_torn()  # a dead writer's line without a newline must not be continued
 
     def _ends_torn(self) -> bool:
         size = os.fstat(self._file).st_size
@@ -58,13 +58,13 @@ class EventWriter:
 
 
 class EventReader:
-    """Reads events that are new since the last call. `offset` is in bytes and can be kept to go on later."""
+    """Reads the events appended since the last call. `offset` is in bytes; store it to continue later."""
 
     def __init__(self, path: Path, offset: int = 0, kinds: _Kinds = KINDS) -> None:
         self.path, self.offset, self._kinds = path, offset, kinds
 
     def new(self, most_bytes: int = 64 * 2**20) -> list[Event]:
-        """Events appended since the last call, from at most `most_bytes`; broken lines are left out."""
+        """Events appended since the last call, from at most `most_bytes`; damaged lines are skipped."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -86,7 +86,7 @@ def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """The content of an event's line."""
+    """An event as the JSON object of its line."""
     if isinstance(event, Unknown):
         return event.values
     kind: Any = type(event)
@@ -94,24 +94,24 @@ def event_json(event: Event) -> dict[str, Any]:
 
 
 def event_from(values: dict[str, Any], kinds: _Kinds = KINDS) -> Event:
-    """Read back what `event_json` gave. Raises ValueError when it is of another type."""
+    """The event of a JSON object from `event_json`. Raises ValueError for a value of the wrong type."""
     kind = kinds.get(values["kind"])
     return Unknown(values=values) if kind is None else from_json(kind, values)
 
 
 @functools.cache
 def _order(kind: Any) -> tuple[str, ...]:
-    """Its fields as they are written: the time, its own, and last the memory that many kinds share."""
+    """Fields in the order in which they are written: the time, the kind's own, the shared memory fields."""
     names = [field.name for field in dataclasses.fields(kind)]
     return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
 
 
-#: Our own writer puts the kind first, so that a line need not be read twice to know how.
+#: The writer puts the kind first, so that a line is parsed only once.
 _KIND = re.compile(rb'\{"kind": "(\w+)"')
 
 
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
-    """The event of a line; None for the torn line of a writer that died, and for what is no event."""
+    """The event of a line; None for a torn line and for what is no event."""
     found = _KIND.match(line)
     kind = kinds.get(found[1].decode()) if found else None
     if kind is not None:

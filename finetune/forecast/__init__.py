@@ -1,1 +1,1 @@
-"""Forecast: where the bytes will be, found by running the real step on fake tensors."""
+"""Forecast: memory of a training run, part by part, from a dry run of the real step on fake tensors."""

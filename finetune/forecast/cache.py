@@ -1,4 +1,4 @@
-"""Dry runs made before, on disk, readable without torch: keyed by configuration, settings, library versions and this code."""
+"""On-disk cache of dry runs, read without torch. Keyed by configuration, settings, library versions and this code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from finetune.files import cache_dir, write_text
 
-#: Libraries whose code decides where the bytes are.
+#: Libraries whose code decides how much memory a step takes.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
 _OWN_CODE = ("compat", "forecast", "model")
 
 
 @cache
 def library_versions() -> dict[str, str]:
-    """Name -> version of each library that the forecast depends on; those that are not installed are left out."""
+    """Name -> version of each installed library that the forecast depends on."""
     versions = {}
     for name in LIBRARIES:
         try:
@@ -30,13 +30,13 @@ def library_versions() -> dict[str, str]:
 
 
 def key_of(**inputs: Any) -> str:
-    """A digest of the inputs, the libraries' versions and the forecast's own code."""
+    """Cache key: a digest of the inputs, the library versions and the forecast's own code."""
     text = json.dumps([inputs, library_versions(), _code_digest()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read(key: str) -> dict[str, Any] | None:
-    """What was kept under this key; None when nothing was, or when it is damaged: it is made again."""
+    """The cached values of a key; None when there are none, or when the file is damaged."""
     try:
         values: Any = json.loads(_path(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read(key: str) -> dict[str, Any] | None:
 
 
 def write(key: str, values: dict[str, Any]) -> None:
-    """Keep `values`. A cache that can't be written costs time, not the forecast."""
+    """Cache `values`. A cache that can't be written is ignored: it only saves time."""
     path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

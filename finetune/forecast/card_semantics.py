@@ -1,8 +1,8 @@
-"""Makes tensors on the CPU take the paths of a CUDA device: autocast's lists, fused dropout and softmax, Triton tiles, int8.
+"""Makes CPU tensors take CUDA's code paths: autocast's operator lists, fused dropout and softmax, Triton tiles, int8 matmuls.
 
-Only a build of torch with CUDA knows CUDA tensors, and a forecast must come out the same everywhere and leave the GPU to
-the training process. So a dry run's tensors are on the CPU, and the few places where a CPU computes otherwise are
-redirected here while it lasts.
+Only CUDA builds of torch have CUDA tensors, and a forecast must be the same on every machine and leave the GPU to the
+training process. So a dry run's fake tensors are on the CPU, and the few operators that behave differently there are
+redirected during the dry run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from finetune.compat.bitsandbytes import int8_matmul
-from finetune.compat.torch import autocast_of_the_processor
-from finetune.compat.trl import loss_of_a_card
+from finetune.compat.torch import cpu_autocast
+from finetune.compat.trl import cuda_loss
 
 #: Autocast computes these in fp32 on CUDA and not on a CPU (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32).
 _FP32_NAMES = (
@@ -34,23 +34,23 @@ def _functions(names: str) -> set[Callable[..., Any]]:
 
 
 _FP32, _FP32_RESULT, _SOFTMAX = _functions(_FP32_NAMES), _functions(_FP32_RESULT_NAMES), _functions("softmax")
-#: All that is redirected; a step calls some ten thousand others.
-_CONCERNED = {F.dropout, torch.Tensor.__getitem__} | _FP32 | _FP32_RESULT | _SOFTMAX
+#: The redirected functions; a step makes some ten thousand calls of others.
+_REDIRECTED = {F.dropout, torch.Tensor.__getitem__} | _FP32 | _FP32_RESULT | _SOFTMAX
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def card_semantics(trained_tokens: int) -> Iterator[None]:
-    """Within it, tensors on the CPU take the code paths of CUDA in torch, TRL, PEFT and bitsandbytes.
+    """Inside, CPU tensors take CUDA's code paths in torch, TRL, PEFT and bitsandbytes.
 
-    `trained_tokens` is how many positions a boolean mask selects: those that the loss is computed on.
+    `trained_tokens`: how many positions a boolean mask selects, that is, tokens that count in the loss.
     """
-    with autocast_of_the_processor(), loss_of_a_card(), int8_matmul(_int8_matmul), _CudaFunctions(trained_tokens):
+    with cpu_autocast(), cuda_loss(), int8_matmul(_int8_matmul), _CudaFunctions(trained_tokens):
         yield
 
 
 class _CudaFunctions(TorchFunctionMode):
-    """Redirects single functions of torch, while the CPU's own autocast does the rest of the bookkeeping."""
+    """Redirects single torch functions; the CPU's own autocast handles all others."""
 
     def __init__(self, trained_tokens: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _CudaFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _CONCERNED:
+        if func not in _REDIRECTED:
             return func(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
@@ -76,7 +76,7 @@ class _CudaFunctions(TorchFunctionMode):
 
 
 class _Selected(torch.autograd.Function):
-    """`values[mask]` when the number of selected positions is known and the mask has no data."""
+    """`values[mask]` for a fake mask, with the number of selected positions given."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _float(value: Any) -> Any:
 
 
 def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA keeps a bool mask (at::native_dropout); a CPU keeps one of the values' dtype."""
+    """CUDA saves a bool mask (at::native_dropout); the CPU saves one in the values' dtype."""
     if not training or p == 0.0:
         return values
     dropped = torch.native_dropout(values, p, True)[0]
@@ -116,7 +116,7 @@ def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 def _int8_matmul(
     a: torch.Tensor, b: torch.Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None
 ) -> Any:
-    """bitsandbytes' int8 matmul of a CUDA device, whatever the device."""
+    """bitsandbytes' CUDA int8 matmul, on any device."""
     from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
 
     state = state or MatmulLtState()

@@ -1,4 +1,4 @@
-"""A model of many layers from a run of few: exact where the layers repeat, and that is checked; else the full depth is run."""
+"""Forecasts a deep model from a dry run of a few layers. That the layers repeat is checked; if not, all layers are run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from finetune.forecast.simulate import Simulation
     from finetune.forecast.tracker import Place
 
-#: Tables that the first layer makes for all: bitsandbytes' code book of 256 floats.
+#: Allocated once, in the first layer, for all: bitsandbytes' code book of 256 floats.
 _ONE_OFF_BYTES = 1024
 
-#: Configurations seen by this process: a search forecasts the same model many times.
-_LOOKED_AT: dict[str, tuple[tuple[str, ...], int]] = {}
+#: Layer kinds and parameters of the configurations of this process: a search forecasts the same model many times.
+_INSPECTED: dict[str, tuple[tuple[str, ...], int]] = {}
 
 
 @dataclass(frozen=True)
 class Depth:
-    """`run` layers stand for `full`: the `period` layers from `start` on are repeated `times` more."""
+    """A dry run of `run` layers stands for `full`: the `period` layers from `start` on are repeated `times` more."""
 
     full: int
     run: int
@@ -43,18 +43,18 @@ def simulate_deep(
     run: Callable[[PretrainedConfig], Simulation],
     every: int = 1,
     *,
-    unlike_first: bool = False,
-    whole: bool = False,
+    first_differs: bool = False,
+    full_depth: bool = False,
 ) -> tuple[Simulation, str]:
-    """`run` at the full depth of `config`, and how that was found.
+    """The simulation at the full depth of `config`, and the method that gave it.
 
-    `every`: checkpointing treats each so many layers alike. `unlike_first`: the first layer is known to keep something else
-    than the others; where it turns out to, that is tried next. `whole`: always run all layers, as is done where the layers
-    don't repeat or where the middle ones don't hold what the first ones hold.
+    `every`: checkpointing repeats every so many layers. `first_differs`: the first layer is known to save other tensors than
+    the rest; without it that is tried second. `full_depth`: run all layers, which is also the fallback where layers don't
+    repeat or don't keep equal bytes.
     """
     kinds = layer_kinds(config)
-    for unlike in [] if whole else sorted({int(unlike_first), 1}):
-        depth = plan_depth(kinds, every, unlike)
+    for lead in [] if full_depth else sorted({int(first_differs), 1}):
+        depth = plan_depth(kinds, every, lead)
         if not depth.times:
             break
         few = run(at_depth(config, depth.run))
@@ -67,14 +67,14 @@ def simulate_deep(
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
 
-def plan_depth(kinds: list[str], every: int = 1, unlike: int = 0) -> Depth:
-    """How few layers can stand for these: the unlike ones (`unlike` at least), and three periods of the like ones."""
+def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
+    """The fewest layers that stand for these: the leading ones that don't repeat (at least `lead`), then three periods."""
     full = len(kinds)
     for period in range(every, full // 3 + 1, every):
-        lead = next((start for start in range(unlike, full) if _periodic(kinds, start, period)), full)
-        few = lead + 3 * period + (full - lead) % period
+        first = next((start for start in range(lead, full) if _periodic(kinds, start, period)), full)
+        few = first + 3 * period + (full - first) % period
         if few < full:
-            return Depth(full, few, lead + period, period, (full - few) // period)
+            return Depth(full, few, first + period, period, (full - few) // period)
     return Depth(full, full)
 
 
@@ -83,28 +83,28 @@ def _periodic(kinds: list[str], start: int, period: int) -> bool:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """A text for each decoder layer; layers with equal texts have the same modules, shapes and settings."""
-    return list(_looked_at(config)[0])
+    """A description of each decoder layer; equal ones have the same modules, shapes and settings."""
+    return list(_inspected(config)[0])
 
 
-def has_layers_alike(config: PretrainedConfig) -> bool:
+def has_identical_layers(config: PretrainedConfig) -> bool:
     """Whether all decoder layers have the same modules, shapes and settings."""
     return len(set(layer_kinds(config))) == 1
 
 
 def count_parameters(config: PretrainedConfig) -> int:
-    """Parameters of the base model, tied ones once."""
-    return _looked_at(config)[1]
+    """Number of parameters of the base model; tied ones count once."""
+    return _inspected(config)[1]
 
 
-def _looked_at(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+def _inspected(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    if text not in _LOOKED_AT:
-        _LOOKED_AT[text] = _look_at(config)
-    return _LOOKED_AT[text]
+    if text not in _INSPECTED:
+        _INSPECTED[text] = _inspect(config)
+    return _INSPECTED[text]
 
 
-def _look_at(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+def _inspect(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
     kinds = tuple(_kind(layer) for layer in decoder_layers(model))
     return kinds, sum(parameter.numel() for parameter in model.parameters())
@@ -124,7 +124,7 @@ def _kind(layer: torch.nn.Module) -> str:
 
 
 def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The same configuration with fewer layers; lists with one entry for each layer are cut."""
+    """The configuration with fewer layers; lists with an entry per layer are cut to match."""
     shallow = copy.deepcopy(config)
     for part in {id(part): part for part in (shallow, shallow.get_text_config())}.values():
         full = part.num_hidden_layers
@@ -136,7 +136,7 @@ def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:
-    """Whether the middle layers hold what the ones before them hold when all are held: when the loss is computed."""
+    """Whether repeated layers keep equal bytes live at the loss, when the activations of all layers are live."""
     held = peaks[("loss", None)].by_tag
     middle = range(depth.start, depth.start + depth.period)
     parts = {part for part, _ in held}
@@ -145,9 +145,9 @@ def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:
 
 
 def _deepened(peaks: dict[Place, Peak], depth: Depth) -> dict[Place, Peak]:
-    """Insert the repeated layers after the middle ones; where a middle one is at work, before them, so that it is the last.
+    """Insert the repeated layers after the middle ones. While a middle layer runs, insert them before it: it is the last.
 
-    Outside of forward and backward, places in the middle lie between those of both ends and are dropped.
+    Outside forward and backward the middle layers' peaks are dropped: they lie between those of the first and last layers.
     """
     deepened: dict[Place, Peak] = {}
     for (phase, layer), peak in peaks.items():
@@ -165,7 +165,7 @@ def _adapter_bytes(peaks: dict[Place, Peak]) -> int:
 
 
 def _with_more_states(peak: Peak, more: float) -> Peak:
-    """Optimizer states that are made for all adapters at once belong to no layer; they grow as the adapters do."""
+    """Scale optimizer states that belong to no layer (foreach and fused updates) with the adapters' bytes."""
     by_tag = dict(peak.by_tag)
     if by_tag.get(("optimizer", None), 0) > _ONE_OFF_BYTES:
         by_tag[("optimizer", None)] = round(by_tag[("optimizer", None)] * more)
@@ -173,14 +173,14 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
 
 
 def _place(layer: int | None, depth: Depth) -> int | None:
-    """The number in the full model of a layer of the short one."""
+    """Index in the full model of a layer of the shallow one."""
     return layer if layer is None or layer < depth.start + depth.period else layer + depth.times * depth.period
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
-    """What the inserted layers hold is what the middle ones hold, without what those hold only for a neighbour at work.
+    """The peak with the inserted layers, which keep what the middle ones keep.
 
-    That is seen on the layers at the other end: what is held for long is held there, too.
+    Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
     """
     by_tag = {(part, _place(layer, depth)): size for (part, layer), size in peak.by_tag.items()}
     other = depth.period if at_start else -depth.period
@@ -193,7 +193,7 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
 
 
 def _with_more_layers_before(peak: Peak, depth: Depth) -> Peak:
-    """The inserted layers hold what those of the first period hold, which the step has not come to either."""
+    """The peak with the inserted layers before the middle ones; they keep what the layers of the first period keep."""
     more = depth.times * depth.period
     by_tag = {
         (part, layer if layer is None or layer < depth.start else layer + more): size

@@ -1,4 +1,4 @@
-"""Gives a model built on `meta` its parameters, without data: the tensors that loading puts on the card, in that order."""
+"""Replaces a meta model's parameters by fake tensors, in the order in which loading allocates them on the card."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
-    """Replace every meta parameter and buffer by a fake one, base weights first, as loading does; tied ones stay tied.
+    """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
 
-    Quantised layers get their 16-bit weight in `dtype` first and bitsandbytes' own packing of it, which is the load peak.
+    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it: that is the load peak.
     """
     made: dict[int, torch.nn.Parameter] = {}
     tracker.phase = "load"
@@ -30,7 +30,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
 
 
 def layer_number(path: str) -> int | None:
-    """The decoder layer that a module's path leads through; None outside of the layers."""
+    """Index of the decoder layer in a module's path; None outside the layers."""
     found = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
     return int(found[1]) if found else None
 
@@ -101,8 +101,8 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 
 
 @contextmanager
-def dora_without_data() -> Iterator[None]:
-    """DoRA looks at the dequantised base weights when it is attached and in every forward; these have a size only."""
+def fake_dora_weights() -> Iterator[None]:
+    """Inside, DoRA, which reads the dequantised base weights on attach and in each forward, gets fake ones."""
     with dora_weights(_dequantised):
         yield
 

@@ -1,7 +1,7 @@
-"""What an operator makes of tensors without data, found once for each set of shapes and built again from then on.
+"""Memoises fake-tensor operator outputs by signature: operator, argument shapes, strides, dtypes and shared storages.
 
-Most of a dry run was torch working out the shape of each result, and layers ask the same questions over and over. torch's
-own memory of the answers takes longer to look into than these results take to build.
+Shape inference takes most of a dry run, and layers repeat the same calls. torch's own fake-tensor cache takes longer to
+look up than these outputs take to build.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-#: Questions whose answers are kept, here and in torch, before all are forgotten. A step of a few layers asks some 300.
+#: Signatures that are kept, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
 MOST_KEPT = 20_000
-#: These look at data, or share storage without saying so.
+#: Operators whose outputs depend on data, or that change a view in place.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-#: Whose operators make results by the shapes alone.
+#: Namespaces of operators whose outputs depend on shapes alone.
 _NAMESPACES = {"aten", "bitsandbytes"}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
@@ -23,7 +23,7 @@ _Signature = tuple[Any, ...]
 
 
 class _Made(NamedTuple):
-    """One result: the argument `of` itself, a view of its storage (with a `shape`), or a tensor of its own (`of` is None)."""
+    """Recipe of one output: argument number `of` itself, a view of its storage (with `shape`), or a new tensor (`of` None)."""
 
     of: int | None
     shape: tuple[int, ...] | None = None
@@ -33,12 +33,12 @@ class _Made(NamedTuple):
     device: torch.device | None = None
 
 
-#: Signature -> results and what they are in (None: a single tensor); None where they must be asked for every time.
+#: Signature -> outputs and their container (None: a single tensor); None where outputs can't be memoised.
 _KNOWN: dict[_Signature, tuple[tuple[_Made | None, ...], type | None] | None] = {}
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)` under a FakeTensorMode; the same results with the same sharing of storages."""
+    """`func(*args, **kwargs)` under a FakeTensorMode, memoised; outputs share storages as torch's do."""
     tensors: list[FakeTensor] = []
     signature = _signature(func, args, kwargs, tensors)
     if signature is None:
@@ -60,7 +60,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> _Signature | None:
-    """All that the results depend on, and the `tensors` among the arguments; None where that isn't known."""
+    """All that the outputs depend on; fills `tensors` with the fake arguments. None where the call can't be memoised."""
     if func.namespace not in _NAMESPACES or _TAGS.intersection(func.tags):
         return None
     parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
@@ -75,7 +75,7 @@ def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages: dict[int, int]) -> bool:
-    """Add what of these values the results depend on; of tensors also which share a storage, and its size."""
+    """Append what outputs depend on to `parts`; for tensors also the shared storage and its size. False: can't be memoised."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:

@@ -1,4 +1,4 @@
-"""The optimizer of a plan with its states made, as they are after the first step."""
+"""The plan's optimizer on fake parameters, with its states allocated as after the first step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
-    """The optimizer that transformers' Trainer makes for these settings."""
+    """The optimizer that transformers' Trainer creates for these settings."""
     return _optimizer(settings, [parameter for _, parameter in trainable_parameters(model)], on_cpu=on_cpu)
 
 
 def first_step(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
 ) -> None:
-    """A step with zero gradients: the states are there afterwards, booked under their layer."""
+    """Run a step with zero gradients, so that the optimizer states exist, tagged with their layer."""
     tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
     zero_gradients(model, tracker)
     with paged_states_on_host(on_cpu):
@@ -36,11 +36,11 @@ def first_step(
         for value in optimizer.state[parameter].values():
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 tracker.retag(value, "optimizer", layer_number(name))
-    del tracker.peaks[("first step", None)]  # the second has all of its memory, and activations
+    del tracker.peaks[("first step", None)]  # the second step needs all of this, and activations
 
 
 def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Give every trainable parameter a gradient, as micro-batches before this one have."""
+    """Allocate the gradient of every trainable parameter, as earlier micro-batches do."""
     for name, parameter in trainable_parameters(model):
         with tracker.making("gradients"):
             parameter.grad = torch.zeros_like(parameter)
@@ -48,7 +48,7 @@ def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
 
 
 def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
-    """As `transformers.Trainer.get_optimizer_cls_and_kwargs` chooses by the recipe's name."""
+    """The optimizer that `transformers.Trainer.get_optimizer_cls_and_kwargs` selects for the recipe's `optim`."""
     own = optimizer_class(settings)
     if own is not None:
         return own[0](parameters, **own[1])
@@ -69,7 +69,7 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter], *, 
 
 @contextmanager
 def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
-    """bitsandbytes' paged states are managed memory: outside torch's allocator, and on the host unless they are in use."""
+    """Inside, bitsandbytes' paged states count as host memory: CUDA managed memory, outside torch's allocator."""
 
     def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         paged = self.is_paged and p.numel() >= 1e5 and not on_cpu

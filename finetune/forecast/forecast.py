@@ -1,4 +1,4 @@
-"""Forecast: where the bytes will be at the peak of load, training, evaluation and saving, as a value."""
+"""The forecast as a value: memory at the peak of load, training, evaluation and saving, part by part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of torch's allocator and of the whole card, with the interval that the verdict is made from.
+    """Forecast bytes of torch's allocator and of the whole card, with the bounds that the verdict uses.
 
     `parts` are the allocated bytes by part at the training peak; they sum to `allocated_bytes`. `peaks` has the allocated peak
-    of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + context.
+    of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + CUDA context.
     """
 
     allocated_bytes: int
@@ -30,6 +30,6 @@ class Forecast:
     tokens_per_s: float | None = None
     host_bytes: int = 0
     disk_bytes: int = 0
-    method: str = "dry run"  # how it was made: dry run, full depth; dry run, 2 and 3 layers; ...
+    method: str = "dry run"  # `dry run, full depth (8 layers)` or `dry run, 4 of 32 layers, repeated`
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Bytes of torch's allocator for a plan's settings: from the cache, else by a dry run. Importing this needs no torch."""
+"""Allocated bytes of a step, part by part, from the cache or a dry run. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from finetune.forecast.tracker import Peak
     from finetune.recipe import Settings
 
-#: How a setting that decides bytes reaches one card's step, where not as it stands; those without a key come as the batch and
-#: the card that are forecast.
+#: How settings that decide bytes enter the cache key where not by their value. None: the key has them already, as the batch's
+#: shape, the card's capability or the configuration.
 _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
     "gradient_accumulation_steps": lambda settings: settings.gradient_accumulation_steps != 1,
     "lora_dropout": lambda settings: settings.lora_dropout > 0,
-    "launch": lambda settings: is_zero3(settings.launch),  # of the launch only this: reentrant checkpointing
+    "launch": lambda settings: is_zero3(settings.launch),  # it needs reentrant checkpointing; nothing else matters here
     "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
     "eval_steps": None, "gpu": None, "model_name_or_path": None,
 }  # fmt: skip
 #: Phases of the dry run that make up a training step.
 _TRAIN = ("forward", "loss", "loss backward", "backward", "optimizer")
-#: Ampere: what a dry run stands for when no card is given.
+#: Compute capability of a dry run when no card is given: Ampere.
 USUAL_CAPABILITY = (8, 0)
-#: Simulations of this process that plans with every n-th layer recomputed are made from, newest last.
+#: This process's last simulations, newest last; `mix_layers` makes plans with every n-th layer checkpointed from them.
 _SIMULATED: OrderedDict[str, tuple[Simulation, str]] = OrderedDict()
 _MOST_SIMULATED = 8
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Allocated bytes of one plan. `parts` is the ledger at the training peak, `peaks` the peak of each phase.
+    """Allocated bytes of one plan. `parts` are those at the training peak, `peaks` the peak of each phase.
 
-    `per_layer_bytes` splits the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes` is pinned or
-    managed host memory of activations and optimizer states. `parameters` counts the base model's.
+    `per_layer_bytes` is the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes`: pinned or managed
+    host memory of activations and optimizer states. `parameters`: number of base model parameters.
     """
 
     parts: dict[str, int]
@@ -57,7 +57,7 @@ class DryRun:
 
     @property
     def allocated_bytes(self) -> int:
-        """The training peak."""
+        """Allocated bytes at the training peak."""
         return sum(self.parts.values())
 
 
@@ -70,10 +70,10 @@ def dry_run(
     trained_tokens: int | None = None,
     capability: tuple[int, int] | None = USUAL_CAPABILITY,
 ) -> DryRun:
-    """The allocated bytes of a step with `micro_batch` rows of `tokens`, of which `trained_tokens` in all are learned.
+    """Allocated bytes of a step with `micro_batch` rows of `tokens` tokens; `trained_tokens` of them all count in the loss.
 
-    `config` is a configuration or the content of a config.json. `capability` is the card's; None: the run is on a CPU. Kept on
-    disk by configuration, settings, versions and this code. Raises RecipeError for what can't be built.
+    `config`: a configuration or the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
+    disk. Raises RecipeError for a model that can't be built.
     """
     values = config if isinstance(config, dict) else config.to_dict()
     trained = micro_batch * (tokens - 1) if trained_tokens is None else min(trained_tokens, micro_batch * (tokens - 1))
@@ -84,19 +84,19 @@ def dry_run(
         "documents": max(1, tokens // 256) if settings.packing is True else 1,
         "eval_rows": eval_rows,
     }  # fmt: skip
-    key = cache.key_of(kind="dry run", config=values, settings=_deciding(settings), shape=shape, capability=capability)
+    key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
     known = cache.read(key)
     if known is not None:
         return DryRun(**{**known, "notes": tuple(known["notes"])})
     from finetune.forecast.simulate import Batch
 
-    made = _made(values, settings, Batch(**shape), capability)
+    made = _run(values, settings, Batch(**shape), capability)
     cache.write(key, asdict(made))
     return made
 
 
-def _deciding(settings: Settings) -> dict[str, Any]:
-    """What of the settings decides where bytes are, as the schema says."""
+def _memory_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that change memory, according to the schema."""
     key: dict[str, Any] = {}
     for name in settings_that_decide(Decides.BYTES):
         reduce = _REDUCED.get(name, lambda settings, name=name: getattr(settings, name))
@@ -105,14 +105,14 @@ def _deciding(settings: Settings) -> dict[str, Any]:
     return key
 
 
-def _made(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
+def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
     from finetune.forecast.depth import count_parameters
     from finetune.forecast.rules import cublas_workspace_bytes
     from finetune.model.build import config_from
 
     config = config_from(values, settings)
     simulation, method = _simulated(config, settings, batch, capability)
-    # One cuBLAS handle of the main thread and one of the thread that runs backward.
+    # cuBLAS handles of the main thread and of the autograd thread
     workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
     top = _highest(simulation, _TRAIN)
     parts = Counter({part: 0 for part in PARTS})
@@ -135,31 +135,31 @@ def _made(values: dict[str, Any], settings: Settings, batch: Batch, capability: 
 def _simulated(
     config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None
 ) -> tuple[Simulation, str]:
-    from finetune.forecast.depth import has_layers_alike, simulate_deep
+    from finetune.forecast.depth import has_identical_layers, simulate_deep
     from finetune.forecast.mixed_layers import can_mix, mix_layers
     from finetune.forecast.simulate import simulate
 
     every = settings.activation_checkpointing_every_n_layers
-    if every > 1 and can_mix(settings, has_layers_alike(config)):
+    if every > 1 and can_mix(settings, has_identical_layers(config)):
         recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
         kept, _ = _simulated(config, _recomputing(settings, False), batch, capability)
         return mix_layers(recomputed, kept, every), method
-    key = cache.key_of(config=config.to_dict(), settings=_deciding(settings), batch=asdict(batch), capability=capability)
+    key = cache.key_of(config=config.to_dict(), settings=_memory_settings(settings), batch=asdict(batch), capability=capability)
     if key not in _SIMULATED:
         _SIMULATED[key] = simulate_deep(
             config,
             lambda shallow: simulate(shallow, settings, batch, capability),
             every,
-            unlike_first=_keeps_less_in_first(settings),
-            whole=settings.optim == "adafactor",  # its states are small tensors by the hundred, which few layers don't show
+            first_differs=_first_layer_saves_less(settings),
+            full_depth=settings.optim == "adafactor",  # hundreds of small states, which a few layers don't show
         )
         while len(_SIMULATED) > _MOST_SIMULATED:
             _SIMULATED.popitem(last=False)
     return _SIMULATED[key]
 
 
-def _keeps_less_in_first(settings: Settings) -> bool:
-    """Nothing before the first layer is trained; its input is on the card anyway; DoRA makes that of the others fp32."""
+def _first_layer_saves_less(settings: Settings) -> bool:
+    """Whether the first layer saves less: its input needs no gradient and is not offloaded, nor fp32 with DoRA."""
     return settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
 
 

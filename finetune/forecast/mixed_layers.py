@@ -1,4 +1,4 @@
-"""Every n-th layer recomputed, from two simulations: of all layers recomputed and of none. Exact where all layers are alike."""
+"""Checkpointing of every n-th layer, from two simulations: all layers checkpointed and none. Exact for identical layers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from finetune.forecast.tracker import Place, Tag
     from finetune.recipe import Settings
 
-#: Phases in which it matters whether a layer is recomputed.
+#: Phases in which it matters whether a layer is checkpointed.
 _MIXED = ("forward", "loss", "loss backward", "backward")
 
 
-def can_mix(settings: Settings, alike: bool) -> bool:
-    """Whether `mix_layers` is exact for these settings; `alike`: all decoder layers have the same modules and shapes.
+def can_mix(settings: Settings, identical: bool) -> bool:
+    """Whether `mix_layers` is exact for these settings; `identical`: all decoder layers have the same modules and shapes.
 
-    Unlike layers share tables and masks, which live as long as one layer keeps them. Activations on their way to the host
-    belong to no layer, DeepSpeed's older way of recomputing frees at other moments, and Adafactor is run at full depth anyway.
+    Layers that differ share tables and masks, which live as long as one layer keeps them. Activations on their way to the host
+    belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and Adafactor is run at full depth anyway.
     """
     return (
-        alike
+        identical
         and settings.activation_checkpointing is True
         and settings.activation_offloading is False
         and settings.optim != "adafactor"
@@ -32,11 +32,11 @@ def can_mix(settings: Settings, alike: bool) -> bool:
 
 
 def mix_layers(recomputed: Simulation, kept: Simulation, every: int) -> Simulation:
-    """`recomputed` with each layer whose number is no multiple of `every` as in `kept`.
+    """Layers whose number is a multiple of `every` from `recomputed`, all others from `kept`.
 
-    At any place a layer holds what it holds there in the simulation of its own kind, since the step comes through the same
-    places in the same order, and what one layer hands to the next is the same tensor either way. What belongs to no layer is
-    as in the simulation of the layer at work, but for the inputs that checkpoints share, such as masks.
+    Both simulations run the same layers in the same order, and layers pass each other the same tensors. So each layer keeps
+    what it keeps in its own simulation. Tensors of no layer come from the simulation of the running layer, except inputs that
+    all checkpoints share, such as masks.
     """
     last = max(layer for _, layer in recomputed.peaks if layer is not None)
     last_recomputed = last // every * every
@@ -52,7 +52,7 @@ def mix_layers(recomputed: Simulation, kept: Simulation, every: int) -> Simulati
 
 
 def _at(place: Place, simulation: Simulation, last: int) -> Peak:
-    """The peak at a place; of one that was repeated, from the last but one layer: the same so many layers further back."""
+    """The peak at a place; for a layer that was repeated instead of run, that of the last layer but one, shifted."""
     phase, layer = place
     if place in simulation.peaks or layer is None:
         return simulation.peaks.get(place, Peak())

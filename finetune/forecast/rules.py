@@ -1,6 +1,6 @@
-"""What a CUDA kernel takes that the tensor library doesn't show: a table of named rules, each with its source.
+"""Workspace of CUDA kernels, which fake tensors don't show: a table of named rules, each with its source.
 
-A dry run sees every tensor that torch hands out, not the buffers that a kernel takes and gives back while it runs.
+A dry run sees every tensor, but not the temporary buffers that a kernel allocates and frees inside one operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class NamedRule:
-    """One blind spot: what happens on the card, where that can be read, and the operators it is about."""
+    """One correction: what a kernel allocates, the source that says so, and the operators concerned."""
 
     name: str
     what: str
@@ -29,15 +29,15 @@ class NamedRule:
 
 
 def rules_for(capability: Capability) -> dict[Any, Rule]:
-    """Operator -> rule, for a card of this compute capability."""
+    """Operator -> rule for a card of this compute capability."""
     import bitsandbytes  # noqa: F401  # registers its operators
     import torch.nn.attention.varlen  # noqa: F401
 
     return {_operator(name): rule.make(capability) for rule in RULES for name in rule.operators}
 
 
-def rules_for_processor() -> dict[Any, Rule]:
-    """Operator -> rule where there is no card: what looks for outliers in the data must be told that there are few."""
+def rules_for_cpu() -> dict[Any, Rule]:
+    """Operator -> rule for a run on the CPU: only int8, whose search for outliers depends on data."""
     import bitsandbytes  # noqa: F401  # registers its operators
 
     rules = [rule for rule in RULES if rule.make in (_int8_quantise, _int8_matmul)]
@@ -45,9 +45,9 @@ def rules_for_processor() -> dict[Any, Rule]:
 
 
 def cublas_workspace_bytes(capability: Capability) -> int:
-    """Workspace that torch keeps for each cuBLAS handle: one of the main thread, one of the thread that runs backward.
+    """Workspace that torch allocates per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on.
 
-    :4096:2:16:8 before Hopper, 32 MiB from it on. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
     return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
 
@@ -126,7 +126,7 @@ def _attention_backward(capability: Capability) -> Rule:
 
 
 def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capability) -> bool:
-    """Whether scaled dot product attention takes flash attention's kernel (sdp_utils.cpp), else the memory-efficient one."""
+    """Whether scaled dot product attention uses the flash kernel (sdp_utils.cpp); if not, the memory-efficient one."""
     return capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not masked
 
 
@@ -141,7 +141,7 @@ def _flash_scratch(query: torch.Tensor, key: torch.Tensor) -> list[int]:
 
 
 def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capability) -> list[int]:
-    """delta and the fp32 accumulators of dq, and of dk and dv where they don't stay in registers (kernel_backward.h)."""
+    """delta and the fp32 accumulators of dq, and of dk and dv unless they stay in registers (kernel_backward.h)."""
     batch, heads, tokens, dim = query.shape
     keys, block_i = key.shape[2], 64 if capability < (8, 0) or dim <= 64 else 128
     tiles = -(-tokens // block_i) * -(-dim // 64)
@@ -174,25 +174,25 @@ def _varlen_backward(_capability: Capability) -> Rule:
 
 
 def _operator(name: str) -> Any:
-    """`aten::_softmax.default` -> the overload."""
+    """The operator overload of a name such as `aten::_softmax.default`."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-#: The blind spots that are rules on operators. Beside them: cuBLAS workspaces (above), and dropout masks, TRL's in-place
-#: Triton tiles, int8 matmuls and autocast, which `card_semantics` makes a CPU do as a card does.
+#: Corrections to single operators. `cublas_workspace_bytes` and `card_semantics` (dropout masks, TRL's in-place Triton tiles,
+#: int8 matmuls, autocast) have the others.
 RULES = (
     NamedRule(
         "softmax backward scratch",
-        "softmax's backward makes grad x output, as large as the attention scores, before the kernel runs",
+        "softmax's backward first computes grad x output, as large as the attention scores",
         "aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out",
         ("aten::_softmax_backward_data.default",),
         _softmax_backward,
     ),
     NamedRule(
         "fp32 softmax of 16-bit scores",
-        "softmax(dtype=float32) reads 16-bit scores directly; a CPU copies them to fp32 first",
+        "softmax(dtype=float32) reads 16-bit scores directly; the CPU first copies them to fp32",
         "aten/src/ATen/native/SoftMax.cpp, at::softmax with half_to_float on CUDA",
         ("aten::_softmax.default",),
         _softmax_half_to_float,
@@ -220,7 +220,7 @@ RULES = (
     ),
     NamedRule(
         "int8 quantisation of activations",
-        "looking for outliers takes the magnitudes and a mask; columns of outliers (few) are left out of the forecast",
+        "the search for outliers allocates magnitudes and a mask; outlier columns, which are few, are not forecast",
         "bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant",
         ("bitsandbytes::int8_vectorwise_quant.default",),
         _int8_quantise,

@@ -1,4 +1,4 @@
-"""What FSDP and DeepSpeed split: the parameters of a model with adapters, in the units that are put together at once."""
+"""What FSDP and DeepSpeed shard: the parameters of a model with adapters, in the units that are all-gathered as one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from finetune.recipe.schema import Decides, settings_that_decide
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
-#: Names of the units that are no layer: the input table, the output layer (and a table tied to it), everything else.
+#: Units besides the layers: the input embedding, the output layer (with an embedding tied to it), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """`rows` of `row_bytes` along dimension 0, elements of `item_bytes`; `trained` when it has a gradient."""
+    """`rows` of `row_bytes` along dimension 0, elements of `item_bytes`; `trained` when it needs a gradient."""
 
     rows: int
     row_bytes: int
@@ -27,38 +27,38 @@ class Parameter:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """Bytes of the unsharded parameter."""
         return self.rows * self.row_bytes
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together. `name`: `layers.0`, ..., or one of EMBEDDING, HEAD and REST."""
+    """Parameters that are all-gathered as one unit. `name`: `layers.0`, ..., or one of EMBEDDING, HEAD and REST."""
 
     name: str
     parameters: tuple[Parameter, ...]
 
 
 def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
-    """The units of the model that the content of a config.json and resolved `settings` make, as they are loaded.
+    """The units of the model with adapters that `config` (the content of a config.json) and resolved `settings` describe.
 
-    Kept in the cache, so that a plan made before needs no torch. Raises RecipeError for a model that can't be built.
+    Cached, so that a repeated plan needs no torch. Raises RecipeError for a model that can't be built.
     """
     chosen = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
-    chosen["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another type
+    chosen["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
     key = cache.key_of(kind="units", config=config, settings=chosen)
     known = cache.read(key)
     if known is not None:
         return tuple(
             Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in known["units"]
         )
-    made = _made(config, settings)
+    made = _full_units(config, settings)
     cache.write(key, {"units": [asdict(unit) for unit in made]})
     return made
 
 
-def _made(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
-    """The units of a model of few layers; where the layers repeat, so do they."""
+def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
+    """The units of a shallow model, repeated where its layers repeat."""
     from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
     from finetune.model.build import config_from
 
@@ -75,20 +75,20 @@ def _made(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from finetune.compat.bitsandbytes import own_quantisation_maps, same_on_every_processor
-    from finetune.forecast.fake_model import dora_without_data, materialise
+    from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
+    from finetune.forecast.fake_model import fake_dora_weights, materialise
     from finetune.forecast.tracker import StorageTracker
     from finetune.model.build import attach_adapters, build_base, model_dtype
 
-    with same_on_every_processor(), dora_without_data():
+    with without_cpu_repacking(), fake_dora_weights():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         with own_quantisation_maps(), FakeTensorMode(allow_non_fake_inputs=True):
             materialise(model, StorageTracker({}), dtype=model_dtype(settings))
-    return split_parameters(model)
+    return parameters_by_unit(model)
 
 
-def split_parameters(model: Any) -> dict[str, tuple[Parameter, ...]]:
-    """Name of the unit -> its parameters, of a PeftModel; a tied table is the output layer's."""
+def parameters_by_unit(model: Any) -> dict[str, tuple[Parameter, ...]]:
+    """Name of the unit -> its parameters, for a PeftModel; a tied embedding belongs to the output layer."""
     from finetune.forecast.fake_model import layer_number
 
     base = model.get_base_model()

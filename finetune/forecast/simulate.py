@@ -1,4 +1,4 @@
-"""One optimizer step, an evaluation and a save of the run that a plan describes, on tensors without data."""
+"""The dry run: one optimizer step, an evaluation and a save of a plan's run, on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
-from finetune.compat.bitsandbytes import own_quantisation_maps, same_on_every_processor
+from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward
-from finetune.compat.transformers import keys_repeated, one_document_a_row, wrap_checkpoint
+from finetune.compat.transformers import keys_repeated, without_packing_detection, wrap_checkpoint
 from finetune.forecast.card_semantics import card_semantics
-from finetune.forecast.fake_model import dora_without_data, materialise
+from finetune.forecast.fake_model import fake_dora_weights, materialise
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
-from finetune.forecast.rules import rules_for, rules_for_processor
+from finetune.forecast.rules import rules_for, rules_for_cpu
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import (
     attach_adapters,
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest batch: `rows` x `tokens`, of which `trained_tokens` are learned; `padded` when rows differ in length.
+    """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss; `padded`: rows differ in length.
 
-    `documents` is how many rows are packed into each (1 without packing). The same fields with `eval_rows` for evaluation.
+    `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows.
     """
 
     rows: int
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval, host memory, and things to know."""
+    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user."""
 
     peaks: dict[Place, Peak]
     host: Peak
@@ -66,15 +66,15 @@ class Simulation:
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
-    """The step on a card of this compute capability; None: the run is on a CPU."""
-    tracker = StorageTracker(rules_for_processor() if capability is None else rules_for(capability))
-    with _quiet(), same_on_every_processor(), dora_without_data(), no_collection_in_between():
+    """Simulate the step on a card of this compute capability; None for a run on the CPU."""
+    tracker = StorageTracker(rules_for_cpu() if capability is None else rules_for(capability))
+    with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         apply_techniques(model, settings)
         restore_master_precision(model)
         _add_loss(model)
         observe(model, tracker)
-        with _tensors_without_data(settings, capability, batch), tracker:
+        with _fake_tensors(settings, capability, batch), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
             _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
@@ -83,7 +83,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 
 def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
-    """What the user should know of how this model takes the settings."""
+    """What of this model stays 16-bit when it is quantised."""
     if True not in (settings.load_in_4bit, settings.load_in_8bit):
         return ()
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
@@ -95,9 +95,9 @@ def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
             names.add(type(module).__name__)
     notes = []
     if experts:
-        notes.append("the experts stay 16-bit: bitsandbytes quantises linear layers, experts are single tensors")
+        notes.append("the experts stay 16-bit: bitsandbytes quantises linear layers, not fused expert tensors")
     if names:
-        notes.append(f"these layers stay 16-bit, bitsandbytes does not know them: {', '.join(sorted(names))}")
+        notes.append(f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}")
     return tuple(notes)
 
 
@@ -132,7 +132,7 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
 
 
 def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:
-    """What TRL's collator puts on the card. Rows of equal length need no mask: transformers finds nothing masked."""
+    """The batch that TRL's collator puts on the card. Rows of equal length have a mask that the model doesn't use."""
     tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
     shape = (rows, batch.tokens)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
@@ -148,7 +148,7 @@ def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker
 
 
 def _forward(model: Any, settings: Settings, inputs: dict[str, Any], tracker: StorageTracker, phase: str) -> torch.Tensor:
-    """TRL's loss, as its `compute_loss` makes it."""
+    """Forward and loss, as in TRL's `compute_loss`."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
     given = {name: value for name, value in inputs.items() if name != "unread_mask"}
     with _autocast(settings):
@@ -170,7 +170,7 @@ def _add_loss(model: Any) -> None:
 
 
 def observe(model: Any, tracker: StorageTracker) -> None:
-    """Tell the tracker which layer the step is in, when the loss begins and what is computed a second time."""
+    """Hook the model so that the tracker knows the running layer, the beginning of the loss and what is recomputed."""
     for number, layer in enumerate(decoder_layers(model)):
         layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
         layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
@@ -180,7 +180,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
 
 def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
     tracker.layer = number
-    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # kept by the layer that reads it
+    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
         tracker.retag(inputs[0], "activations", number)
 
 
@@ -214,7 +214,7 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 
 
 @contextmanager
-def _tensors_without_data(settings: Settings, capability: Capability | None, batch: Batch) -> Iterator[None]:
+def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batch) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
         if capability is not None and sys.platform != "win32":
@@ -222,16 +222,16 @@ def _tensors_without_data(settings: Settings, capability: Capability | None, bat
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):
             stack.enter_context(keys_repeated())
         if settings.packing is not True:
-            stack.enter_context(one_document_a_row())
+            stack.enter_context(without_packing_detection())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
 @contextmanager
-def no_collection_in_between() -> Iterator[None]:
-    """What the libraries leave in reference cycles lives until a collection, whose moment would depend on everything before.
+def garbage_collection_paused() -> Iterator[None]:
+    """Inside, Python collects no reference cycles by itself: the libraries' cycles keep tensors, which would vary the peaks.
 
-    Objects from before are set aside, so that a collection between the phases looks at the step's own only.
+    Objects from before are frozen, so that an explicit collection between phases scans only the dry run's own.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -239,7 +239,7 @@ def no_collection_in_between() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # what was made here is in cycles, and would wait among all that there is
+        gc.collect()  # the dry run's own cycles, before they join all others
         gc.unfreeze()
         if was_on:
             gc.enable()
@@ -247,7 +247,7 @@ def no_collection_in_between() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' warnings about layers and checkpointing: the run says them."""
+    """Silence the libraries' warnings about layers and checkpointing; the run shows them."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

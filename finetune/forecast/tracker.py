@@ -1,4 +1,4 @@
-"""Follows every storage of the card from allocation to release, with its part of the ledger and its layer."""
+"""Tracks every storage on the card from allocation to release, tagged with its part of the forecast and its layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _DEVICE = torch.ops.prim.device.default
 Tag = tuple[str, int | None]
 #: (phase of the step, layer number or None): where in the step something happens.
 Place = tuple[str, int | None]
-#: What an operator does on the card where that is not what it does here. Runs outside the tracker; `with tracker:` tracks.
+#: Replaces an operator that allocates otherwise on the card. Runs outside the tracker; `with tracker:` inside a rule tracks.
 Rule = Callable[["StorageTracker", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
 class Peak:
-    """Most bytes that were live at once in one place of the step, by tag, and the operator that reached it."""
+    """Peak of live bytes in one place of the step, by tag, and the operator that reached it."""
 
     total_bytes: int = 0
     by_tag: dict[Tag, int] = field(default_factory=dict)
@@ -39,16 +39,15 @@ class Peak:
 
 
 def block_bytes(size: int) -> int:
-    """What a request of `size` bytes takes of the caching allocator; nothing for an empty one."""
+    """Bytes that the caching allocator allocates for a request of `size` bytes; 0 for an empty one."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class StorageTracker(TorchDispatchMode):
-    """Adds up the live storages of all tensors made inside it. Tensors on `meta` stand for host memory and are booked apart.
+    """Sums the live storages of all tensors made inside it. Tensors on `meta` stand for host memory and count separately.
 
-    `phase` is where the step is, `part` what is being made and `layer` whose it is; `peaks` has the highest point of each
-    place, `host` the highest of host memory. Works on real tensors and on fake ones. `rules` change what single operators
-    allocate.
+    New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
+    peak of each place, `host` the peak of host memory. Works on real and fake tensors. `rules` change what operators allocate.
     """
 
     def __init__(self, rules: dict[Any, Rule] | None = None) -> None:
@@ -65,13 +64,13 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # every look at a fake tensor's device comes through here
+            return args[0].fake_device  # each read of a fake tensor's device is dispatched
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
             self.follow(out)
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):
-            for leaf, source in zip(out, args[0], strict=True):  # one for each parameter: it is its layer's
+            for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
                 self.follow(leaf, layer=self._layer_of(source))
         else:
             for leaf in tree_iter(out):
@@ -81,7 +80,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def record(self, operator: Any = "", scratch_bytes: int = 0) -> None:
-        """Compare what is live now, and `scratch_bytes` of a kernel that is running, with the peak of this place."""
+        """Update the current place's peak with the live bytes plus `scratch_bytes` of the running kernel."""
         place = (self.phase, self.layer)
         peak = self.peaks.get(place)
         if peak is None:
@@ -95,11 +94,11 @@ class StorageTracker(TorchDispatchMode):
                 peak.by_tag[tag] = peak.by_tag.get(tag, 0) + scratch_bytes
 
     def scratch(self, operator: str, *sizes: int) -> None:
-        """Memory that a kernel takes and gives back while it runs, one size in bytes for each buffer."""
+        """Record temporary buffers of a running kernel, sizes in bytes."""
         self.record(operator, sum(block_bytes(size) for size in sizes))
 
     def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
-        """Book a storage under another part: a gradient, an optimizer's state."""
+        """Move a storage to another part, such as gradients or optimizer, and to `layer` when given."""
         key = tensor.untyped_storage()._cdata
         size, old = self._sizes.get(key, (0, ("", None)))
         if size > 0:
@@ -110,7 +109,7 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """What is allocated inside belongs to `part`."""
+        """Inside, allocations are tagged with `part`."""
         before, self.part = self.part, part
         try:
             yield
@@ -121,7 +120,7 @@ class StorageTracker(TorchDispatchMode):
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
     def follow(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
-        """Book a tensor's storage, once, until it is released; under `layer` when given, else where the step is."""
+        """Count a tensor's storage, once, until it is released; tagged with `layer` when given, else the current layer."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -129,7 +128,7 @@ class StorageTracker(TorchDispatchMode):
         device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device  # the latter would be dispatched
         tag = (self.part, self.layer if layer is None else layer)
         if device.type == "meta":
-            # Host copies are pinned, and torch's pool of pinned memory hands out powers of two (CachingHostAllocator.h).
+            # Host copies are pinned, and torch's pinned allocator rounds up to powers of two (CachingHostAllocator.h).
             size = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0
             self._host_live[tag] += size
             if self._host_live.total() > self.host.total_bytes:
@@ -144,7 +143,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _released(self, key: int) -> None:
         size, tag = self._sizes.pop(key)
-        if size < 0:  # host memory is booked below zero
+        if size < 0:  # negative sizes are host memory
             self._host_live[tag] += size
             return
         self.live_bytes -= size

@@ -1,4 +1,4 @@
-"""From what torch's allocator hands out to what the card and the machine hold, as an interval."""
+"""From allocated bytes to peak bytes of the whole card and of the host, with bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from finetune.card.allocator import expandable_segments
 from finetune.forecast.forecast import Forecast
 from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run
 from finetune.forecast.shard_units import units_of
-from finetune.forecast.sharding import per_card
+from finetune.forecast.sharding import shard
 from finetune.units import MIB
 
 if TYPE_CHECKING:
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from finetune.forecast.ledger import DryRun
     from finetune.recipe import Settings
 
-#: Share by which torch reserves more than it hands out: (least, likely, most). With expandable segments a freed page serves any
-#: request, and 5 % is what the launch policy is held to. Without, 6-14 % on 18 measured A100 rows with a fused loss.
+#: Share of allocated memory that torch reserves on top (fragmentation): (least, likely, most). With expandable segments freed
+#: pages serve any request: up to 5 %. Without: 6-14 % on 18 measured A100 rows with a fused loss.
 EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
-#: What the dry run was off by at worst on measured rows, as a share of allocated.
+#: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
 #: Resident memory of a process that has torch, transformers, TRL, PEFT and datasets imported (measured, Linux).
 PROCESS_BYTES = 800 * MIB
 
 
 def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, *, tokens: int) -> Forecast:
-    """What a run of `settings` on `card` takes when its widest rows have `tokens` tokens.
+    """The forecast for a run of `settings` on `card` whose longest row has `tokens` tokens.
 
     Raises RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
-    run = _of_one_card(config, settings, alone)
+    run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
     low, likely, high = _reserved(highest, card)
-    low -= highest - _certain(run, alone) if run is not alone else 0
+    low -= highest - _least_peak(run, alone) if run is not alone else 0
     context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
         context = PROCESS_BYTES
@@ -60,7 +60,7 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings,
 
 
 def _reserved(allocated: int, card: Card) -> tuple[int, int, int]:
-    """Least, likely and most of what torch holds of the card; of a CPU there is no pool."""
+    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve."""
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
     else:
@@ -69,29 +69,29 @@ def _reserved(allocated: int, card: Card) -> tuple[int, int, int]:
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
 
 
-def _of_one_card(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:
-    """The dry run as each of several cards sees it, where the launch splits the model."""
+def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:
+    """The dry run of one rank under FSDP or DeepSpeed."""
     if settings.launch.strategy == "ddp":
         return run
     values = config if isinstance(config, dict) else config.to_dict()
-    return per_card(run, units_of(values, settings), settings)
+    return shard(run, units_of(values, settings), settings)
 
 
-def _certain(run: DryRun, alone: DryRun) -> int:
-    """The peak without what the sharding rules take for sure's sake: what is gathered, and the parts beside a whole model."""
+def _least_peak(run: DryRun, alone: DryRun) -> int:
+    """Lower bound of the peak: without all-gathered parameters, and without shards beside the full model while loading."""
     least = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
     return max({**least, "load": alone.peaks["load"]}.values())
 
 
 def _buckets(run: DryRun, settings: Settings) -> int:
-    """DDP's reducer keeps a copy of all gradients in buckets (torch/csrc/distributed/c10d/reducer.cpp)."""
+    """Bytes of DDP's gradient buckets, a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)."""
     return run.parts["adapters"] if settings.launch.num_processes > 1 and settings.launch.strategy == "ddp" else 0
 
 
 def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
-    """The process, what training keeps in host memory, and a merge of the adapter into 16-bit weights, whichever is more.
+    """Host memory of this machine: the process, and the larger of offloaded tensors and a merge into 16-bit weights.
 
-    Of a machine whose processes split the model: all of them, and the first gathers the model to save it.
+    With FSDP and DeepSpeed: all local ranks, and local rank 0 gathers the model to save it.
     """
     launch, training = settings.launch, 0 if card.is_cpu else run.host_bytes
     if launch.strategy == "ddp":
@@ -100,7 +100,7 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    """Checkpoints kept and one being written (fp32 adapter and AdamW's two moments), the adapter, and a merged 16-bit model."""
+    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge."""
     adapter = run.parts["adapters"]
     return (settings.save_total_limit + 1) * 3 * adapter + adapter + 2 * run.parameters
 
@@ -108,9 +108,9 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
 def _notes(settings: Settings, card: Card, tokens: int, micro: int) -> tuple[str, ...]:
     notes = []
     if settings.torch_compile:
-        notes.append("forecast for layers that are not compiled; compiled ones keep less")
+        notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
     if not card.is_cpu and not expandable_segments():
-        notes.append("this platform has no expandable segments, so torch may reserve up to 14 % more than it hands out")
+        notes.append("no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated")
     if micro > 1 and settings.packing is not True and settings.attn_implementation == "sdpa":
-        notes.append(f"rows of unequal length need a {tokens} x {tokens} mask for each row, which is in the activations")
+        notes.append(f"padded rows need a {tokens} x {tokens} attention mask each, counted as activations")
     return tuple(notes)

@@ -1,1 +1,1 @@
-"""Model: the one builder of base model and adapters, and the memory techniques."""
+"""Model: builds base model and adapters for training and forecast, and applies the memory techniques."""

@@ -1,4 +1,4 @@
-"""The one builder of base model and adapters: training calls it on a device, the forecast without data."""
+"""Builds base model and adapters: on a device for training, on meta for the forecast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from finetune.compat.bitsandbytes import keep_packing
+from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.transformers import is_causal_language_model, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
@@ -29,7 +29,7 @@ __all__ = [
     "prepare_for_training", "quantization_config", "resolve_model_path", "restore_master_precision", "trainable_parameters",
 ]  # fmt: skip
 
-#: Without these a configuration class would fill in another model's size. Other names of theirs: `attribute_map`.
+#: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -41,7 +41,7 @@ def load_config(settings: Recipe) -> PretrainedConfig:
 def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
     """A configuration from the content of config.json.
 
-    Raises RecipeError for an unknown model type, a model that needs its own code, or missing or impossible dimensions.
+    Raises RecipeError for an unknown model type, a model that needs remote code, or missing or impossible dimensions.
     """
     name, kind = settings.model_name_or_path, values.get("model_type")
     if not kind:
@@ -57,7 +57,7 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         # The class is used directly: `from_pretrained` would ask the hub again.
         config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise RecipeError(f"model_name_or_path {name}: its config.json does not make a {kind} model: {error}") from None
+        raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
     if not is_causal_language_model(config):
         raise RecipeError(f"model_name_or_path {name}: model_type {kind} is not a causal language model")
     return config
@@ -68,7 +68,7 @@ def build_base(
 ) -> PreTrainedModel:
     """The base model in the recipe's dtype and quantisation.
 
-    `weights` reads them (safetensors only) onto `device`; without, the same modules are made on `meta` and nothing is read.
+    With `weights` the safetensors files are loaded onto `device`; without, the same modules are built on `meta`.
     Raises RecipeError when the checkpoint's own quantisation and the recipe's don't agree.
     """
     quantization = quantization_config(settings, config)
@@ -100,7 +100,7 @@ def build_base(
 
 
 def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: dict[str, Any]) -> None:
-    """Layers that the weights lack would be trained from random numbers; layers that config.json lacks would be left out."""
+    """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(found["missing_keys"])
     numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
     layers = config.get_text_config().num_hidden_layers
@@ -110,32 +110,34 @@ def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: d
             some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise RecipeError(
                 f"model_name_or_path {settings.model_name_or_path}: {what} {some}",
-                "config.json and the weights are not of one model, or not all files are there: download it again.",
+                "config.json and the weights are of different models, or files are missing: download the model again.",
             )
 
 
 def _linear_names(model: torch.nn.Module) -> str:
-    """The last parts of the paths of the linear layers; those that adapters were put around are layers still."""
+    """Names of the linear layers, as `target_modules` has them; also of those already wrapped by adapters."""
     linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
 
 
 def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
-    """LoRA (DoRA, rsLoRA) on the recipe's layers, in fp32; nothing else trains. Raises RecipeError for unknown layers."""
+    """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
     targets = settings.target_modules
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
         lora_dropout=settings.lora_dropout, target_modules=targets,
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
-    for target in targets if isinstance(targets, list) else []:  # PEFT takes it when one of several is there
+    for target in targets if isinstance(targets, list) else []:  # PEFT is content when one of several exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
-            raise RecipeError(f"target_modules: there is no {target}", f"Linear layers of this model: {_linear_names(model)}")
+            raise RecipeError(
+                f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
+            )
     try:
         peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
     except ValueError as error:
         if "use_dora" in str(error):
-            raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for this model's experts. Set use_dora=false.") from None
+            raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
         raise RecipeError(
             f"target_modules {targets}: {error}", f"Linear layers of this model: {_linear_names(model)}"
         ) from None
@@ -146,45 +148,45 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
 
 
 def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
-    """Close what would silently spoil training.
+    """Set train mode, fp32 adapters, and no repacking of 4-bit weights.
 
-    On a CPU with AVX512-BF16 the first evaluation repacks a bitsandbytes Linear4bit for inference and nothing undoes it.
+    On a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good.
     """
-    keep_packing(model)
+    disable_cpu_repacking(model)
     restore_master_precision(model)
     model.train()
 
 
 def restore_master_precision(model: torch.nn.Module) -> None:
-    """Trainable parameters in fp32; TRL casts those of a quantised model to bf16, which rounds small updates away."""
+    """Cast trainable parameters to fp32: TRL casts those of a quantised model to bf16, which rounds small updates away."""
     for _, parameter in trainable_parameters(model):
         if parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Name and parameter of all that trains."""
+    """Name and parameter of each trainable parameter."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether grouped queries need keys and values repeated for each query head on a card of this compute capability.
+    """Whether grouped-query attention needs keys and values repeated per query head at this compute capability.
 
-    Only flash attention (16 bit, from Ampere on) takes them as they are; without it torch 2.13 would fall back to attention
-    that makes all scores in fp32, where memory-efficient attention does with repeated ones (sdp_utils.cpp, pytorch#191085).
+    Only flash attention (16 bit, Ampere or newer) has grouped queries. Otherwise torch 2.13 would fall back to the math kernel
+    with fp32 scores; with repeated keys it uses the memory-efficient kernel (sdp_utils.cpp, pytorch#191085).
     """
     return dtype == torch.float32 or capability < (8, 0)
 
 
 def model_dtype(settings: Settings) -> torch.dtype:
-    """The recipe's dtype as torch's."""
+    """The recipe's dtype as a torch.dtype."""
     return getattr(torch, settings.dtype)
 
 
 def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
-    """What transformers is told of quantisation: NF4 with double quantisation, int8, or None for 16 bit.
+    """transformers' `quantization_config`: NF4 with double quantisation, int8, or None for 16 bit.
 
-    A checkpoint that is quantised already keeps its own where that can be trained. Raises RecipeError where it can't.
+    A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
     """
     own = getattr(config, "quantization_config", None)
     if own:
@@ -195,7 +197,7 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=model_dtype(settings),
-            # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 are left whole or read wrongly
+            # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
             # (https://github.com/huggingface/accelerate/issues/3983)
             bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
         )
@@ -225,7 +227,7 @@ def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
         return Mxfp4Config(dequantize=True)
     stored = method or "an unknown quantisation"
     raise RecipeError(
-        f"model_name_or_path {name} is stored as {stored}, which this recipe can't be combined with",
+        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
         "Set load_in_4bit=false load_in_8bit=false, or give a 16-bit copy of the model."
         if method == "mxfp4"
         else "Give the 16-bit model; load_in_4bit=true quantises it while loading.",
@@ -235,7 +237,7 @@ def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
 def build_on_meta(
     config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False
 ) -> PreTrainedModel:
-    """The modules of a loaded model without weights. bitsandbytes layers are put in by transformers' own quantiser."""
+    """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
     bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -256,7 +258,7 @@ def _attention(settings: Settings) -> str:
 
 @contextmanager
 def _explained(settings: Settings) -> Iterator[None]:
-    """Turns what transformers and the hub say about a model that can't be built into a RecipeError."""
+    """Turn errors of transformers and the hub about a model that can't be built into a RecipeError."""
     name = settings.model_name_or_path
     try:
         yield
@@ -268,7 +270,7 @@ def _explained(settings: Settings) -> Iterator[None]:
             raise  # out of memory, among others
         raise RecipeError(
             f"model_name_or_path {name}: its weights can't be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
-            "config.json and the weights are not of one model, or a file is damaged: download it again.",
+            "config.json and the weights are of different models, or a file is damaged: download the model again.",
         ) from error
     except OSError as error:
         hint = "The weights must be safetensors files, present or reachable on the hub (gated models: `hf auth login`)."
@@ -282,7 +284,7 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
         )
     if not settings.trust_remote_code:
         raise RecipeError(
-            f"model_name_or_path {name}: model_type {kind!r} needs code that comes with the model, which is not run unasked",
+            f"model_name_or_path {name}: model_type {kind!r} needs code from the model's repository, which is not run",
             "Read that code, then set trust_remote_code=true and model_revision to its full commit.",
         )
     path = resolve_model_path(settings)
@@ -304,4 +306,4 @@ def _refuse_missing(name: str, values: dict[str, Any], config_class: type[Pretra
                 f"model_name_or_path {name}: {key} is {value!r} in its config.json; it should be a whole number above 0"
             )
     if problems:
-        raise RecipeError(problems, "Give a complete config.json; without these the size of the model is unknown.")
+        raise RecipeError(problems, "Give a complete config.json; the model's size depends on these values.")

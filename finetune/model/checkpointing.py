@@ -1,4 +1,4 @@
-"""Activation checkpointing of decoder layers: full, every n-th, selective, and with the layer inputs in host memory."""
+"""Gradient checkpointing of decoder layers: all, every n-th, selective, and with layer inputs offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def base_of(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated blocks that can be recomputed, in order."""
+    """The decoder layers, which support gradient checkpointing, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def keep_all(model: torch.nn.Module) -> None:
-    """Recompute nothing."""
+    """Turn gradient checkpointing off."""
     base = base_of(model)
     disable_checkpointing(base)
     base.disable_input_require_grads()
@@ -35,19 +35,19 @@ def keep_all(model: torch.nn.Module) -> None:
 def recompute(
     model: torch.nn.Module, *, every_n_layers: int = 1, selective: bool = False, offload: bool = False, reentrant: bool = False
 ) -> None:
-    """Keep the inputs of every n-th decoder layer and compute the rest again in the backward.
+    """Checkpoint every n-th decoder layer: save its inputs and recompute the rest in backward.
 
-    `selective` also keeps what attention kernels put out (eager attention is no kernel: there it changes nothing). `offload`
-    holds the kept inputs in host memory. `reentrant` is what DeepSpeed ZeRO-3 needs; it excludes the other two.
+    `selective` also saves outputs of attention kernels (no effect with eager attention). `offload` moves the saved inputs to
+    host memory. `reentrant` is needed for DeepSpeed ZeRO-3 and excludes the other two.
     """
     base = base_of(model)
-    base.disable_input_require_grads()  # enabling adds its hook again
+    base.disable_input_require_grads()  # enabling would add a second hook
     arguments: dict[str, Any] = {"use_reentrant": reentrant}
     if selective:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
     enable_checkpointing(base, arguments, every_n_layers)
     if offload:
-        # transformers' own `offload` pins memory whether or not there is a device to pin it for.
+        # transformers' own `offload` pins memory even without a CUDA device
         func = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
         for module in base.modules():
             wrap_checkpoint(module, lambda _: func)
@@ -60,7 +60,7 @@ def _keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: A
 
 
 def _checkpoint_with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
-    # Inside, the checkpoint's own hooks are in force: what reaches these are only the layer's inputs.
+    # Inside the layer the checkpoint's own hooks are active: these see only the layer's inputs.
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     with SavedActivations(offload=True, pinned=on_cuda):
         return checkpoint(function, *inputs, **arguments)

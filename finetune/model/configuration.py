@@ -1,4 +1,4 @@
-"""Where a model is and what its config.json says, without importing torch: a folder, the hub, or the packaged catalogue."""
+"""Finds a model and reads its config.json from a folder, the hub or the packaged catalogue, without importing torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 
-#: Seconds to wait for the hub before the cached file or the catalogue is used.
+#: Seconds to wait for the hub before the catalogue is used.
 HUB_TIMEOUT_S = 5.0
 #: Model types whose attention transformers 5.23 does not run through torch's fused kernels (`_supports_sdpa` is False).
 _EAGER_ONLY = {
@@ -57,7 +57,7 @@ def resolve_model_path(settings: Recipe) -> str:
 
 
 def read_config(settings: Recipe) -> dict[str, Any]:
-    """The content of config.json: from the folder, the hub, its cache, else the catalogue. Raises RecipeError."""
+    """The content of config.json from the folder, the hub's cache, the hub or the catalogue. Raises RecipeError."""
     path = resolve_model_path(settings)
     if Path(path).is_dir():
         return _parsed((Path(path) / "config.json").read_text(encoding="utf-8"), path)
@@ -77,13 +77,13 @@ def read_config(settings: Recipe) -> dict[str, Any]:
 
 
 def default_attention(values: dict[str, Any]) -> str:
-    """Attention of a model with this config.json when nothing is asked for: sdpa where it supports that, else eager."""
+    """Default `attn_implementation` for a config.json: sdpa where the model type supports it, else eager."""
     return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
 
 
 @cache
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Hub id -> dimensions of common open models, in the vocabulary of config.json (facts from public registries)."""
+    """Hub id -> dimensions of common open models, as in config.json (facts from public registries)."""
     return json.loads(_CATALOGUE.read_text(encoding="utf-8"))
 
 

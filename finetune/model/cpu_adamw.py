@@ -1,7 +1,7 @@
-"""AdamW whose fp32 weights and moments are in host memory: on the card only weights and gradients remain.
+"""AdamW with fp32 master weights and moments in host memory: only weights and gradients stay on the card.
 
-The gradients are copied down in `step()`, not in the backward, so clipping, accumulation, loss scaling and schedules work
-as with any other optimizer. The masters are fp32 whatever the weights are, so small updates of 16-bit adapters add up.
+Gradients are copied to the host in `step()`, not in backward, so clipping, gradient accumulation, loss scaling and schedules
+work as with any other optimizer. Master weights are always fp32, so small updates of 16-bit adapters add up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CpuAdamW(torch.optim.Optimizer):
-    """Decoupled weight decay as `torch.optim.AdamW`, to the bit for fp32 weights, computed by torch's fused CPU kernel.
+    """AdamW by torch's fused CPU kernel; bit-identical to `torch.optim.AdamW` for fp32 weights.
 
-    Host memory: 12 bytes a parameter of state, made at the first step, and a staging buffer in the weights' dtype. `state_dict`
-    holds the state alone; loading one keeps it on the host and sets the weights to their masters.
+    Host memory: 12 bytes of state per parameter, allocated at the first step, and a staging buffer in the weights' dtype.
+    `state_dict` has the state alone; loading keeps it on the host and sets the weights to their master weights.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CpuAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,7 +63,10 @@ class CpuAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError when the groups don't match. torch's own would move the state to the weights' device and dtype."""
+        """Load a state, on the host and in fp32; torch would move it to the weights' device and dtype.
+
+        Raises ValueError when the groups don't match.
+        """
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -90,7 +93,7 @@ class CpuAdamW(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _stage(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Host memory in the weights' dtype: gradients come down through it and new weights go up."""
+        """Host buffer in the weights' dtype, for gradients on their way to the host and weights on their way back."""
         if parameter not in self._staging:
             self._staging[parameter] = host_empty(parameter, pinned=parameter.is_cuda)
         return self._staging[parameter]
@@ -106,7 +109,7 @@ def _host(like: torch.Tensor) -> torch.Tensor:
 
 
 def _step_count(parameter: torch.Tensor) -> torch.Tensor:
-    """A count that torch's fused kernel can advance, next to the moments."""
+    """Step count as a host tensor, which torch's fused kernel increments."""
     return _host(parameter.new_empty(())).zero_()
 
 

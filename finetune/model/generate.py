@@ -1,4 +1,4 @@
-"""Greedy answers of a model that is in memory, as one batch."""
+"""Greedy decoding of a batch of prompts with a loaded model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def greedy_answers(
     max_new_tokens: int,
     streamer: Any = None,
 ) -> list[str]:
-    """Continue prompts given as tokens until a token of `stops`, the model's own end, or `max_new_tokens`. No special tokens.
+    """Continue tokenised prompts until one of `stops`, the model's EOS token or `max_new_tokens`; returns text.
 
-    The prompts are padded on the left; the model should be in evaluation mode. Draws no random number.
+    Prompts are padded on the left. The model should be in evaluation mode. No random numbers are drawn.
     """
     width = max(len(question) for question in questions)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)

@@ -1,7 +1,7 @@
-"""Saved activations as blockwise int8: about half of 16 bit and a quarter of 32 bit, for gradients that are slightly off.
+"""Blockwise int8 quantisation of saved activations: half the bytes of 16 bit, a quarter of 32 bit, slightly inexact gradients.
 
-In the spirit of GACT (Liu et al., 2022, arXiv 2206.11357), which compresses whatever autograd keeps; here with one
-scale per 128 values and round to nearest, so that a step can be repeated to the bit.
+After GACT (Liu et al., 2022, arXiv 2206.11357), which compresses what autograd saves; here with one scale per 128 values and
+round to nearest, so that steps are reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Values that share one fp32 scale: 1.03 bytes a value in all.
+#: Values per fp32 scale: 1.03 bytes a value in all.
 BLOCK = 128
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -27,7 +27,7 @@ class Int8Blocks:
 
 
 def quantise(values: torch.Tensor) -> Int8Blocks:
-    """Flat floating values as int8. The error of each is at most 1/254 of the largest magnitude in its block."""
+    """Flat floating-point values as int8; each error is at most 1/254 of the block's largest magnitude."""
     count = values.numel()
     if count % BLOCK:
         values = torch.nn.functional.pad(values, (0, -count % BLOCK))
@@ -39,15 +39,15 @@ def quantise(values: torch.Tensor) -> Int8Blocks:
 
 
 def dequantise(blocks: Int8Blocks) -> torch.Tensor:
-    """The flat values again, in their dtype."""
+    """The flat values, in their original dtype."""
     return (blocks.codes * blocks.scales.unsqueeze(1)).to(blocks.dtype).view(-1)[: blocks.count]
 
 
 def is_compressible(tensor: torch.Tensor) -> bool:
-    """Whether rounding `tensor` only blurs a gradient.
+    """Whether `tensor` can be quantised with only small errors in the gradients.
 
-    True for the large differentiable inputs that operations keep. What needs no gradient itself (masks, rotary tables,
-    log-sum-exp of attention) and per-token statistics stay exact: an error there would scale whole rows.
+    True for large inputs that need a gradient. Tensors without one (masks, rotary embeddings, attention's log-sum-exp) and
+    per-token statistics stay exact: an error there would scale whole rows.
     """
     if not (tensor.is_floating_point() and tensor.requires_grad and tensor.numel() >= 4096):
         return False

@@ -1,4 +1,4 @@
-"""What the libraries say to each other does not reach the user: progress bars of loading, and deprecations between them."""
+"""Hides the libraries' progress bars and deprecation warnings, which the user can do nothing about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward, moved to host memory or compressed, once for each storage."""
+"""Offloads to host memory, or quantises to int8, the activations that autograd saves for backward; once per storage."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from finetune.model.host_memory import to_device, to_host
 from finetune.model.int8_activations import Int8Blocks, dequantise, is_compressible, quantise
 
-#: Smaller tensors are left where they are: a copy would cost more than it frees.
+#: Smaller tensors are not moved: a copy would cost more than it frees.
 _MIN_BYTES = 4096
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Stored:
-    """What stands for one storage (or one view of it) until the backward; `restore` gives its values, flat."""
+    """The stored form of one storage (or one view of it) until backward; `restore` returns its values, flat."""
 
     restore: Callable[[], torch.Tensor]
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Handle:
-    """What autograd holds in place of a tensor."""
+    """Saved by autograd in place of a tensor."""
 
     stored: _Stored
     size: torch.Size
@@ -34,11 +34,11 @@ class _Handle:
 
 
 class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Context manager around forward and backward. `offload` moves every kept tensor to host memory, exactly; `int8` rounds
-    those that `is_compressible` names. With both, what was rounded is moved. `pinned` is for tensors on CUDA.
+    """Context manager around forward and backward. `offload` moves every saved tensor to host memory, exactly; `int8`
+    quantises those that are compressible. With both, the int8 values are moved. `pinned` is for tensors on CUDA.
 
-    Parameters, quantised weights and casts of them are left alone. A storage that several operations keep (the input of q, k
-    and v) is stored once, as it would be without.
+    Parameters, quantised weights and casts of them are untouched. A storage that several operations save (the input of q, k
+    and v) is stored once.
     """
 
     def __init__(self, *, offload: bool = False, int8: bool = False, pinned: bool = False) -> None:
@@ -63,13 +63,13 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
 
     def _handle(self, tensor: torch.Tensor, compress: bool) -> _Handle:
         storage = tensor.untyped_storage()
-        # A view of a whole storage stands for all of them: they differ only in shape. Any other is copied by itself.
+        # Views of a whole storage differ only in shape and share one copy. Any other view gets a copy of its own.
         whole = tensor.numel() * tensor.element_size() == storage.nbytes() and _is_dense(tensor)
         view = () if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
         reference = StorageWeakRef(storage)
         key = (reference.cdata, tensor.dtype, tensor._version, compress, *view)
         known = self._stored.get(key)
-        stored = known[1]() if known is not None else None  # the weak reference keeps the storage's address from being reused
+        stored = known[1]() if known is not None else None  # the weak reference keeps the address from being reused
         if stored is None:
             flat = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor.reshape(-1)
             stored = _Stored(self._store(flat, compress))
@@ -97,7 +97,7 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:
-    """Not a parameter, a view of one, or a cast of one (autocast keeps that anyway), and worth a copy."""
+    """True for large tensors that are no parameter, view of one, or cast of one (autocast keeps casts anyway)."""
     if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < _MIN_BYTES:
         return False
     root = tensor if tensor._base is None else tensor._base
@@ -107,7 +107,7 @@ def _is_activation(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones, so that no element is used twice or left out."""
+    """Whether the strides are a permutation of contiguous ones: no overlap, no gaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

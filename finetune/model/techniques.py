@@ -1,4 +1,4 @@
-"""The memory techniques of a plan, put to work: by training on a device and by the forecast on tensors without data."""
+"""Applies a plan's memory techniques: for training on a device, and for the forecast on fake tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from finetune.recipe.compatibility import is_zero3
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
-#: Our own optimizer, by its name in a recipe; the others are transformers' names.
+#: This project's optimizer, by its name in a recipe; all others are transformers' names.
 CPU_OFFLOAD = "adamw_cpu_offload"
 
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
-    """Checkpointing and per-layer compilation, in place, before training. May be called again with other settings.
+    """Apply gradient checkpointing and per-layer compilation in place. May be called again with other settings.
 
-    `model` is a transformers model or a PeftModel of one. A forecast's model is not compiled: what the compiler would save is
-    left as a reserve.
+    `model` is a transformers model or a PeftModel of one. A forecast's model is not compiled: memory that the compiler saves
+    is extra headroom.
     """
     how = settings.activation_checkpointing
     if how is False:
@@ -44,19 +44,19 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
 
 
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
-    """What forward and backward of one micro-batch run in: hooks on the activations that autograd keeps, or nothing.
+    """Context for forward and backward of one micro-batch: hooks on saved activations, or none.
 
-    `device` is where the batch is; for CUDA the host copies are pinned.
+    `device` is the batch's; for CUDA the host copies are pinned.
     """
-    offload = settings.activation_offloading or _offloads_inputs_of_compiled_layers(settings)
+    offload = settings.activation_offloading or _offloads_compiled_layer_inputs(settings)
     if not (offload or settings.int8_activations):
         return contextlib.nullcontext()
     return SavedActivations(offload=offload, int8=settings.int8_activations, pinned=torch.device(device).type == "cuda")
 
 
 def training_arguments(settings: Settings) -> dict[str, Any]:
-    """Fields of SFTConfig (TrainingArguments). Checkpointing is off there: `apply_techniques` has turned it on in the model,
-    and transformers and TRL would add theirs on top."""
+    """Fields of SFTConfig (TrainingArguments). Checkpointing is off there, as `apply_techniques` has turned it on in the
+    model; transformers and TRL would add theirs on top."""
     return {
         checkpointing_name(): False,
         "activation_offloading": False,
@@ -65,12 +65,12 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Trainer's `optimizer_cls_and_kwargs` for the optimizer that transformers doesn't know; None for the others."""
+    """Trainer's `optimizer_cls_and_kwargs` for this project's optimizer; None for those of transformers."""
     if settings.optim != CPU_OFFLOAD:
         return None
     return CpuAdamW, {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
 
 
-def _offloads_inputs_of_compiled_layers(settings: Settings) -> bool:
-    """Hooks inside a layer would break its graph. Around the step they do as well: such layers keep only their inputs."""
+def _offloads_compiled_layer_inputs(settings: Settings) -> bool:
+    """Whether hooks around the whole step offload layer inputs: hooks inside a compiled layer would break its graph."""
     return settings.torch_compile and settings.activation_checkpointing == "offload"

@@ -1,8 +1,8 @@
 """`attn_implementation: torch_varlen`: packed rows through torch's own variable-length flash attention.
 
-`sdpa` is right on packed rows but needs a dense tokens x tokens mask, which rules the flash kernel out. This passes the row
+`sdpa` is correct on packed rows, but needs a dense tokens x tokens mask, which excludes the flash kernel. This passes the row
 boundaries (`cu_seq_lens_q`, from TRL's collator) to `torch.nn.attention.varlen`. Without CUDA, in fp32 or on cards older than
-Ampere each row goes through scaled dot product attention by itself; padded batches and generation go through `sdpa`.
+Ampere, scaled dot product attention runs once per row; padded batches and generation use `sdpa`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "torch_varlen"
 
 
 def register() -> None:
-    """Make the name known to transformers. Needed before a model is built with it; may be called again."""
+    """Register the attention with transformers, before a model is built with it; may be called again."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
 
@@ -49,9 +49,9 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each row. query, key, value (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim).
 
-    Raises RecipeError for what the kernel has no argument for: dropout, soft caps, attention sinks.
+    Raises RecipeError for what the kernel does not support: dropout, soft caps, attention sinks.
     """
-    _refuse_what_is_not_supported(dropout, arguments)
+    _refuse_unsupported(dropout, arguments)
     batch, _, tokens, _ = query.shape
     if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
@@ -70,14 +70,16 @@ def varlen_attention(
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
-def _refuse_what_is_not_supported(dropout: float, arguments: dict[str, Any]) -> None:
+def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
     wanted = {
         "attention dropout": dropout > 0,
         "soft caps": arguments.get("softcap"),
         "attention sinks": arguments.get("s_aux"),
     }
     problems = [
-        f"attn_implementation {NAME} has no {name}, which this model uses" for name, given in wanted.items() if _is_set(given)
+        f"attn_implementation {NAME} does not support {name}, which this model uses"
+        for name, given in wanted.items()
+        if _is_set(given)
     ]
     if problems:
         raise RecipeError(problems, "Set attn_implementation=eager.")
@@ -102,10 +104,10 @@ def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
 
 
 def _has_kernel(query: torch.Tensor) -> bool:
-    """Flash attention wants 16 bit, head_dim up to 256 in steps of 8, and capability 8.0; a forecast stands for such a card.
+    """Whether flash attention has a kernel: 16 bit, head_dim a multiple of 8 up to 256, compute capability 8.0 or higher.
 
-    Its backward for head_dim over 192 needs the shared memory of data centre chips (aten/src/ATen/native/transformers/cuda/
-    sdp_utils.cpp, sm86, sm89 and sm12x excluded).
+    A forecast assumes such a card. Backward with head_dim over 192 needs the shared memory of data centre chips
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: sm86, sm89 and sm12x are excluded).
     """
     head_dim = query.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
@@ -117,7 +119,7 @@ def _has_kernel(query: torch.Tensor) -> bool:
 
 
 def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
-    """`starts` as numbers. A forecast's tensors have no values: its rows are taken as equally long."""
+    """`starts` as numbers; in a forecast, whose tensors have no values, rows of equal length."""
     if not is_forecast(starts):
         return list(starts.tolist())
     rows = len(starts) - 1
@@ -127,7 +129,7 @@ def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
 def _row_by_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """The same for (tokens, heads, head_dim), one scaled dot product attention for each row."""
+    """Attention over (tokens, heads, head_dim) by one scaled dot product attention per row."""
     rows = []
     for start, end in zip(starts, starts[1:], strict=False):
         q, k, v = (heads[start:end].transpose(0, 1).unsqueeze(0) for heads in (query, key, value))

@@ -1,4 +1,4 @@
-"""Whether a folder's safetensors files are whole, before anything is started: their headers are read, not their data."""
+"""Checks that a folder's safetensors files are complete before a run starts; only their headers are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AGAIN = "Download the weights again, or give another folder. (Files of git-lfs:
 
 
 def check_weights(folder: Path) -> None:
-    """Raises RecipeError with every file of the model's weights that is missing, cut off or no safetensors file."""
+    """Raise RecipeError naming every weight file that is missing, truncated or no safetensors file."""
     names = _files(folder)
     if not names:
         raise RecipeError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
@@ -31,7 +31,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _problem(path: Path) -> str:
-    """What is wrong with a file; nothing when it is as long as its header says."""
+    """What is wrong with a file; empty when it is as long as its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -40,11 +40,11 @@ def _problem(path: Path) -> str:
             if beginning == b"version ":
                 return "is a pointer of git-lfs, not the file"
             if len(beginning) < 8 or length > size - 8:
-                return f"is cut off or no safetensors file ({size:,} bytes)"
+                return f"is truncated or no safetensors file ({size:,} bytes)"
             header = json.loads(file.read(length))
         data = max((part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"), default=0)
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"can't be read as safetensors: {error}"
-    return f"is cut off: {size:,} of {8 + length + data:,} bytes" if size < 8 + length + data else ""
+    return f"is truncated: {size:,} of {8 + length + data:,} bytes" if size < 8 + length + data else ""

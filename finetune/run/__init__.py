@@ -1,1 +1,1 @@
-"""Run: a directory, one training process, and the events it writes."""
+"""Run: the run directory, the training process, its supervisor, and how to start, stop and resume a run."""

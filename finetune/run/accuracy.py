@@ -1,4 +1,4 @@
-"""What a run measured, held against what its plan forecast: after the first step, and at the end for the plans to come."""
+"""Compares measured memory with the plan's forecast after the first step and at the end, and records it for later plans."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from finetune.events import Step
     from finetune.plan.plan import Plan
 
-#: A first step that allocates more than this share over the forecast means that something else runs than was planned.
+#: A first step that allocates more than this share over the forecast ends the run.
 MARGIN = 0.10
 _WARM_UP_STEPS = 2
 
 
-def against_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> ForecastCheck:
-    """Predicted and measured bytes, and the error; what this machine can't measure is None."""
+def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> ForecastCheck:
+    """Forecast and measured bytes, and the relative error; None for what this machine can't measure."""
     predicted, measured = plan.forecast.allocated_bytes if plan.forecast else None, memory.peak_allocated_bytes
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
@@ -32,20 +32,20 @@ def against_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> Forec
     )  # fmt: skip
 
 
-def refuse_surprise(plan: Plan, check: ForecastCheck) -> None:
-    """Raise DoesNotFit when the first step took far more than forecast, unless the plan was started by force."""
+def refuse_excess(plan: Plan, check: ForecastCheck) -> None:
+    """Raise DoesNotFit when the first step allocated far more than forecast, unless the run was started with --force."""
     error = check.allocated_error
     if error is None or error <= MARGIN or plan.verdict == "does not fit":
         return
     raise DoesNotFit(
-        f"the first step allocated {format_bytes(check.measured_allocated_bytes)}, forecast were "
+        f"the first step allocated {format_bytes(check.measured_allocated_bytes)}, but the forecast was "
         f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%})",
-        "This is a fault of the forecast: please report it with plan.json. --force starts the run all the same.",
+        "This is a bug in the forecast: please report it with plan.json. To run anyway: --force.",
     )
 
 
 def at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
-    """The same for the highest of all steps; None without one."""
+    """The comparison for the peaks of the whole run; None without a step."""
     if not steps:
         return None
     highest = Memory(
@@ -53,11 +53,11 @@ def at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
         peak_reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
         card_used_bytes=_highest(_own_card_bytes(step) for step in steps),
     )
-    return against_forecast(plan, highest, at="end", step=steps[-1].step)
+    return compare_with_forecast(plan, highest, at="end", step=steps[-1].step)
 
 
-def remember(plan: Plan, steps: list[Step]) -> None:
-    """Keep speed, memory error and the context's size: the next forecast on this card can say how good the last were.
+def record_measurements(plan: Plan, steps: list[Step]) -> None:
+    """Record speed, memory and the CUDA context's size on this card, for later plans.
 
     Raises OSError when the cache can't be written.
     """
@@ -78,12 +78,12 @@ def _highest(values: Iterable[int | None]) -> int | None:
 
 
 def _own_card_bytes(memory: Memory) -> int | None:
-    """In use on the card without other programs, or with them where the driver doesn't tell their share."""
+    """Memory in use on the card without other programs; with them where the driver does not report them."""
     used = memory.card_used_bytes
     return None if used is None else used - (memory.other_processes_bytes or 0)
 
 
 def _context_bytes(memory: Memory) -> int | None:
-    """Memory of this process on the card outside torch's allocator; None when the driver doesn't tell the others' share."""
+    """Memory of this process on the card outside torch's allocator; None where the driver does not report other programs."""
     used, others, reserved = memory.card_used_bytes, memory.other_processes_bytes, memory.reserved_bytes
     return None if used is None or others is None or reserved is None else used - others - reserved

@@ -1,4 +1,4 @@
-"""From trainer callbacks to events: one `step` event per optimizer step, stop requests, and the end of a diverged run."""
+"""Trainer callback that emits a `step` event per optimizer step, obeys stop requests and ends a diverged run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from finetune.compat.torch import set_rates
-from finetune.distributed.ranks import highest
+from finetune.distributed.ranks import all_reduce_max
 from finetune.events import RunWarning, Step
-from finetune.run.accuracy import against_forecast, refuse_surprise
+from finetune.run.accuracy import compare_with_forecast, refuse_excess
 from finetune.run.memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; a
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask for a stop after the running optimizer step; the first one is remembered."""
+    """SIGTERM and SIGINT request a stop after the current optimizer step; the first signal counts."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -37,8 +37,8 @@ class StopRequest:
             signal.signal(number, self._remember)
 
     def agreed(self) -> int | None:
-        """The signal, when any of the processes that train together has got one; all ask after the same step."""
-        self.signal = highest(self.signal or 0) or None
+        """The signal, when any rank has received one; all ranks ask after the same step."""
+        self.signal = all_reduce_max(self.signal or 0) or None
         return self.signal
 
     def _remember(self, number: int, frame: Any) -> None:
@@ -46,7 +46,7 @@ class StopRequest:
 
 
 class RunCallback(TrainerCallback):
-    """Emits what happened at each step. The run's end is decided here, the saving is the trainer's."""
+    """Emits an event per step and decides when the run ends; the trainer saves."""
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest) -> None:
         self._events, self._memory, self._stop = events, memory, stop
@@ -62,16 +62,16 @@ class RunCallback(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A sign of life between optimizer steps, for steps that take long."""
+        """Touch events.jsonl after each micro-batch, so that a long step does not look like a hang."""
         os.utime(self._events.path)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A requested stop saves first: the step is whole, so that resuming is exact."""
+        """On a stop request, save a checkpoint and stop; after a complete step resuming is exact."""
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Loss and gradient norm are known here; the trainer has waited for the device already."""
+        """Emit the step: loss and gradient norm are known here, and the device is synchronised."""
         if not logs or "loss" not in logs or self.trainer is None:
             return
         tokens = self.trainer.take_token_counts()
@@ -100,12 +100,12 @@ class RunCallback(TrainerCallback):
         self._check_spike(state.global_step, logs["loss"], control)
         if not self._compared:
             self._compared = True
-            check = against_forecast(self.trainer.plan, memory, at="first step", step=state.global_step)
+            check = compare_with_forecast(self.trainer.plan, memory, at="first step", step=state.global_step)
             self._events.emit(check)
-            refuse_surprise(self.trainer.plan, check)
+            refuse_excess(self.trainer.plan, check)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A resumed schedule comes with the sealed learning rate; the plan's may have been lowered since."""
+        """Apply the plan's learning rate to a resumed schedule: it may have been lowered since the checkpoint."""
         if self.trainer is None or state.global_step == 0:
             return
         rate = args.learning_rate
@@ -116,23 +116,23 @@ class RunCallback(TrainerCallback):
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in optimizer.param_groups])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Between epochs only what lives on is allocated: the moment to see a leak."""
+        """Look for a leak: between epochs only long-lived tensors are allocated."""
         for message in self._watch.epoch(self._memory.sample()):
             self._events.emit(RunWarning(message=message))
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:
-        """Opt-in watchdog: a loss far over its recent median ends the attempt, unsaved."""
+        """Opt-in watchdog: a loss far above its recent median ends the attempt without a checkpoint."""
         factor = self.trainer.plan.settings.loss_spike_factor if self.trainer is not None else None
         if factor is not None and len(self._losses) == _SPIKE_WINDOW and math.isfinite(loss):
             usual = statistics.median(self._losses)
             if loss > factor * usual:
-                self.spike = f"loss {loss:.4g} at step {step} is {loss / usual:.1f} times the usual {usual:.4g}"
+                self.spike = f"loss {loss:.4g} at step {step} is {loss / usual:.1f} times the recent median {usual:.4g}"
                 control.should_training_stop = True
                 control.should_save = control.should_evaluate = False
         self._losses.append(loss)
 
     def _check_finite(self, step: int, logs: dict[str, Any], control: Any) -> None:
-        """A step that fp16's scaler skipped changed nothing; it is no divergence until the scaler gives up."""
+        """A loss or gradient norm that isn't finite ends the run, except while fp16's loss scaler skips such steps."""
         skipped = self.trainer is not None and self.trainer.accelerator.optimizer_step_was_skipped
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         for name in ("loss", "grad_norm"):

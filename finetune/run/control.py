@@ -1,4 +1,4 @@
-"""Starting, stopping and resuming runs. What the command line and the page both call; whoever calls may die afterwards."""
+"""Start, stop and resume runs, for the command line and the page. A run outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
 def start(run: RunDirectory) -> int:
     """Start a run's supervisor in its own session, output to log.txt. Returns its process id.
 
-    Raises RecipeError when the run is at work already.
+    Raises RecipeError when the run is already running.
     """
     if is_alive(run):
-        raise RecipeError(f"{run.path} is being run already", f"Watch it: finetune watch {run.path}")
+        raise RecipeError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     with run.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "finetune.run.supervise", str(run.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env={**os.environ},
         )  # fmt: skip
-    write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees it
+    write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
     return process.pid
 
 
 def resume(run: RunDirectory) -> int:
-    """Go on from the newest checkpoint that verifies.
+    """Resume a run from its newest intact checkpoint.
 
-    Raises RecipeError when the run is at work or already finished, PackagesError when the stack has changed beyond its bounds.
+    Raises RecipeError when it is running or finished, PackagesError when installed packages are outside the supported versions.
     """
     refuse_other_versions(LIBRARIES)
     state = read_state(run)
     if state.state == "finished":
-        raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Try it: finetune chat {run.path}")
+        raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Chat with it: finetune chat {run.path}")
     read_plan(run.plan)
     require_data(run)
     return start(run)
 
 
 def stop(run: RunDirectory, number: int = signal.SIGTERM) -> bool:
-    """Ask a run to stop after its step, with a checkpoint; asked twice, it ends at once. False when nothing was running."""
+    """Stop a run after its step, with a checkpoint; the second call ends it at once. False when it was not running."""
     processes = read_processes(run)
-    for role in ("supervisor", "worker"):  # a worker whose supervisor was killed is stopped itself
+    for role in ("supervisor", "worker"):  # without a supervisor the worker gets the signal itself
         record = processes.get(role)
         if record and process_is(record):
             os.kill(int(record["pid"]), number)
@@ -63,7 +63,7 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM) -> bool:
 
 
 def wait(run: RunDirectory, deadline_s: float) -> bool:
-    """Wait until nothing of the run lives; False when it still does after the deadline."""
+    """Wait until no process of the run is alive; False when one still is after the deadline."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if not is_alive(run):

@@ -1,4 +1,4 @@
-"""The run directory: all that is known of a run is in it.
+"""The run directory, which has all files of a run.
 
 recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapter/ trackers/
 """
@@ -17,7 +17,7 @@ from finetune.errors import DiskFull, RecipeError
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the place is read-only",
+    errno.EROFS: "the file system is read-only",
 }
 
 
@@ -29,27 +29,27 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Path:
-        """What the user asked for; `finetune run RUN/recipe.yaml` repeats it."""
+        """The recipe as the user gave it; `finetune run RUN/recipe.yaml` repeats the run."""
         return self.path / "recipe.yaml"
 
     @property
     def plan(self) -> Path:
-        """Every setting resolved, with reasons and forecast."""
+        """The plan: every setting resolved, with reasons, and the forecast."""
         return self.path / "plan.json"
 
     @property
     def events(self) -> Path:
-        """What happened, one JSON line each."""
+        """The events, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
     def adjustments(self) -> Path:
-        """What out-of-memory retries changed of the plan's settings."""
+        """Settings that retries have changed."""
         return self.path / "adjustments.json"
 
     @property
     def snapshot(self) -> Path:
-        """The CUDA allocator's history, when it was recorded."""
+        """The CUDA allocator's history, if recorded."""
         return self.path / "memory_snapshot.pickle"
 
     @property
@@ -64,12 +64,12 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Held (flock) as long as anything of the run lives."""
+        """Lock file (flock), held while a process of the run lives."""
         return self.path / "lock"
 
     @property
     def data(self) -> Path:
-        """The tokenised rows, so that a resumed run sees the same ones."""
+        """The tokenised rows, which a resumed run reads again."""
         return self.path / "data"
 
     @property
@@ -79,19 +79,19 @@ class RunDirectory:
 
     @property
     def adapter(self) -> Path:
-        """The result: adapter, tokenizer and how they were made."""
+        """The result: adapter, tokenizer and plan."""
         return self.path / "adapter"
 
     @property
     def trackers(self) -> Path:
-        """Files of TensorBoard, W&B and Trackio, when the recipe reports to them."""
+        """Files of TensorBoard, W&B and Trackio."""
         return self.path / "trackers"
 
 
 def create(path: Path, fill: Any) -> RunDirectory:
-    """Make a run directory whole or not at all: `fill(RunDirectory)` writes into a hidden one, which is then renamed.
+    """Create a run directory atomically: `fill(RunDirectory)` writes into a hidden one, which is then renamed.
 
-    A taken name gets -2, -3, ... Raises DiskFull when the place can't be written to.
+    A taken name gets -2, -3, ... Raises DiskFull when it can't be written.
     """
     building: Path | None = None
     try:
@@ -102,11 +102,11 @@ def create(path: Path, fill: Any) -> RunDirectory:
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise DiskFull(f"output_dir {path}: a part of this path is a file", "Set output_dir to another place.") from None
+            raise DiskFull(f"output_dir {path}: a part of this path is a file", "Set output_dir to another folder.") from None
         reason = _DISK_ERRORS.get(error.errno or 0, error.strerror or str(error))
         raise DiskFull(
             f"the run directory {path} can't be written: {reason}",
-            "Free some space, or set output_dir to a place that is yours.",
+            "Free some space, or set output_dir to a folder that you can write to.",
         ) from None
     finally:
         if building is not None and building.exists():
@@ -121,7 +121,7 @@ def _rename_to_free_name(building: Path, path: Path) -> Path:
         try:
             building.rename(target)
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # somebody was faster
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process took the name
                 continue
             raise
         return target
@@ -142,9 +142,9 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
 
 
 def require_data(run: RunDirectory) -> None:
-    """Raises RecipeError when the run's rows or tokenizer are not there any more."""
+    """Raise RecipeError when the run's tokenised rows or tokenizer are missing."""
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
-        raise RecipeError(f"{run.data} is gone or not whole", f"Start anew: finetune run {run.recipe}")
+        raise RecipeError(f"{run.data} is missing or incomplete", f"Start a new run: finetune run {run.recipe}")
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:

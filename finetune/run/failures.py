@@ -1,4 +1,4 @@
-"""Out of memory and full disks: how to recognise them, however a library words them, and what is known about them."""
+"""Recognises out-of-memory and full-disk errors of all libraries, and describes the former as an event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DISK_TEXTS = ("No space left on device", "os error 28", "Disk quota exceeded", 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for torch's own error, for the driver's, and for Python's MemoryError, also when it is the cause of another."""
+    """True for an out-of-memory error of torch, the driver or Python, also as the cause of another error."""
     import torch
 
     seen: BaseException | None = error
@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
-    """What is known: the error's own words, bytes asked for, measured against forecast, and the settings that ran."""
+    """The event: error text, requested bytes, measured and forecast memory, and the settings in use."""
     settings = plan.settings
     return OutOfMemory(
         phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=_asked_bytes(str(error)),
@@ -61,7 +61,7 @@ def _asked_bytes(text: str) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True when a write failed for want of space, also when that is the cause of another error."""
+    """True when a write failed because the disk is full, also as the cause of another error."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS:

@@ -1,4 +1,4 @@
-"""What memory a running process uses: torch's allocator, the whole card through NVML, or the process on a CPU."""
+"""Measures memory of the training process: torch's allocator, the whole card through NVML, and host memory (RSS)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.events import Memory
 
 
 class MemorySampler:
-    """Samples memory in well under a millisecond. On CUDA: allocator and whole card; on a CPU: this process (RSS)."""
+    """Samples memory in well under a millisecond: RSS, and on CUDA the allocator and the whole card."""
 
     def __init__(self, on_cuda: bool) -> None:
         self._process = psutil.Process()
@@ -32,7 +32,7 @@ class MemorySampler:
         return self._card.sensors() if self._card is not None else {"temperature_c": None, "power_w": None}
 
     def reset_peak(self) -> None:
-        """Start a new peak: each step and phase has its own."""
+        """Reset the peak; each step and phase has its own."""
         if self._on_cuda:
             import torch
 
@@ -52,7 +52,7 @@ class MemorySampler:
 
 
 class _NvmlCard:
-    """The whole card as the driver sees it. Every value is null when the driver doesn't tell."""
+    """The whole card through NVML; values that the driver does not report are null."""
 
     def __init__(self) -> None:
         import pynvml

@@ -1,4 +1,4 @@
-"""Watches memory from step to step and says in words what a curve doesn't: leaks, spills, fragmentation, other programs."""
+"""Warns about memory leaks, spills to host memory, fragmentation and other programs, from each step's memory sample."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from finetune.units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from finetune.events import Memory
 
-_SLOW_FACTOR = 5.0  # Windows and WSL spill to system memory silently; reports speak of 10 to 1000 times
+_SLOW_FACTOR = 5.0  # Windows and WSL spill to host memory silently; steps are reported to be 10 to 1000 times slower
 _OTHERS_GREW_BYTES = 512 * MIB
 _LEAK_EPOCHS, _LEAK_BYTES = 3, 32 * MIB
 _FRAGMENTED_SHARE, _FRAGMENTED_BYTES = 0.25, GIB
 
 
 class MemoryWatch:
-    """Feed it each step's memory sample; it returns warnings, each said once."""
+    """Takes each step's memory sample and returns warnings, each of them once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -33,13 +33,13 @@ class MemoryWatch:
         return [text for kind, text in found if text and self._first(kind)]
 
     def epoch(self, memory: Memory) -> list[str]:
-        """Warnings at an epoch's end: live bytes that grow from epoch to epoch are a leak, peaks are not."""
+        """Warnings at the end of an epoch: allocated memory that grows from epoch to epoch is a leak."""
         if memory.allocated_bytes is not None:
             self._epoch_levels.append(memory.allocated_bytes)
         if not leaks(self._epoch_levels) or not self._first("leak"):
             return []
         grown = self._epoch_levels[-1] - self._epoch_levels[-_LEAK_EPOCHS]
-        return [f"live memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: something keeps tensors"]
+        return [f"allocated memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: a memory leak"]
 
     def _first(self, kind: str) -> bool:
         new = kind not in self._said
@@ -51,10 +51,10 @@ class MemoryWatch:
         if reserved is None or total is None or reserved + others <= total:
             return "spill", ""
         slow = len(self._step_s) >= 5 and step_s > _SLOW_FACTOR * statistics.median(self._step_s)
-        speed = f"; this step took {step_s:.1f} s, {statistics.median(self._step_s):.1f} s is usual" if slow else ""
+        speed = f"; this step took {step_s:.1f} s, the median is {statistics.median(self._step_s):.1f} s" if slow else ""
         used = f"{format_bytes(reserved + others)} are in use on a card of {format_bytes(total)}"
         fix = "Set 'Prefer No Sysmem Fallback' in the NVIDIA control panel, or plan with a smaller memory_budget"
-        return "spill", f"{used}: the driver spills to system memory{speed}. {fix}"
+        return "spill", f"{used}: the driver spills to host memory{speed}. {fix}"
 
     def _others(self, memory: Memory) -> tuple[str, str]:
         others = memory.other_processes_bytes
@@ -67,7 +67,7 @@ class MemoryWatch:
             return "others", ""
         return (
             "others",
-            f"other programs have taken {format_bytes(grown)} more of the card since the start; this run has not grown",
+            f"other programs use {format_bytes(grown)} more of the card than at the start; this run has not grown",
         )
 
     def _fragmentation(self, memory: Memory) -> tuple[str, str]:
@@ -78,13 +78,13 @@ class MemoryWatch:
         if lost < _FRAGMENTED_BYTES or lost < _FRAGMENTED_SHARE * reserved:
             return "fragments", ""
         return "fragments", (
-            f"{format_bytes(lost)} of the allocator's {format_bytes(reserved)} are in pieces too small to use; "
-            "packing=true or rows of like length keep them whole"
+            f"fragmentation: {format_bytes(lost)} of {format_bytes(reserved)} reserved memory were never allocated; "
+            "packing=true or rows of similar length reduce it"
         )
 
 
 def leaks(levels: list[int]) -> bool:
-    """True when live bytes at the ends of the last epochs grew each time, and by more than noise."""
+    """True when allocated memory grew at the end of each of the last epochs, by more than noise."""
     last = levels[-_LEAK_EPOCHS:]
     return (
         len(last) == _LEAK_EPOCHS

@@ -1,4 +1,4 @@
-"""From a recipe to a run directory: card, data, plan, place. Nothing is written before all of them agree."""
+"""Turns a recipe into a run directory: checks card, data, plan and disk before it writes anything."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe ready to run: its data as tokens, its tokenizer, its plan."""
+    """A recipe ready to run, with its plan, tokenised data and tokenizer."""
 
     recipe: Recipe
     plan: Plan
@@ -41,8 +41,8 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
-    """Read, tokenise and plan. Raises a FinetuneError of the matching kind; `force` lets a plan pass that doesn't fit."""
-    card = find_card(recipe.gpu, here=True)  # first: a missing card is said before anything is loaded
+    """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
+    card = find_card(recipe.gpu, here=True)  # first: a missing card is an error before anything is loaded
     _check_machine(recipe, card)
     rows = _Rows(progress)
     plan = plan_recipe(recipe, card, rows)
@@ -60,7 +60,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
 
 
 class _Rows:
-    """Reads a recipe's rows to be trained on: what a plan only notes is an error here."""
+    """Reads a recipe's rows for a run: problems that a plan only notes are errors here."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -78,20 +78,20 @@ class _Rows:
 
 
 def _shorter(settings: Settings, plan: Plan) -> int | None:
-    """The planner's own limit of length, where rows are longer."""
+    """The planner's own `max_length`, where rows are longer."""
     longest = plan.data.longest if plan.data else None
     return settings.max_length if longest and longest > settings.max_length else None
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
-    """What this machine lacks for the run."""
+    """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
     if problems:
         raise RecipeError(problems)
 
 
 def create_run(prepared: Prepared) -> RunDirectory:
-    """Make the run directory, whole or not at all. Raises DiskFull when there is no room or no permission."""
+    """Create the run directory atomically. Raises DiskFull when there is no space or no permission."""
     settings = prepared.plan.settings
     path = Path(settings.output_dir)
     _check_disk(path, prepared.plan)
@@ -120,7 +120,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
 
 
 def _questions(prepared: Prepared) -> list[dict[str, Any]]:
-    """Held-out rows as prompt (tokens and text) and expected answer; rows of plain text ask nothing and are left out."""
+    """Held-out rows as prompt (tokens and text) and expected answer; rows of plain text have no prompt and are left out."""
     from finetune.data import Encoder
 
     encoder, rows = Encoder(prepared.tokenizer, conversations=False), []
@@ -149,10 +149,10 @@ def _shortfall(plan: Plan) -> tuple[list[str], str]:
     short = forecast.peak_high_bytes - card.free_bytes
     largest = max(forecast.parts, key=lambda part: forecast.parts[part])
     problems = [
-        f"{format_bytes(forecast.peak_bytes)} are needed at the peak, {card.name} has {format_bytes(card.free_bytes)} free: "
+        f"the peak needs {format_bytes(forecast.peak_bytes)}, {card.name} has {format_bytes(card.free_bytes)} free: "
         f"{format_bytes(short)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
     ]
     fixes = [f"{item.override}  (saves {format_bytes(item.saves_bytes)}; {item.cost})" for item in plan.suggestions[:5]]
     return problems, "What would make it fit:\n  " + "\n  ".join(
         fixes
-    ) + "\nOr insist with --force." if fixes else "Insist with --force."
+    ) + "\nOr run anyway: --force." if fixes else "To run anyway: --force."

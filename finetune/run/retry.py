@@ -1,4 +1,4 @@
-"""After an out-of-memory: which smaller plan comes next, at the same effective batch, and what earlier retries changed."""
+"""Retries after out of memory: the next smaller plan with the same effective batch size, and changes of earlier retries."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MOST_RETRIES = 4
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
-    """The plan, with what out-of-memory retries have changed since."""
+    """The run's plan with the changes of its retries."""
     plan = read_plan(run.plan)
     changes = _adjustments(run)
     return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
-    """Remember `changes` for the next attempts."""
+    """Save `changes` for the next attempts."""
     write_json(run.adjustments, {**_adjustments(run), **changes})
 
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
-    """Changes for the next attempt, needing less at the same effective batch; None when nothing is left to try.
+    """Changes that need less memory at the same effective batch size; None when nothing is left to try.
 
-    In the field's healthy order: half the micro-batch with twice the accumulation, then recomputation, then offload.
+    In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload.
     """
     settings = plan.settings
     if phase == "evaluate" and settings.per_device_eval_batch_size > 1:

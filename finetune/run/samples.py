@@ -1,4 +1,4 @@
-"""Held-out prompts that the model answers at each evaluation, so that a person sees the answers change."""
+"""Sample answers to held-out prompts at each evaluation, to show how answers change during training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.run.directory import RunDirectory
 
-#: Longer prompts are left out and answers end here: the attention cache of an 8B stays below 300 MB.
+#: Longer prompts are left out and answers end here: the KV cache of an 8B model stays below 300 MB.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
 
 
@@ -23,14 +23,14 @@ class Samples:
     def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any) -> None:
         self._tokenizer, self._rows = tokenizer, []
         settings, path = plan.settings, run.data / "eval_examples.json"
-        # Split weights can't be generated with by one process, and compiled layers would be compiled again for every length.
+        # One rank alone can't generate with sharded weights, and compiled layers would recompile for every length.
         if settings.launch.strategy != "ddp" or settings.torch_compile or not path.is_file():
             return
         rows = json.loads(path.read_text(encoding="utf-8"))
         self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
 
     def emit(self, model: Any, step: int, events: EventWriter) -> None:
-        """Answer them, a `sample` event for each. `model` is in evaluation mode. Too little memory ends the sampling."""
+        """Emit a `sample` event per prompt. `model` is in evaluation mode. Out of memory ends sampling, not the run."""
         if not self._rows:
             return
         from finetune.data import Encoder
@@ -44,7 +44,7 @@ class Samples:
             if not is_out_of_memory(error):
                 raise
             self._rows = []
-            events.emit(RunWarning(message="no more sample answers: there is not enough memory left to generate them"))
+            events.emit(RunWarning(message="no more sample answers: not enough memory to generate them"))
             return
         for row, answer in zip(self._rows, answers, strict=True):
             events.emit(Sample(step=step, prompt=row["prompt"], expected=row["answer"], answer=answer))

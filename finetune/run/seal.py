@@ -1,4 +1,4 @@
-"""Sealed checkpoints: a checkpoint counts only when every file of it is hashed in its manifest and on the disk."""
+"""Sealed checkpoints: a checkpoint is valid only if its manifest has the hash of every file and all are synced to disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sealed checkpoint that verified, with the facts it was sealed with."""
+    """A verified checkpoint, with the facts in its manifest."""
 
     path: Path
     step: int
@@ -26,12 +26,13 @@ class Checkpoint:
 
 
 def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
-    """Hash and sync every file of `folder`, write the manifest last, and rename it to `target`, which then counts.
+    """Hash and sync every file of `folder`, write the manifest last, and rename the folder to `target`.
 
-    `facts` are what a resumed run must agree with. Raises OSError when the disk is full; then `target` does not exist.
+    `facts`: settings and data that a resumed run is compared with. Raises OSError when the disk is full; then `target` does not
+    exist.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(1) as disk:  # hashing hides behind the disk's work, which would be waited for anyway
+    with ThreadPoolExecutor(1) as disk:  # hash while the disk syncs
         synced = [disk.submit(_sync, path) for path in paths]
         files = {str(path.relative_to(folder)): {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
         for done in synced:
@@ -51,32 +52,32 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line each; empty when every byte is as it was sealed."""
+    """What is wrong with a checkpoint, one line each; empty when every file is unchanged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files, step = dict(manifest["files"]), int(manifest["step"])
         if manifest.pop("seal") != _seal_of(manifest):
             return ["its manifest has changed since it was sealed"]
     except FileNotFoundError:
-        return ["it was never sealed (no manifest): the run died while writing it"]
+        return ["it is incomplete (no manifest): the run died while writing it"]
     except (ValueError, KeyError, TypeError, OSError):
         return ["its manifest can't be read"]
     problems = []
     if folder.name != f"checkpoint-{step}":
-        problems.append(f"its manifest is that of step {step}")
+        problems.append(f"its manifest is for step {step}")
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             problems.append(f"{name} is missing")
         elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size:,} bytes, sealed were {expected['bytes']:,}")
+            problems.append(f"{name} has {path.stat().st_size:,} bytes, not the {expected['bytes']:,} in the manifest")
         elif _sha256(path) != expected["sha256"]:
             problems.append(f"{name} has changed since it was sealed")
     return problems
 
 
 def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies (below step `before`, if given), and a line for each newer one that was skipped."""
+    """The newest intact checkpoint (before step `before`, if given), and a line for each newer one that was skipped."""
     skipped: list[str] = []
     for step, path in _by_step(checkpoints):
         if before is not None and step >= before:
@@ -90,7 +91,7 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
 
 
 def rotate(checkpoints: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` sealed checkpoints; never the only one that verifies. Returns what was removed."""
+    """Remove all but the newest `keep` checkpoints, unless the newest is damaged. Returns the removed ones."""
     sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
     if len(sealed) <= keep or verify(sealed[0]):
         return []
@@ -100,8 +101,7 @@ def rotate(checkpoints: Path, keep: int) -> list[Path]:
 
 
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a checkpoint was sealed with and is not so `now`, one line each. Facts that an earlier version did not seal are not
-    judged."""
+    """Facts of a checkpoint that differ `now`, one line each. Facts that an earlier version did not write are skipped."""
     return [f"{name} was {was} and is now {now[name]}" for name, was in sealed.items() if name in now and was != now[name]]
 
 

@@ -1,4 +1,4 @@
-"""The CUDA allocator's history as a file for PyTorch's viewer (pytorch.org/memory_viz), and what a look at it tells at once."""
+"""The CUDA allocator's history, as a file for PyTorch's viewer (pytorch.org/memory_viz), and its free blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MOST_ENTRIES = 100_000
 
 
 def start_recording(on_cuda: bool) -> None:
-    """Keep every allocation with its stack from now on; costs some host memory and a few per cent of time."""
+    """Record every allocation with its stack from now on; costs some host memory and a few per cent of time."""
     if on_cuda:
         record_memory_history(_MOST_ENTRIES)
 
 
 def write_snapshot(path: Path, on_cuda: bool) -> Path | None:
-    """Write the history; None without a card, whose allocator has none."""
+    """Write the history; None without a card."""
     if not on_cuda:
         return None
     dump_memory_history(str(path))
@@ -25,7 +25,7 @@ def write_snapshot(path: Path, on_cuda: bool) -> Path | None:
 
 
 def free_blocks(on_cuda: bool) -> dict[str, Any]:
-    """Largest free block and their number in what the allocator holds; null without a card. Too slow for each step."""
+    """Size of the largest free block in reserved memory, and number of free blocks; null without a card. Slow."""
     if not on_cuda:
         return {"largest_free_block_bytes": None, "free_blocks": None}
     import torch

@@ -1,4 +1,4 @@
-"""One truth about a run's state: derived from its files, its lock and its processes, never remembered elsewhere."""
+"""A run's state, always derived from its events, its lock and its processes; stored nowhere else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAIL_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. `message` says why and what to type next; `exit_code` is None while it lives."""
+    """The state of a run. `message`: why, and what to type next; `exit_code` is None while the run is alive."""
 
     state: str
     message: str = ""
@@ -38,14 +38,14 @@ class RunState:
 
     @property
     def ended(self) -> bool:
-        """True when no process of the run is at work."""
+        """True when the run has ended, however."""
         return self.state in ENDED
 
 
 def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunState:
-    """Derive the state from the last events and from whether anything of the run still holds its lock.
+    """Derive the state from the last events and from whether a process of the run is alive.
 
-    Whoever follows the events already hands the newest of each kind in as `events`.
+    `events`: the newest of each kind, from a caller that follows the events; read from the file if None.
     """
     events = _last_events(run.events) if events is None else events
     last = next((event for event in reversed(events) if isinstance(event, State)), None)
@@ -64,11 +64,11 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
         return RunState("starting" if state in ENDED else state, message, None, **values)
     if last is None and not run.process.exists():
         return RunState("queued", "not started yet", None, **values)
-    return RunState("lost", f"its process is gone; go on with: finetune resume {run.path}", 1, **values)
+    return RunState("lost", f"its process is gone; resume with: finetune resume {run.path}", 1, **values)
 
 
 def is_alive(run: RunDirectory) -> bool:
-    """True while a process of the run holds its lock, or one of its recorded processes lives."""
+    """True while a process of the run holds its lock or one of its recorded processes is alive."""
     return _is_locked(run.lock) or any(process_is(record) for record in read_processes(run).values())
 
 
@@ -82,12 +82,12 @@ def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
 
 
 def process_record(pid: int) -> dict[str, float]:
-    """Id and start time of a process: ids are reused, the pair is not."""
+    """Id and start time of a process; ids alone are reused."""
     return {"pid": pid, "started_s": psutil.Process(pid).create_time()}
 
 
 def process_is(record: dict[str, float]) -> bool:
-    """True when the recorded process still lives (and is no zombie)."""
+    """True while the recorded process is alive (and no zombie)."""
     try:
         process = psutil.Process(int(record["pid"]))
         return abs(process.create_time() - record["started_s"]) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
@@ -96,7 +96,7 @@ def process_is(record: dict[str, float]) -> bool:
 
 
 def take_lock(run: RunDirectory) -> int | None:
-    """Lock the run; returns the open file descriptor to keep (and to hand to children), or None when it is taken."""
+    """Lock the run; returns the open file descriptor, to keep and pass to children, or None when it is locked."""
     descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,14 +107,14 @@ def take_lock(run: RunDirectory) -> int | None:
 
 
 def _started_since(run: RunDirectory, time_s: float) -> bool:
-    """True when a living process of the run began after `time_s`: it was resumed and has not said anything yet."""
+    """True when a live process of the run started after `time_s`: resumed, with no event yet."""
     return any(process_is(record) and record["started_s"] > time_s for record in read_processes(run).values())
 
 
 def _is_locked(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # no lock file, or not ours to open: nothing that we could see holds it
+    except OSError:  # no lock file, or no permission to open it
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +126,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _last_events(path: Path) -> list[Event]:
-    """Events at the end of the file; a run of a million steps costs no more than a short one."""
+    """Events at the end of the file, so that long runs take no longer to read."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Keeps one run alive: `python -m finetune.run.supervise RUN`, in its own session. Imports nothing heavy and no GPU library.
+"""Supervises one run: `python -m finetune.run.supervise RUN`, in its own session. Imports no GPU library.
 
-Starts the worker, passes stop signals on, ends it when it hangs, starts it again with a smaller plan when memory ran out, and
-writes the last word when the worker could not.
+Starts the worker, forwards stop signals, kills it when it hangs, restarts it with a smaller plan after out of memory, and
+writes the final state when the worker could not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from finetune.card.allocator import allocator_environment
-from finetune.distributed.processes import many_processes
+from finetune.distributed.processes import launcher_for
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
@@ -39,13 +39,13 @@ def main() -> int:
     run = RunDirectory(Path(sys.argv[1]))
     lock = take_lock(run)
     if lock is None:
-        print(f"{run.path} is being run already", file=sys.stderr)  # noqa: T201
+        print(f"{run.path} is already running", file=sys.stderr)  # noqa: T201
         return 2
     return Supervisor(run, lock).main()
 
 
 class Supervisor:
-    """One run from its start to its end, over as many attempts as it takes."""
+    """Runs attempts of one run until it ends."""
 
     def __init__(self, run: RunDirectory, lock: int) -> None:
         self.run, self.lock = run, lock
@@ -56,7 +56,7 @@ class Supervisor:
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
     def main(self) -> int:
-        """Run attempts until one ends for good."""
+        """Wait for the card, then run attempts; returns the run's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self.signals.append(number))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -66,18 +66,18 @@ class Supervisor:
         queue = card_queue(card.name)
         queue.join(self.run.path)
         try:
-            return self._attempts() if self._wait_for_turn(queue) else self._last_word(128 + self.signals[0])
+            return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
         finally:
             queue.leave()
 
     def _wait_for_turn(self, queue: Queue) -> bool:
-        """One job at a time on a card; False when a signal came first."""
+        """Wait for other runs on the card; False when a signal came first."""
         told: list[str] | None = None
         while ahead := queue.ahead():
             if self.signals:
                 return False
             if ahead != told:
-                self._emit(State(state="queued", message=f"waits for {ahead[-1]}; {len(ahead)} ahead"))
+                self._emit(State(state="queued", message=f"waiting for {ahead[-1]}; {len(ahead)} ahead in the queue"))
                 told = ahead
             time.sleep(_POLL_S)
         return True
@@ -92,19 +92,19 @@ class Supervisor:
             if again and not self.signals and again(attempt):
                 attempt += 1
                 continue
-            return self._last_word(code)
+            return self._final_state(code)
 
     def _attempt(self) -> int:
-        many = many_processes(self.run.path, self.run.log, adjusted_plan(self.run))
-        if many is not None:
-            many.prepare()
+        launcher = launcher_for(self.run.path, self.run.log, adjusted_plan(self.run))
+        if launcher is not None:
+            launcher.prepare()
         with self.run.log.open("ab") as log:
             worker = subprocess.Popen(
-                many.command() if many is not None else worker_command(self.run),
+                launcher.command() if launcher is not None else worker_command(self.run),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**worker_environment(), **(many.environment() if many is not None else {})},
+                env={**worker_environment(), **(launcher.environment() if launcher is not None else {})},
                 pass_fds=[self.lock],
             )
         write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
@@ -116,32 +116,34 @@ class Supervisor:
                     ended = True
                 else:
                     self._emit(State(state="stopping"))
-                    many.send(worker, self.signals[0]) if many is not None else worker.send_signal(self.signals[0])
+                    launcher.send(worker, self.signals[0]) if launcher is not None else worker.send_signal(self.signals[0])
                     asked_s = time.monotonic()
                 told = len(self.signals)
             if asked_s and time.monotonic() - asked_s > self.stop_deadline_s:
                 _kill_tree(worker)
                 ended = True
             if self._hangs(began_s):
-                self._emit(RunWarning(message=f"no sign of life for {self.hang_deadline_s:.0f} s; the process was ended"))
+                self._emit(RunWarning(message=f"no progress for {self.hang_deadline_s:.0f} s; the process was killed"))
                 _kill_tree(worker)
                 ended = True
             time.sleep(_POLL_S)
-        return many.settle(worker.returncode, self._emit) if many is not None and not ended else worker.returncode
+        if launcher is None or ended:
+            return worker.returncode
+        return launcher.exit_status(worker.returncode, self._emit)
 
     def _has_started(self) -> bool:
         self.seen += self.reader.new()
         return any(isinstance(event, Start) for event in self.seen)
 
     def _hangs(self, began_s: float) -> bool:
-        """True when a run that trains has shown no step, and no micro-batch, for longer than the deadline."""
+        """True when training has finished no step and no micro-batch for longer than the deadline."""
         with contextlib.suppress(FileNotFoundError):
             quiet_s = time.time() - max(began_s, self.run.events.stat().st_mtime)
             return quiet_s > self.hang_deadline_s and self._has_started()
         return False
 
     def _smaller_plan(self, attempt: int) -> bool:
-        """Prepare the next attempt after an out-of-memory; False when there is nothing left to try."""
+        """Prepare the next attempt after out of memory; False when nothing is left to try."""
         from finetune.run.retry import MOST_RETRIES, adjust, next_smaller
 
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
@@ -150,8 +152,8 @@ class Supervisor:
         changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
         if changes is None:
             self._end(
-                "failed", 5, f"out of memory in phase {phase} with the smallest plan there is; a shorter max_length or "
-                f"a smaller model needs less: finetune plan {self.run.recipe}",
+                "failed", 5, f"out of memory in phase {phase}, and no smaller plan is left to try; a shorter max_length or "
+                f"a smaller model needs less memory: finetune plan {self.run.recipe}",
             )  # fmt: skip
             return False
         adjust(self.run, changes)
@@ -159,7 +161,7 @@ class Supervisor:
         return True
 
     def _lower_rate(self, attempt: int) -> bool:
-        """After a loss spike: half the learning rate from the last checkpoint; False when it was no spike, or one too many."""
+        """After a loss spike, halve the learning rate for the next attempt; False without a spike or without attempts left."""
         from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan
 
         spike = self.seen[-1] if self.seen else None
@@ -173,19 +175,19 @@ class Supervisor:
         self._emit(Retry(attempt=attempt + 1, reason=spike.message, changes=changes))
         return True
 
-    def _last_word(self, code: int) -> int:
-        """The worker says how it ended; when it was killed it could not, and this does."""
+    def _final_state(self, code: int) -> int:
+        """The run's exit status; emits the final state when the worker was killed before it could."""
         last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
         if last is not None and last.state in ENDED:
             return code if last.exit_code is None else last.exit_code
-        resume = f"go on from the last checkpoint with: finetune resume {self.run.path}"
+        resume = f"resume from the last checkpoint with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]
-            self._end("stopped", code, f"ended at once; {resume}")
+            self._end("stopped", code, f"killed without a new checkpoint; {resume}")
         elif code == 7:
             self._end("paused", 7, f"the disk is full; free some space, then {resume}")
         elif code == -signal.SIGKILL:
-            self._end("failed", 1, f"the process was killed (often: host memory ran out); {resume}")
+            self._end("failed", 1, f"the process was killed (often: out of host memory); {resume}")
         else:
             self._end("failed", 1, f"the process ended with status {code}, see {self.run.log}; {resume}")
         return code if code > 0 else 1
@@ -194,8 +196,8 @@ class Supervisor:
         self._emit(State(state=state, exit_code=exit_code, message=message))
 
     def _emit(self, event: Event) -> None:
-        """The worker is the writer while it lives; between attempts and for the stop's beginning it is this process."""
-        with contextlib.suppress(OSError):  # a full disk must not take the supervisor down; the state is then `lost`
+        """Write an event. While the worker lives it writes all others."""
+        with contextlib.suppress(OSError):  # a full disk must not end the supervisor; the state is then `lost`
             writer = EventWriter(self.run.events)
             try:
                 writer.emit(event)
@@ -210,7 +212,7 @@ def worker_command(run: RunDirectory) -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """The launch policy's part that must stand before torch is imported."""
+    """The worker's environment, which must be set before torch is imported."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return {**allocator_environment(), **environment}

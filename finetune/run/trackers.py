@@ -1,8 +1,8 @@
-"""Trackers that `report_to` names: the numbers of a run's events, told to TensorBoard, W&B or Trackio, too.
+"""Trackers in `report_to`: log a run's numbers to TensorBoard, W&B or Trackio.
 
-They hear an event after it is written, so that they change neither the events nor the measured time of a step. Their files are
-in RUN/trackers. Nothing leaves the machine unless the environment asks for it: WANDB_MODE=online, TRACKIO_SPACE_ID. A tracker
-that fails is left out with a warning, and the run goes on.
+They get an event after it is written, so they change neither events nor the measured time of a step. Their files are in
+RUN/trackers. Nothing is sent from the machine unless the environment says so: WANDB_MODE=online, TRACKIO_SPACE_ID. A tracker
+that fails is switched off with a warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 _PROJECT = "finetune"
-#: What an event's fields are called in a tracker: transformers' names where it has one, else the field's with its unit.
+#: Event field -> name in a tracker: transformers' name where it has one, else the field's own, with its unit.
 _STEP_NAMES = {
     "loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate", "epoch": "train/epoch",
     "token_accuracy": "train/mean_token_accuracy", "tokens_per_s": "tokens_per_s", "step_s": "step_s",
@@ -35,21 +35,21 @@ _EVAL_NAMES = {"eval_loss": "eval/loss", "eval_token_accuracy": "eval/mean_token
 
 
 def missing_trackers(names: Collection[str]) -> list[str]:
-    """One line, with what to type, for each tracker that is named and not installed."""
+    """One line, with the install command, for each tracker that is not installed."""
     missing = [name for name in names if installed_version(name) is None]
     return [f"report_to names {name}, which is not installed: pip install {name}" for name in missing]
 
 
 class Trackers:
-    """The trackers of one attempt. They are opened when it starts training, and closed when it has ended."""
+    """The trackers of one attempt, opened when training starts and closed when it ends."""
 
     def __init__(self, plan: Plan, run: RunDirectory, events: EventWriter) -> None:
         self._plan, self._run, self._events = plan, run, events
         self._forecast = forecast_numbers(plan)
         self._open: dict[str, _Tracker] = {}
 
-    def hear(self, event: Event) -> None:
-        """One event: a start opens the trackers, steps and evaluations are logged, the rest is not for them."""
+    def on_event(self, event: Event) -> None:
+        """Open the trackers on a start, log steps and evaluations, ignore other events."""
         if isinstance(event, Start):
             self._start(event.step)
         elif isinstance(event, Step):
@@ -58,11 +58,11 @@ class Trackers:
             self._log(event.step, _renamed(_EVAL_NAMES, event))
 
     def close(self, code: int) -> None:
-        """Write out, and where it is sent send, what is left; `code` is the exit status."""
+        """Flush and close the trackers; `code` is the exit status."""
         for name, tracker in self._open.items():
             try:
                 tracker.close(code)
-            except Exception as error:  # noqa: BLE001 - the run has ended and said how: its last event stays the last
+            except Exception as error:  # noqa: BLE001 - the run has ended; its final event stays the last
                 print(f"{name} could not be closed: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         self._open.clear()
 
@@ -78,14 +78,14 @@ class Trackers:
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever a tracker does, the training is worth more
+        except Exception as error:  # noqa: BLE001 - a broken tracker must not end the training
             self._open.pop(name, None)
-            message = f"{name} is left out from here on: {type(error).__name__}: {error}; the events have all numbers"
+            message = f"{name} is switched off: {type(error).__name__}: {error}; events.jsonl has all numbers"
             self._events.emit(RunWarning(message=message))
 
 
 def forecast_numbers(plan: Plan) -> dict[str, float]:
-    """The plan's forecast and budget in bytes, to be drawn as lines beside what is measured; empty where there is none."""
+    """The plan's forecast and budget in bytes, as constant lines beside the measured curves; empty without a forecast."""
     forecast = plan.forecast
     numbers = {
         "forecast/peak_bytes": forecast.peak_bytes if forecast else None,
@@ -97,7 +97,7 @@ def forecast_numbers(plan: Plan) -> dict[str, float]:
 
 
 def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
-    """An event's numbers by their trackers' names; unknown ones are left out."""
+    """An event's numbers by their names in trackers; null ones are left out."""
     return {name: getattr(event, field) for field, name in names.items() if getattr(event, field) is not None}
 
 
@@ -107,7 +107,7 @@ def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What a tracker is opened with: the run, the step it goes on from, and what was planned."""
+    """Arguments for opening a tracker: the run, the step it resumes from, and the plan."""
 
     run: RunDirectory
     step: int
@@ -119,7 +119,7 @@ class _Attempt:
 
     @property
     def name(self) -> str:
-        """W&B and Trackio can't take steps back: what goes on from a checkpoint is a run of its own, in the same group."""
+        """Name in W&B and Trackio. They can't undo steps, so a resumed run is a new one in the same group."""
         return f"{self.group}-from-{self.step}" if self.step else self.group
 
     def place(self, name: str) -> Path:
@@ -138,7 +138,7 @@ class _TensorBoard:
     def __init__(self, attempt: _Attempt) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are done again
+        hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are repeated
         self._writer = SummaryWriter(str(attempt.place("tensorboard")), purge_step=hidden_from)
         self._writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
 
@@ -192,6 +192,6 @@ _KINDS: dict[str, Callable[[_Attempt], _Tracker]] = {"tensorboard": _TensorBoard
 
 
 def _default_environment(**values: str) -> None:
-    """What the libraries read; what the user has set stays."""
+    """Set environment variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)

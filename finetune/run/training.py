@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, set up from a plan: arguments, data order, token counts, sealed checkpoints."""
+"""TRL's SFTTrainer for a plan: arguments, order of the rows, token counts, sealed checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTIAL = ".partial"
 
 
 def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
-    """Everything TRL needs, with each of its silent habits switched off (truncation, dropping, NaN filter, fp32 by default)."""
+    """SFTConfig for a plan, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32)."""
     settings = plan.settings
     on_cpu = plan.card.is_cpu
     return SFTConfig(
@@ -60,14 +60,14 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         save_on_each_node=settings.launch.num_machines > 1,  # each machine has a run directory of its own
         logging_strategy="steps",
         logging_steps=1,
-        logging_nan_inf_filter=False,  # it would hide a NaN behind the last good loss
+        logging_nan_inf_filter=False,  # it would replace a NaN by the last finite loss
         eval_strategy="steps" if settings.eval_steps and plan.data and plan.data.eval_rows else "no",
         eval_steps=settings.eval_steps or None,
         prediction_loss_only=True,
         save_strategy="steps" if settings.save_steps else "no",
         save_steps=settings.save_steps or 500,
-        save_total_limit=None,  # rotation knows the seals, see finetune.run.seal
-        report_to=[],  # trackers hear the events, see finetune.run.trackers
+        save_total_limit=None,  # see finetune.run.seal.rotate
+        report_to=[],  # trackers follow the events, see finetune.run.trackers
         disable_tqdm=True,
         dataloader_num_workers=settings.dataloader_num_workers,
         dataloader_pin_memory=not on_cpu,
@@ -77,14 +77,14 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
 
 
 class LongestFirst(Sampler[int]):
-    """Random order, the same for a seed and epoch; in the first epoch the longest row comes first, so that what doesn't fit
-    fails at step 1 and not at step 2,321. Depends on nothing that an out-of-memory retry changes."""
+    """Random order by seed and epoch; in the first epoch the longest row comes first, so that out of memory happens at step 1
+    and not at step 2,321. Independent of all that an out-of-memory retry changes."""
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         self._lengths, self._seed, self._epoch = lengths, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order."""
+        """Set the epoch, which selects the order."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -122,17 +122,17 @@ class RunTrainer(SFTTrainer):
         self.samples = Samples(plan, run, self.processing_class)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """One micro-batch, counted, with the plan's saved-tensor technique around it."""
+        """Run one micro-batch with the plan's saved-activation hooks, and count its tokens."""
         self._count(inputs)
         with step_context(self.plan.settings, inputs["input_ids"].device):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def take_token_counts(self) -> dict[str, int | None]:
-        """Tokens since the last call: trained on, real, and with padding. Reads the device once."""
+        """Tokens of all ranks since the last call: supervised, real, and with padding. Synchronises the device once."""
         counted, self._counted = self._counted, {}
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded"))
-        return dict(zip(counted, ranks.totals([int(count) for count in counted.values()]), strict=True))
+        return dict(zip(counted, ranks.all_reduce_sum([int(count) for count in counted.values()]), strict=True))
 
     def _count(self, inputs: dict[str, Any]) -> None:
         ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
@@ -149,7 +149,7 @@ class RunTrainer(SFTTrainer):
         return LongestFirst([len(ids) for ids in rows["input_ids"]], self.args.seed)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Loss-only evaluation, as a phase of its own with its own memory peak."""
+        """Evaluate the loss, as a phase with its own memory peak."""
         with self._phase("evaluate") as took:
             metrics = super().evaluate(*arguments, **named)
         took_s = took()
@@ -157,18 +157,18 @@ class RunTrainer(SFTTrainer):
             step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,
             eval_token_accuracy=metrics.get("eval_mean_token_accuracy"),
         ))  # fmt: skip
-        if ranks.this_rank().leads:
+        if ranks.this_rank().is_local_rank_0:
             self.samples.emit(self.accelerator.unwrap_model(self.model), self.state.global_step, self.events)
         return metrics
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
-        """TRL writes a model card into each checkpoint's parent; a run has its plan for that."""
+        """Write no model card: TRL would put one beside each checkpoint."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run.checkpoints / _PARTIAL)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write beside, then hash, sync and rename while training goes on: what is called checkpoint-N is whole.
+        """Write to a temporary folder, then hash, sync and rename it to checkpoint-N while training goes on.
 
         Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
         """
@@ -177,14 +177,14 @@ class RunTrainer(SFTTrainer):
             self.finish_sealing()
             if self.is_local_process_zero():
                 shutil.rmtree(partial, ignore_errors=True)
-            ranks.wait_for_all()
+            ranks.barrier()
             super()._save_checkpoint(model, trial)
-            ranks.wait_for_all()
+            ranks.barrier()
         if self.is_local_process_zero():
             self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, took())
 
     def finish_sealing(self) -> None:
-        """Wait until the newest checkpoint counts. Raises what its sealing raised; once."""
+        """Wait until the newest checkpoint is sealed. Raises the error of its sealing, once."""
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             sealing.result()
@@ -201,7 +201,7 @@ class RunTrainer(SFTTrainer):
 
     @contextlib.contextmanager
     def _or_nothing(self, step: int) -> Iterator[None]:
-        """A checkpoint that can't be written leaves nothing behind."""
+        """On an error remove the partial checkpoint; a full disk is raised as DiskFull."""
         try:
             yield
         except Exception as error:
@@ -215,11 +215,11 @@ class RunTrainer(SFTTrainer):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[Any]:
-        """Emit a phase with the memory peak it reached when it has ended; yields a function that gives its seconds."""
+        """Emit a phase event with its memory peak at the end; yields a function that returns its seconds."""
         ended: list[float] = []
         began = time.perf_counter()
         self.memory.reset_peak()
-        self.phase = name  # an error leaves it, so that what failed can be named
+        self.phase = name  # stays set after an error, to name the phase that failed
         yield lambda: (ended or [time.perf_counter()])[0] - began
         ended.append(time.perf_counter())
         self.phase = "train"

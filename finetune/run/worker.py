@@ -19,7 +19,7 @@ from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.recipe.schema import Decides, settings_that_decide
-from finetune.run.accuracy import at_end, remember
+from finetune.run.accuracy import at_end, record_measurements
 from finetune.run.directory import RunDirectory
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """One attempt at a run: load, train from the newest seal, save the adapter."""
+    """One attempt at a run: load, train from the newest intact checkpoint, save the adapter."""
 
     def __init__(self, run: RunDirectory) -> None:
         from finetune.run.callbacks import StopRequest
@@ -43,18 +43,18 @@ class Worker:
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
         self.device: str | int = "cpu" if self.plan.card.is_cpu else self.rank.local
-        ranks.join(self.rank, self.plan.card.is_cpu)
+        ranks.set_up(self.rank, self.plan.card.is_cpu)
         self.stop = StopRequest()
         self.events = ranks.event_writer(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
-            self.events.listeners.append(self.trackers.hear)
+            self.events.listeners.append(self.trackers.on_event)
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
         self.phase = "load"
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
-        """Do it; returns the exit status. Ends that the user should read about are in the events."""
+        """Run the attempt; returns the exit status. The final event says how it ended."""
         code = self._attempt()
         self.trackers.close(code)
         return code
@@ -67,7 +67,7 @@ class Worker:
             return error.exit_code
         except FinetuneError as error:
             return self._failed(error.exit_code, _STATE_OF.get(error.exit_code, "failed"), error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run's events say so
+        except Exception as error:  # noqa: BLE001 - every failure becomes an event
             traceback.print_exc()
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
@@ -84,7 +84,7 @@ class Worker:
     def _failed(self, code: int, state: str, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
         print(f"{error.title}: {message}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
-        with contextlib.suppress(OSError):  # a full disk: the supervisor says it when there is room again
+        with contextlib.suppress(OSError):  # a full disk: the supervisor emits the state later
             self.events.emit(events.State(state=state, message=message, exit_code=code))
         return code
 
@@ -104,30 +104,30 @@ class Worker:
             raise Diverged(callback.diverged, self._after_divergence())
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps:
-            message = f"stopped at step {step} with a checkpoint; go on with: finetune resume {self.run.path}"
+            message = f"stopped at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
             code = 128 + self.stop.signal
             self.events.emit(events.State(state="stopped", message=message, exit_code=code))
             return code
         self.phase = "save"
         self._save_adapter(trainer)
-        if self.rank.leads:
-            self._hold_against_forecast()
+        if self.rank.is_local_rank_0:
+            self._check_forecast()
         self.events.emit(events.State(state="finished", message=f"adapter in {self.run.adapter}", exit_code=0))
         return 0
 
-    def _hold_against_forecast(self) -> None:
-        """What the whole run measured: an event for those who watch it, and kept for the plans to come."""
+    def _check_forecast(self) -> None:
+        """Emit forecast against measured memory of the whole run, and record it for later plans."""
         steps = [event for event in events.read_events(self.run.events) if isinstance(event, events.Step)]
         if (check := at_end(self.plan, steps)) is not None:
             self.events.emit(check)
-        with contextlib.suppress(OSError):  # a cache that can't be written spoils no finished run
-            remember(self.plan, steps)
+        with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
+            record_measurements(self.plan, steps)
 
     def _build(self) -> tuple[Any, Any]:
         from datasets import load_from_disk
         from transformers import AutoTokenizer, set_seed
 
-        from finetune.compat.transformers import keep_layers_apart
+        from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
@@ -140,7 +140,7 @@ class Worker:
         set_seed(settings.seed)
         self._limit_card()
         if settings.launch.strategy == "fsdp":
-            keep_layers_apart()
+            keep_fsdp_wrap_policy()
         if settings.record_memory_history:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()
@@ -166,7 +166,7 @@ class Worker:
 
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
-        step = ranks.lowest(checkpoint.step if checkpoint else 0)  # of all machines: each has its own checkpoints
+        step = ranks.all_reduce_min(checkpoint.step if checkpoint else 0)  # each machine has its own checkpoints
         if checkpoint is not None and checkpoint.step != step:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
@@ -174,8 +174,8 @@ class Worker:
             differences = facts_differ(checkpoint.facts, deciding_facts(seal_facts(self.plan, self.run)))
             if differences:
                 raise FinetuneError(
-                    [f"{checkpoint.path.name} can't be continued: {line}" for line in differences],
-                    "Put the setting back, or start a new run.",
+                    [f"can't resume from {checkpoint.path.name}: {line}" for line in differences],
+                    "Restore the setting, or start a new run.",
                 )
         return checkpoint, skipped
 
@@ -194,7 +194,7 @@ class Worker:
         self.events.emit(events.State(state="running"))
 
     def _limit_card(self) -> None:
-        """Cap the process at its budget, so that what is over the forecast is an error at once and not a slow spill."""
+        """Cap the process at its memory budget, so that exceeding it is out of memory at once and not a slow spill."""
         if self.plan.card.is_cpu:
             return
         import torch
@@ -205,7 +205,7 @@ class Worker:
         torch.cuda.set_per_process_memory_fraction(share)
 
     def _end_load(self, took_s: float) -> None:
-        """Tell what loading took, and give back what it doesn't need any more; the first step has a peak of its own."""
+        """Emit the load phase, free its cached memory and reset the peak for the first step."""
         import gc
 
         self.events.emit(events.Phase(phase="load", phase_s=took_s, **vars(self.memory.sample())))
@@ -217,18 +217,18 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _save_adapter(self, trainer: Any) -> None:
-        """The result appears whole: written beside, then renamed."""
+        """Save the adapter atomically: write to a hidden folder, then rename it."""
         building = self.run.path / ".adapter"
-        if self.rank.leads:
+        if self.rank.is_local_rank_0:
             shutil.rmtree(building, ignore_errors=True)
-        ranks.wait_for_all()
-        if self.plan.settings.launch.strategy != "ddp":  # all have a part of it
+        ranks.barrier()
+        if self.plan.settings.launch.strategy != "ddp":  # sharded: all ranks take part
             trainer.save_model(str(building))
-        if not self.rank.leads:
+        if not self.rank.is_local_rank_0:
             return
         if self.plan.settings.launch.strategy == "ddp":
             trainer.model.save_pretrained(str(building), safe_serialization=True)
-        (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should load
+        (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
         trainer.processing_class.save_pretrained(str(building))
         shutil.copy(self.run.plan, building / "plan.json")
         shutil.rmtree(self.run.adapter, ignore_errors=True)
@@ -238,35 +238,35 @@ class Worker:
         good, _ = newest_verified(self.run.checkpoints)
         last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
         rate = self.plan.settings.learning_rate
-        return f"{last} Usual causes: the learning rate (here {rate}; try learning_rate={rate / 4:.2g}), fp16, or broken rows."
+        return f"{last} Usual causes: the learning rate ({rate}; try learning_rate={rate / 4:.2g}), fp16, or broken rows."
 
 
 _STATE_OF = {6: "diverged", 7: "paused"}
 
 
 def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
-    """What a checkpoint is sealed with: every setting that decides the result, and the rows."""
+    """Facts in a checkpoint's manifest: every setting that changes the result, and the data's fingerprint."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
     return {**facts, "data": (run.data / "fingerprint").read_text()}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Those that must be equal for a checkpoint to be continued; the rest may change, and then it is not exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data"} - {"dataset"}  # a dataset is its rows, wherever they came from
+    """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
+    names = {*settings_that_decide(Decides.RESULT), "data"} - {"dataset"}  # the fingerprint stands for the dataset
     return {name: value for name, value in facts.items() if name in names}
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
-    """Why a run that goes on from a checkpoint with the facts `sealed` could differ; empty when it is exact to the bit."""
+    """Why resuming from a checkpoint with the facts `sealed` is not bit-exact; empty when it is."""
     reasons, world = [], plan.settings.launch.num_processes
     before = sealed.get("num_processes", world)
     if before != world:
-        reasons.append(f"it goes on with {world} process(es), not {before}: rows are the same, random numbers are not")
+        reasons.append(f"the world size is {world}, not {before}: same rows, other random numbers")
     if world > 2:
-        reasons.append("gradients of more than two processes may be added in another order")
+        reasons.append("all-reduce may sum the gradients of more than two processes in another order")
     if not plan.card.is_cpu:
-        reasons.append("bit-exact resume on a GPU is not measured yet (kernels may add in another order)")
+        reasons.append("bit-exact resume on a GPU is not measured yet (kernels may sum in another order)")
     if plan.settings.torch_compile:
         reasons.append("compiled kernels may differ after a restart")
     values = plan.settings.model_dump(mode="json")
@@ -275,7 +275,7 @@ def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, for the events and the checkpoint's reader."""
+    """Versions of the libraries that compute, for the start event."""
     from importlib.metadata import version
 
     return {name: version(name) for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")}
@@ -283,12 +283,12 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, the run stays
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run outlives the terminal
     collect_rarely()  # until everything is imported
     worker = Worker(RunDirectory(Path(sys.argv[1])))
     code = worker.main()
     leave_all()
-    return ranks.leave(worker.rank, code)
+    return ranks.tear_down(worker.rank, code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`python count_hits.py OUT`: dry runs, a training and the doctor's probe, with a count of what the libraries call. Not a test.
+"""`python count_hits.py OUT`: counts what the libraries call in dry runs, a training and the doctor's probe. Not a test.
 
-OUT gets, as JSON, how often a library called or read each name in the registry, and what was replaced without a row.
+Writes to OUT, as JSON, how often a library called or read each name in the registry, and which patches have no row.
 """
 
 import functools
@@ -18,7 +18,7 @@ without_row: list[str] = []
 
 
 def count(name: str) -> None:
-    """Once more, when it is a library that asks."""
+    """Count a use of `name` when the caller is a library."""
     asking = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
     if asking not in ("finetune", "__main__"):
         hits[name] += 1

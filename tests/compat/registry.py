@@ -1,4 +1,4 @@
-"""The registry's rows, and what is wrong with one in the installed libraries."""
+"""The registry's rows, and a check of a row against the installed libraries."""
 
 import contextlib
 import importlib
@@ -14,7 +14,7 @@ ROWS: list[Touched] = [row for name in MODULES for row in importlib.import_modul
 
 
 def problem(row: Touched) -> str:
-    """Empty while the library has the name, with its parameters, and looks it up."""
+    """What is wrong with a row; empty when the library has the name, with its parameters, and looks it up."""
     try:
         owner, attribute = owner_of(row.name)
     except (ImportError, AttributeError) as error:
@@ -31,7 +31,7 @@ def problem(row: Touched) -> str:
 
 
 def users(row: Touched) -> list:
-    """The functions of the library that look the name up; those that are not there are left out."""
+    """The existing functions of the library that look the name up."""
     found = []
     for name in row.used_by.split("|"):
         with contextlib.suppress(ImportError, AttributeError):
@@ -40,14 +40,14 @@ def users(row: Touched) -> list:
 
 
 def function(name: str):
-    """The plain function behind a dotted name: decorators and class methods are seen through."""
+    """The plain function of a dotted name, unwrapped from decorators and class methods."""
     owner, attribute = owner_of(name)
     found = inspect.getattr_static(owner, attribute)
     return inspect.unwrap(getattr(found, "__func__", found))
 
 
 def names_in(code: CodeType) -> set[str]:
-    """All names that a function and those inside it look up."""
+    """All names that a function and its inner functions look up."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}  # `"_parameters" in self.__dict__`
     return {*code.co_names, *code.co_freevars, *texts}.union(*inner)

@@ -1,4 +1,4 @@
-"""Each name in the registry is in the installed library and is looked up there; without it the check fails."""
+"""Each name in the registry exists in the installed library and is looked up there."""
 
 import pytest
 from registry import ROWS, problem, users

@@ -1,4 +1,4 @@
-"""What is replaced or overridden is really called by the library: in dry runs, a training and the doctor's probe."""
+"""Patches and overrides are really called by the library, in dry runs, a training and the doctor's probe."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def counted(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CALLED, CHECKPOINT])
-def test_the_library_calls_what_was_put_there(counted, name):
+def test_the_library_calls_the_patch(counted, name):
     assert counted["hits"].get(name, 0) > 0
 
 

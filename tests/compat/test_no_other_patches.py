@@ -1,4 +1,4 @@
-"""Outside finetune/compat nothing is put into a library, and every private name that is used has a row."""
+"""Outside finetune/compat no library is patched, and every private name that is used has a row."""
 
 import ast
 import importlib

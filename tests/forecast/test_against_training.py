@@ -1,4 +1,4 @@
-"""What a CPU can show: the dry run against the same step on real tensors, and against TRL's trainer itself."""
+"""On the CPU: the dry run against the same step on real tensors, and against TRL's trainer itself."""
 
 from contextlib import nullcontext
 
@@ -28,7 +28,7 @@ def test_fake_and_real_tensors_have_the_same_peaks(monkeypatch, checkpointing):
 
 
 def trained(recipe, folder):
-    """The highest point of three optimizer steps of TRL's trainer on the CPU, above what loading left."""
+    """Peak bytes of three optimizer steps of TRL's trainer on the CPU, above what is live after loading."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -64,7 +64,7 @@ def trained(recipe, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"activation_checkpointing": False}, {"load_in_4bit": False}], ids=str)
-def test_the_trainer_takes_what_the_dry_run_says(tmp_path, more):
+def test_the_trainers_peak_is_the_dry_runs(tmp_path, more):
     from transformers import AutoModelForCausalLM
 
     recipe = settings(**ON_CPU, **more)

@@ -1,4 +1,4 @@
-"""Few layers for many: which, and that the answer is the same to the byte."""
+"""A dry run of few layers gives the peaks of the full model, to the byte."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from finetune.forecast.simulate import Batch, simulate
 from finetune.model.build import config_from
 
 AMPERE = (8, 6)
-#: Types whose layers differ from each other or from Llama's in what they keep, and how they are checkpointed here.
+#: Types whose layers save other tensors than each other or than Llama's, and how they are checkpointed here.
 FEW = [("llama", False), ("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
 
 
@@ -22,7 +22,7 @@ def phase_peaks(simulation):
 
 
 def assert_same_peaks(deep, full):
-    """To the byte, but for the list of all gradients' norms (4 bytes for each adapter), which is of no layer."""
+    """To the byte, but for the list of gradient norms (4 bytes per adapter), which belongs to no layer."""
     few, all_of_them = phase_peaks(deep), phase_peaks(full)
     assert few.keys() == all_of_them.keys()
     assert {phase: few[phase] - all_of_them[phase] for phase in few if abs(few[phase] - all_of_them[phase]) > 2048} == {}
@@ -30,7 +30,7 @@ def assert_same_peaks(deep, full):
 
 
 def both_ways(kind, layers, eval_rows=1, **more):
-    """The peaks of each phase from a few layers, and from all of them; and how the first was made."""
+    """Simulations from a few layers and from all of them, and the first one's method."""
     recipe = settings(kind, **more)
     config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
     batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=eval_rows)
@@ -38,7 +38,7 @@ def both_ways(kind, layers, eval_rows=1, **more):
         config,
         lambda shallow: simulate(shallow, recipe, batch, AMPERE),
         recipe.activation_checkpointing_every_n_layers,
-        unlike_first=recipe.activation_checkpointing is False,
+        first_differs=recipe.activation_checkpointing is False,
     )
     full = simulate(config, recipe, batch, AMPERE)
     return deep, full, method
@@ -52,7 +52,7 @@ def test_which_layers_stand_for_all():
     assert plan_depth((["s"] * 5 + ["f"]) * 5) == Depth(30, 18, 6, 6, 2)
     assert plan_depth(["a", "b", "c", "d"]) == Depth(4, 4)
     assert plan_depth(["a"] * 32, every=3) == Depth(32, 11, 3, 3, 7)
-    assert plan_depth(["a"] * 32, unlike=1) == Depth(32, 4, 2, 1, 28)
+    assert plan_depth(["a"] * 32, lead=1) == Depth(32, 4, 2, 1, 28)
 
 
 def test_layers_that_differ_are_seen_to_differ():
@@ -141,6 +141,6 @@ def test_adafactor_is_run_at_full_depth():
     recipe = settings(optim="adafactor")
     config = config_from(config_values("llama", num_hidden_layers=4), recipe)
     batch = Batch(rows=1, tokens=64, trained_tokens=32, eval_rows=1)
-    deep, method = simulate_deep(config, lambda shallow: simulate(shallow, recipe, batch, AMPERE), whole=True)
+    deep, method = simulate_deep(config, lambda shallow: simulate(shallow, recipe, batch, AMPERE), full_depth=True)
     assert method == "dry run, full depth (4 layers)"
     assert phase_peaks(deep) == phase_peaks(simulate(config, recipe, batch, AMPERE))

@@ -1,4 +1,4 @@
-"""The ledger of a dry run, by arithmetic and by properties; what is kept on disk; what can't be forecast."""
+"""The parts of a dry run by arithmetic and by properties; its cache; what can't be forecast."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_nf4_weights_by_arithmetic():
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_a_weight_without_data_packs_into_what_a_real_one_does(double):
+def test_a_fake_weight_is_quantised_into_the_tensors_of_a_real_one(double):
     taken = []
     for fake in (True, False):
         with own_quantisation_maps() if fake else nullcontext(), FakeTensorMode() if fake else nullcontext():
@@ -108,18 +108,18 @@ def test_a_padded_batch_takes_more_than_its_rows():
     assert two.parts["activations"] > 2 * one.parts["activations"]
 
 
-def test_packed_rows_are_forecast_for_a_processor_too():
+def test_packed_rows_are_forecast_for_a_cpu_too():
     packed = run(capability=None, tokens=256, packing=True, attn_implementation="torch_varlen")
     assert packed.parts["activations"] > 0
 
 
-def test_a_run_on_the_processor_has_no_card_workspace():
+def test_a_run_on_the_cpu_has_no_cuda_workspace():
     made = run(capability=None, dtype="float32", load_in_4bit=False, optim="adamw_torch")
     assert made.parts["weights"] == 4 * made.parameters + 2 * 512  # rotary frequencies
     assert made.parts["loss"] > 0
 
 
-def test_int8_weights_are_forecast_for_a_processor_too():
+def test_int8_weights_are_forecast_for_a_cpu_too():
     plain = {"capability": None, "dtype": "float32", "load_in_4bit": False, "optim": "adamw_torch"}
     assert run(**plain, load_in_8bit=True).parts["weights"] < run(**plain).parts["weights"] / 2
 
@@ -215,7 +215,7 @@ def test_the_whole_card_is_an_interval_around_allocated_and_context():
     )  # 3 x (fp32 adapter + two moments), adapter, merged
 
 
-def test_a_processor_has_no_pool_and_no_context():
+def test_a_cpu_has_no_reserve_and_no_cuda_context():
     card = Card("cpu", 8 * GIB, 8 * GIB, source="cpu", context_bytes=0)
     recipe = settings(dtype="float32", load_in_4bit=False, optim="adamw_torch")
     forecast = make_forecast(config_values(num_hidden_layers=2), recipe, card, tokens=64)

@@ -1,4 +1,4 @@
-"""An operator's results that are built from memory are those that torch would make, and share what those share."""
+"""Memoised fake-tensor outputs equal torch's, and share the same storages."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ EVERY = [
 
 
 class Torch(FakeTensorMode):
-    """Counts the operators that torch is asked about."""
+    """Counts the operators that reach torch."""
 
     asked = 0
 
@@ -28,7 +28,7 @@ class Torch(FakeTensorMode):
 
 
 class Remembering(TorchDispatchMode):
-    """Every operator through the memory, as in the tracker."""
+    """Every operator through the memoised call, as in the tracker."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return fake_operators.call(func, args, kwargs or {})
@@ -36,7 +36,7 @@ class Remembering(TorchDispatchMode):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The mode of tensors without data, with an empty memory in front of it."""
+    """A FakeTensorMode with an empty memo in front of it."""
     monkeypatch.setattr(fake_operators, "_KNOWN", {})
     with Torch() as mode, Remembering():
         yield mode
@@ -58,7 +58,7 @@ def shared(one, other):
         lambda x: x.expand(3, 8, 8), lambda x: x.topk(2)[1], lambda x: x.add(1), lambda x: x.unsqueeze(0).mul_(2),
     ],
 )  # fmt: skip
-def test_a_remembered_result_looks_as_the_first_one_and_shares_the_same(fake, operator):
+def test_a_memoised_output_equals_the_first_one_and_shares_the_same_storages(fake, operator):
     inputs = [torch.empty(8, 8), torch.empty(8, 8)]
     first = operator(inputs[0])
     asked = fake.asked
@@ -73,7 +73,7 @@ def test_in_place_operators_return_their_argument(fake):
     assert all(tensor.add_(1) is tensor for tensor in tensors)
 
 
-def test_several_results_come_as_they_did(fake):
+def test_several_outputs_keep_their_container(fake):
     for _ in range(2):
         values = torch.empty(6, 4)
         parts = values.split(2)
@@ -82,18 +82,18 @@ def test_several_results_come_as_they_did(fake):
         assert [root.shape for root in roots] == [(6, 4), (4,)] and not shared(*roots)
 
 
-def test_which_arguments_share_a_storage_is_part_of_the_question(fake):
+def test_which_arguments_share_a_storage_is_part_of_the_signature(fake):
     add, out = torch.ops.aten.add.out, [torch.empty(4) for _ in range(3)]
     assert add(out[0], out[1], out=out[1]) is out[1]
     assert add(out[0], out[1], out=out[2]) is out[2]
 
 
-def test_equal_numbers_of_different_kinds_are_different_questions(fake):
+def test_equal_numbers_of_different_types_are_different_signatures(fake):
     values = torch.empty(4, dtype=torch.int64)
     assert [(values * factor).dtype for factor in (2, 2.0, 2, 2.0)] == [torch.int64, torch.float32] * 2
 
 
-def test_the_default_dtype_is_part_of_the_question(fake):
+def test_the_default_dtype_is_part_of_the_signature(fake):
     values = torch.empty(4, dtype=torch.int64)
     assert (values * 2.0).dtype is torch.float32
     torch.set_default_dtype(torch.float64)
@@ -103,7 +103,7 @@ def test_the_default_dtype_is_part_of_the_question(fake):
         torch.set_default_dtype(torch.float32)
 
 
-def test_what_changes_its_argument_or_looks_at_data_is_always_asked(fake):
+def test_operators_that_change_a_view_or_read_data_are_not_memoised(fake):
     for _ in range(2):
         values = torch.empty(2, 3)
         assert values.t_().shape == (3, 2)
@@ -113,7 +113,7 @@ def test_what_changes_its_argument_or_looks_at_data_is_always_asked(fake):
             torch.empty(4).nonzero()
 
 
-def test_memory_is_bounded(fake, monkeypatch):
+def test_the_memo_is_bounded(fake, monkeypatch):
     monkeypatch.setattr(fake_operators, "MOST_KEPT", 10)
     for size in range(1, 40):
         torch.empty(size).add(1)
@@ -127,7 +127,7 @@ def test_memory_is_bounded(fake, monkeypatch):
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in EVERY),
     ],
 )  # fmt: skip
-def test_a_dry_run_from_memory_is_the_one_that_asks_torch_for_everything(monkeypatch, kind, more):
+def test_a_memoised_dry_run_equals_one_without(monkeypatch, kind, more):
     recipe = settings(kind, **more)
     config = config_from(config_values(kind, num_hidden_layers=3), recipe)
     batch = Batch(rows=2, tokens=64, trained_tokens=100, padded=True, eval_rows=1)

@@ -1,10 +1,10 @@
-"""Every n-th layer recomputed: from a run with all recomputed and one with none, the same as when it is run."""
+"""Checkpointing every n-th layer: peaks mixed from a run with all layers checkpointed and one with none equal a real run's."""
 
 import pytest
 from test_depth import AMPERE, phase_peaks
 from tiny_models import config_values, settings
 
-from finetune.forecast.depth import has_layers_alike, simulate_deep
+from finetune.forecast.depth import has_identical_layers, simulate_deep
 from finetune.forecast.mixed_layers import can_mix, mix_layers
 from finetune.forecast.simulate import Batch, simulate
 from finetune.model.build import config_from
@@ -16,14 +16,14 @@ PACKED = Batch(rows=1, tokens=512, trained_tokens=500, documents=4)
 
 
 def mixed_and_run(kind, layers, every, batch, **more):
-    """The peaks of all layers, mixed from two runs of few, and from one run of them all."""
+    """The simulation mixed from two runs of few layers, and from one run of all layers."""
     recipe = settings(**more, activation_checkpointing=True, activation_checkpointing_every_n_layers=every)
     config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
-    assert can_mix(recipe, has_layers_alike(config))
+    assert can_mix(recipe, has_identical_layers(config))
 
     def deep(recomputes):
         chosen = resolved(recipe, activation_checkpointing=recomputes, activation_checkpointing_every_n_layers=1)
-        return simulate_deep(config, lambda few: simulate(few, chosen, batch, AMPERE), unlike_first=not recomputes)[0]
+        return simulate_deep(config, lambda few: simulate(few, chosen, batch, AMPERE), first_differs=not recomputes)[0]
 
     return mix_layers(deep(True), deep(False), every), simulate(config, recipe, batch, AMPERE)
 
@@ -62,19 +62,19 @@ def test_layers_of_two_runs_give_the_peaks_of_the_mixed_run(kind, layers, every,
     ],
     ids=str,
 )  # fmt: skip
-def test_techniques_beside_it_change_nothing_of_that(more):
+def test_other_techniques_do_not_change_that(more):
     assert_same(*mixed_and_run("llama", 6, 3, ONE_ROW, **more))
 
 
 @pytest.mark.parametrize(
     "more", [{"optim": "adafactor"}, {"activation_offloading": True}, {"launch": {"strategy": "deepspeed", "zero_stage": 3}}]
 )
-def test_what_could_not_be_exact_is_not_mixed(more):
+def test_what_would_not_be_exact_is_not_mixed(more):
     recipe = settings(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
-    assert can_mix(recipe, alike=True) and not can_mix(recipe, alike=False)
-    assert not can_mix(resolved(recipe, **more), alike=True)
+    assert can_mix(recipe, identical=True) and not can_mix(recipe, identical=False)
+    assert not can_mix(resolved(recipe, **more), identical=True)
 
 
-def test_sliding_and_full_attention_are_unlike():
-    assert has_layers_alike(config_from(config_values("llama"), settings()))
-    assert not has_layers_alike(config_from(config_values("gemma2"), settings()))
+def test_layers_of_sliding_and_full_attention_differ():
+    assert has_identical_layers(config_from(config_values("llama"), settings()))
+    assert not has_identical_layers(config_from(config_values("gemma2"), settings()))

@@ -1,4 +1,4 @@
-"""The table of what kernels take, by arithmetic; and the CUDA paths that tensors on the CPU are led along."""
+"""Kernel workspaces by arithmetic, and CUDA's code paths on CPU tensors."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ AMPERE, TURING = (8, 6), (7, 5)
 
 
 def peak_of(work, capability=AMPERE, phase="backward"):
-    """Most bytes live while `work` runs, less what was live before."""
+    """The peak while `work` runs."""
     tracker = StorageTracker(rules_for(capability))
     with card_semantics(5), FakeTensorMode(), tracker:
         values = work(tracker)
@@ -132,7 +132,7 @@ def test_autocast_computes_in_fp32_what_cuda_does():
         assert F.layer_norm(torch.ones(4, 4, dtype=torch.bfloat16), (4,)).dtype == torch.bfloat16
 
 
-def test_a_mask_without_data_selects_the_trained_tokens():
+def test_a_fake_mask_selects_the_trained_tokens():
     with card_semantics(5), FakeTensorMode():
         hidden, mask = torch.empty(2, 8, 16, requires_grad=True), torch.empty(2, 8, dtype=torch.bool)
         selected = hidden[mask]
@@ -157,7 +157,7 @@ def test_recomputation_takes_the_same_paths_as_the_first_time():
     assert seen == [torch.float32, torch.float32]
 
 
-def test_nothing_of_it_is_left_behind():
+def test_all_patches_are_undone():
     before = (torch.is_autocast_enabled, F.softmax)
     with card_semantics(0):
         pass

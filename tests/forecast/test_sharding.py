@@ -1,4 +1,4 @@
-"""What each of several cards holds: the rules against arithmetic by hand, and what must hold for every model and number."""
+"""Memory of each rank under FSDP and DeepSpeed: the rules against arithmetic by hand, and properties for every model."""
 
 import pytest
 from tiny_models import config_values, settings
@@ -6,7 +6,7 @@ from tiny_models import config_values, settings
 from finetune.card import Card
 from finetune.forecast.ledger import DryRun, dry_run
 from finetune.forecast.shard_units import Parameter, Unit, units_of
-from finetune.forecast.sharding import RULES, per_card
+from finetune.forecast.sharding import shard
 from finetune.forecast.whole_card import make_forecast
 from finetune.units import GIB, MIB
 
@@ -16,7 +16,7 @@ KIB = 1024
 LAYER = (Parameter(1000, KIB, 2, False), Parameter(16, KIB, 4, True))
 TABLE = (Parameter(64, KIB, 2, False),)
 MODEL = (Unit("layers.0", LAYER), Unit("layers.1", LAYER), Unit("embedding", TABLE), Unit("head", TABLE))
-#: A ledger for it, in KiB; 100 of the weights are no parameters, such as the tables of 4-bit weights.
+#: A ledger for it, in KiB; 100 of the weights are no parameters, such as the quantisation states of 4-bit weights.
 LEDGER = {
     "weights": 2 * 1000 + 2 * 64 + 100, "adapters": 32, "gradients": 32, "optimizer": 64, "activations": 500, "recomputed": 50,
     "loss": 1, "workspace": 10, "gathered": 0,
@@ -41,7 +41,7 @@ def hand_run():
 
 
 def on_cards(cards, **launch):
-    return per_card(hand_run(), MODEL, settings(launch={"num_processes": cards, **launch}))
+    return shard(hand_run(), MODEL, settings(launch={"num_processes": cards, **launch}))
 
 
 def test_fsdp_on_two_cards_by_hand():
@@ -49,22 +49,22 @@ def test_fsdp_on_two_cards_by_hand():
     assert made.parts["weights"] == (2 * 500 + 2 * 32 + 100) * KIB
     assert made.parts["adapters"] == 2 * 8 * KIB and made.parts["optimizer"] == 32 * KIB
     assert made.parts["gradients"] == 32 * KIB  # whole until the last micro-batch
-    assert made.parts["gathered"] == (3 * 1016 + 2 * 16) * KIB  # layer, its buffer, the next one's; gradients of two layers
+    assert made.parts["gathered"] == (3 * 1016 + 2 * 16) * KIB  # layer, its buffer, the next layer's; gradients of two layers
     saved = (1000 + 64 + 16 + 32 - 3 * 1016 - 32) * KIB
     assert made.peaks["train"] == hand_run().peaks["train"] - saved == made.allocated_bytes
     assert made.peaks["save"] == 2400 * KIB - saved and made.peaks["eval"] == 0
-    assert made.peaks["load"] == (2160 + 1080) * KIB  # the whole model, and half of it beside
+    assert made.peaks["load"] == (2160 + 1080) * KIB  # the full model, and one rank's shards
 
 
 def test_rows_that_do_not_divide_are_padded_on_every_card():
     odd = (Unit("layers.0", (Parameter(10, KIB, 2, False),)), Unit("head", (Parameter(3, KIB, 2, False),)))
     run = hand_run()
-    made = per_card(run, odd, settings(launch={"num_processes": 4, "strategy": "fsdp"}))
+    made = shard(run, odd, settings(launch={"num_processes": 4, "strategy": "fsdp"}))
     assert run.parts["weights"] - made.parts["weights"] == (10 - 3 + 3 - 1) * KIB
-    assert made.parts["gathered"] == (4 + 3 * 12) * KIB  # a table without an input of its own is tied: there from the start
+    assert made.parts["gathered"] == (4 + 3 * 12) * KIB  # no embedding: tied to the output layer and gathered from the start
 
 
-def test_zero_2_splits_the_optimizer_alone_and_zero_3_the_weights_too():
+def test_zero_2_shards_the_optimizer_alone_and_zero_3_the_weights_too():
     two = on_cards(2, strategy="deepspeed", zero_stage=2)
     three = on_cards(2, strategy="deepspeed", zero_stage=3)
     buffers = 2 * 512 * 512 * 2 + 16 * KIB  # hidden is 512: twice its square in 16 bit; the step's gradient of half of it
@@ -72,10 +72,10 @@ def test_zero_2_splits_the_optimizer_alone_and_zero_3_the_weights_too():
     assert two.parts["optimizer"] == three.parts["optimizer"] == (32 + 16) * KIB  # half the states, half of a copy in fp32
     assert two.parts["gathered"] == buffers
     assert three.parts["weights"] == (2 * 500 + 2 * 32 + 100) * KIB
-    assert three.parts["gathered"] == 2160 * KIB + buffers  # all of so small a model stays put together
+    assert three.parts["gathered"] == 2160 * KIB + buffers  # a model this small stays gathered
 
 
-def test_offload_moves_a_cards_part_to_the_host():
+def test_offload_moves_a_ranks_shards_to_the_host():
     there = on_cards(2, strategy="fsdp", offload="cpu")
     assert there.parts["weights"] == 100 * KIB and there.parts["adapters"] == there.parts["optimizer"] == 0
     pinned = 2 * (512 + 8) + 2 * 32  # in powers of two
@@ -114,7 +114,7 @@ def test_fsdp_trains_in_less_than_ddp_and_offload_in_less_still():
         make_forecast(values, settings(load_in_4bit=False, launch={"num_processes": 8, **way}), CARD, tokens=64) for way in ways
     )
     assert away.peaks["train"] < fsdp.peaks["train"] < ddp.peaks["train"]
-    assert fsdp.peaks["load"] > ddp.peaks["load"]  # every card reads the whole model first
+    assert fsdp.peaks["load"] > ddp.peaks["load"]  # every rank loads the full model first
     assert away.host_bytes > fsdp.host_bytes
 
 
@@ -141,8 +141,3 @@ def test_units_are_every_parameter_once_and_are_kept(home):
     assert adapters == 8 * 8 * 4 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
     table = next(unit for unit in made if unit.name == "head").parameters
     assert [parameter.size_bytes for parameter in table] == [1024 * 256 * 2]
-
-
-def test_every_rule_says_where_it_can_be_read():
-    rules = [rule for named in RULES.values() for rule in named]
-    assert all(rule.name and rule.what and ".py" in rule.source for rule in rules)

@@ -55,7 +55,7 @@ def test_requests_are_rounded_up_to_512_bytes():
     assert tracker.live_bytes == 0
 
 
-def test_views_and_in_place_operations_take_nothing():
+def test_views_and_in_place_operations_allocate_nothing():
     tracker = StorageTracker()
     with tracker:
         values = torch.empty(64, 64)
@@ -67,7 +67,7 @@ def test_views_and_in_place_operations_take_nothing():
     assert tracker.live_bytes == 0
 
 
-def test_host_memory_is_booked_apart_in_powers_of_two():
+def test_host_memory_is_counted_separately_in_powers_of_two():
     tracker = StorageTracker()
     with FakeTensorMode(), tracker:
         device, host = torch.empty(1000), torch.empty(1000, device="meta")
@@ -76,7 +76,7 @@ def test_host_memory_is_booked_apart_in_powers_of_two():
     del device, host
 
 
-def test_a_gradient_is_booked_under_its_own_part_and_layer():
+def test_a_gradient_is_tagged_with_its_own_part_and_layer():
     tracker = StorageTracker()
     with tracker, tracker.making("workspace"):
         values = torch.empty(256)
@@ -97,7 +97,7 @@ def test_scratch_counts_at_the_peak_and_not_after():
     del values
 
 
-def test_results_of_foreach_belong_to_their_parameters_layer():
+def test_outputs_of_foreach_belong_to_their_parameters_layer():
     tracker = StorageTracker()
     with tracker:
         tracker.layer = 3

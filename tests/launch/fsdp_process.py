@@ -1,4 +1,4 @@
-"""One of two processes that split a 4-bit model with FSDP2: `torchrun fsdp_process.py STRATEGY OUT`. Not a test.
+"""One of two ranks that shard a 4-bit model with FSDP2: `torchrun fsdp_process.py STRATEGY OUT`. Not a test.
 
 accelerate starts FSDP on cards only, so its preparation of the model is called here with the plugin that the run would have,
 after the Trainer's own change to it.
@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers import trainer
 
-from finetune.compat.transformers import keep_layers_apart
+from finetune.compat.transformers import keep_fsdp_wrap_policy
 from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
 from finetune.model.checkpointing import decoder_layers
 from finetune.recipe import load_recipe, resolved
@@ -39,13 +39,13 @@ accelerator = SimpleNamespace(
     state=SimpleNamespace(fsdp_plugin=plugin), is_main_process=dist.get_rank() == 0, mixed_precision="no",
     device=torch.device("cpu"), torch_device_mesh=None,
 )  # fmt: skip
-keep_layers_apart()
+keep_fsdp_wrap_policy()
 trainer.update_fsdp_plugin_peft(model, accelerator)
-plugin.mixed_precision_policy = None  # it rounds the loss to bf16; what is compared here is the splitting
+plugin.mixed_precision_policy = None  # it rounds the loss to bf16; the sharding is compared here
 split = fsdp2_prepare_model(accelerator, model)
 states = [module._get_fsdp_state() for module in split.modules() if isinstance(module, FSDPModule)]
 groups = list({id(group): group for state in states for group in state._fsdp_param_groups}.values())
-together = []  # bytes of parameters that are put together, and of the buffers they came in, after each step of a gathering
+together = []  # bytes of all-gathered parameters and their buffers, after each step of an all-gather
 
 
 def watched(function):

@@ -1,4 +1,4 @@
-"""FSDP2 really splits a 4-bit model over two processes, and computes what the whole model computes."""
+"""FSDP2 really shards a 4-bit model over two ranks, and computes what the full model computes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What accelerate is told is read by accelerate's own parsers; launches that can't work are refused with every reason."""
+"""accelerate's own parsers accept the configuration; launches that can't work are refused with every reason."""
 
 import os
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_several_machines_talk_over_the_address_of_machine_0_and_one_machine_tak
     assert (far["main_process_ip"], far["main_process_port"], near["main_process_port"]) == ("10.0.0.1", 29500, 0)
 
 
-def test_a_plain_worker_is_enough_for_one_process():
+def test_one_process_needs_no_launcher():
     assert not is_distributed(settings())
     assert is_distributed(settings(num_processes=2)) and is_distributed(settings(strategy="deepspeed"))
 
@@ -147,11 +147,11 @@ def test_a_strategy_that_needs_cards_is_refused_on_a_processor_before_anything_i
         load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
 
 
-def test_cards_that_are_not_there_are_missed(monkeypatch):
+def test_missing_cards_are_a_problem(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert machine_problems(settings(num_processes=2), on_cpu=False) == []
     (problem,) = machine_problems(settings(num_processes=4), on_cpu=False)
-    assert "asks for 4 cards on this machine; 2 can be used" in problem
+    assert "needs 4 cards on this machine; 2 can be used" in problem
     assert machine_problems(settings(num_processes=4), on_cpu=True) == []
 
 
@@ -159,7 +159,7 @@ def test_cards_that_are_not_there_are_missed(monkeypatch):
     ("strategy", "stage", "dtype"),
     [("ddp", 2, "uint8"), ("fsdp", 2, "bfloat16"), ("deepspeed", 2, "uint8"), ("deepspeed", 3, "bfloat16")],
 )
-def test_4_bit_weights_are_stored_in_a_form_that_the_strategy_can_split(strategy, stage, dtype):
+def test_4_bit_weights_are_stored_in_a_dtype_that_the_strategy_can_shard(strategy, stage, dtype):
     from finetune.model.build import load_config, quantization_config
 
     wanted = settings(num_processes=2, strategy=strategy, zero_stage=stage)

@@ -1,4 +1,4 @@
-"""The builder of base model and adapters, on tiny models written to disk and on meta."""
+"""Base model and adapters are built alike from tiny models on disk and on meta."""
 
 import json
 from pathlib import Path
@@ -124,12 +124,12 @@ def test_dora_and_rank_stabilised_scale_are_passed_on():
     ("values", "words"),
     [
         ({"model_type": "not_a_model"}, "does not know model_type 'not_a_model'"),
-        ({"model_type": "mystery", "auto_map": {"AutoConfig": "code.Config"}}, "needs code that comes with the model"),
+        ({"model_type": "mystery", "auto_map": {"AutoConfig": "code.Config"}}, "needs code from the model's repository"),
         ({}, "has no model_type"),
         ({"model_type": "llama", "vocab_size": 10}, "has no hidden_size"),
         ({**TINY, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({**TINY, "hidden_size": "big"}, "hidden_size is 'big'"),
-        ({**TINY, "num_attention_heads": 7}, "does not make a llama model"),
+        ({**TINY, "num_attention_heads": 7}, "is not valid for a llama model"),
         ({"model_type": "bert", **{k: v for k, v in TINY.items() if k != "model_type"}}, ""),
     ],
 )  # fmt: skip
@@ -165,7 +165,7 @@ def test_unknown_target_names_the_layers_there_are():
 
 def test_one_unknown_name_among_targets_is_refused():
     recipe = settings(target_modules=["q_proj", "v_porj"])
-    with pytest.raises(RecipeError, match="there is no v_porj") as caught:
+    with pytest.raises(RecipeError, match="this model has no layer v_porj") as caught:
         attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
     assert "v_proj" in caught.value.fix
 
@@ -229,7 +229,7 @@ def test_weights_that_are_missing_are_a_recipe_error(tmp_path):
     assert "safetensors" in caught.value.fix
 
 
-def test_the_catalogue_stands_in_for_a_hub_that_is_out_of_reach(monkeypatch):
+def test_the_catalogue_replaces_a_hub_that_can_not_be_reached(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert configuration.read_config(settings("Qwen/Qwen3-8B"))["num_hidden_layers"] == 36
     with pytest.raises(RecipeError, match="not in the catalogue") as caught:

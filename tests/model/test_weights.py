@@ -1,4 +1,4 @@
-"""Weights that are damaged, cut off or of another model are refused: nothing is trained from random numbers."""
+"""Weights that are damaged, truncated or of another model are refused: nothing is trained from random numbers."""
 
 import json
 import shutil
@@ -39,9 +39,9 @@ def test_whole_weights_pass(folder):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (lambda whole: whole[: len(whole) // 2], "cut off"),
-        (lambda whole: whole[:100], "cut off"),
-        (lambda whole: b"", "cut off"),
+        (lambda whole: whole[: len(whole) // 2], "truncated"),
+        (lambda whole: whole[:100], "truncated"),
+        (lambda whole: b"", "truncated"),
         (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs"),
         (lambda whole: b"\x10" + bytes(7) + b"not json at all!" + whole, "can't be read"),
     ],
@@ -77,7 +77,7 @@ def test_a_tensor_that_the_weights_lack_is_not_made_up(folder, more):
     tensors["other.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     check_weights(folder)
-    with pytest.raises(RecipeError, match="not of one model") as caught:
+    with pytest.raises(RecipeError, match="of different models") as caught:
         load(folder, **more)
     assert "model_name_or_path" in caught.value.problems[0]
 

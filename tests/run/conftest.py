@@ -36,7 +36,7 @@ def train():
     import finetune.run.training  # noqa: F401 - so that a child does not have to
 
     def start(run, fault=None):
-        gc.freeze()  # or every child would look through all that pytest has made
+        gc.freeze()  # or every child's collector would scan all of pytest's objects
         pid = os.fork()
         if pid:
             return pid

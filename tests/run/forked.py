@@ -1,4 +1,4 @@
-"""The real supervisor and the real worker as forks of the test process: processes of their own, without seconds of imports."""
+"""The real supervisor and worker as forks of the test process: separate processes, without seconds of imports."""
 
 import gc
 import os
@@ -9,10 +9,10 @@ import traceback
 
 
 class Forked:
-    """A function in a process of its own, spoken to like subprocess.Popen."""
+    """A function in a forked process, with the interface of subprocess.Popen."""
 
     def __init__(self, function, log, environment, new_session=False):
-        gc.freeze()  # or every child would look through all that pytest has made
+        gc.freeze()  # or every child's collector would scan all of pytest's objects
         self.returncode = None
         self.pid = os.fork()
         if self.pid:

@@ -61,7 +61,7 @@ def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
 def test_a_hanging_worker_is_ended_after_the_deadline(make_run):
     run = make_run()
     assert supervise(run, "step5:hang", FINETUNE_HANG_DEADLINE_S="5").wait() == 1
-    assert any(isinstance(event, RunWarning) and "no sign of life" in event.message for event in read_events(run.events))
+    assert any(isinstance(event, RunWarning) and "no progress for" in event.message for event in read_events(run.events))
     assert not is_alive(run)
 
 

@@ -1,11 +1,11 @@
-"""What a run measured is held against its forecast: after the first step, and the highest of all steps at the end."""
+"""Measured memory is compared with the forecast after the first step, and for the peak of all steps at the end."""
 
 import pytest
 
 from finetune.errors import DoesNotFit
 from finetune.events import Step
 from finetune.plan.plan import read_plan
-from finetune.run.accuracy import MARGIN, against_forecast, at_end, refuse_surprise
+from finetune.run.accuracy import MARGIN, at_end, compare_with_forecast, refuse_excess
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
@@ -22,7 +22,7 @@ def step(number, allocated, used=None, others=None):
 
 def test_the_error_is_measured_over_forecast_less_one(plan):
     forecast = plan.forecast.allocated_bytes
-    check = against_forecast(plan, step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB), at="first step", step=1)
+    check = compare_with_forecast(plan, step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB), at="first step", step=1)
     assert check.allocated_error == pytest.approx(0.25) and check.predicted_allocated_bytes == forecast
     assert (check.measured_card_bytes, check.at, check.step) == (3 * GIB, "first step", 1)
 
@@ -36,11 +36,11 @@ def test_at_the_end_the_highest_of_all_steps_counts(plan):
 def test_what_was_not_measured_has_no_error(plan):
     check = at_end(plan, [step(1, None)])
     assert check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
-    refuse_surprise(plan, check)
+    refuse_excess(plan, check)
 
 
 def test_far_more_than_forecast_ends_the_run(plan):
     forecast = plan.forecast.allocated_bytes
-    refuse_surprise(plan, against_forecast(plan, step(1, round((1 + MARGIN) * forecast) - 1), at="first step", step=1))
+    refuse_excess(plan, compare_with_forecast(plan, step(1, round((1 + MARGIN) * forecast) - 1), at="first step", step=1))
     with pytest.raises(DoesNotFit, match="the first step allocated"):
-        refuse_surprise(plan, against_forecast(plan, step(1, 2 * forecast), at="first step", step=1))
+        refuse_excess(plan, compare_with_forecast(plan, step(1, 2 * forecast), at="first step", step=1))

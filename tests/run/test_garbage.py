@@ -1,4 +1,4 @@
-"""A training process looks for garbage as Python does, though its start does not."""
+"""A training process collects garbage as Python does by default, though its start does not."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What the memory curve means is said in words, once, and only when it is so."""
+"""Warnings about memory: each once, and only when it applies."""
 
 from finetune.events import Memory
 from finetune.run.memory_watch import MemoryWatch, leaks
@@ -21,7 +21,7 @@ def test_more_in_use_than_the_card_has_is_a_spill_and_said_once():
     for _ in range(6):
         assert watch.step(sample(reserved=7 * GIB, peak_allocated=7 * GIB, card_total=8 * GIB, other_processes=0), 1.0) == []
     (said,) = watch.step(full, 60.0)
-    assert "spills" in said and "60.0 s" in said and "1.0 s is usual" in said
+    assert "spills" in said and "60.0 s" in said and "the median is 1.0 s" in said
     assert watch.step(full, 60.0) == []
 
 
@@ -30,10 +30,10 @@ def test_another_program_that_takes_the_card_is_named_as_such():
     watch.step(sample(other_processes=GIB), 1.0)
     assert watch.step(sample(other_processes=GIB + 2**20), 1.0) == []
     (said,) = watch.step(sample(other_processes=3 * GIB), 1.0)
-    assert "other programs have taken 2.00 GiB" in said
+    assert "other programs use 2.00 GiB more" in said
 
 
-def test_memory_in_pieces_is_said_with_advice():
+def test_fragmentation_is_a_warning_with_advice():
     (said,) = MemoryWatch().step(sample(reserved=12 * GIB, peak_reserved=12 * GIB, peak_allocated=8 * GIB), 1.0)
     assert "4.00 GiB" in said and "packing=true" in said
 
@@ -48,4 +48,4 @@ def test_growth_over_three_epochs_is_a_leak_and_noise_is_not():
 def test_a_leak_is_reported_at_the_epochs_end():
     watch = MemoryWatch()
     assert watch.epoch(sample(allocated=GIB)) == watch.epoch(sample(allocated=2 * GIB)) == []
-    assert "keeps tensors" in watch.epoch(sample(allocated=3 * GIB))[0]
+    assert "memory leak" in watch.epoch(sample(allocated=3 * GIB))[0]

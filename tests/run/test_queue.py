@@ -1,4 +1,4 @@
-"""One job at a time on a card, the others in the order of their coming."""
+"""One run at a time on a card; the others wait in order of arrival."""
 
 import subprocess
 import sys

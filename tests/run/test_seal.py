@@ -71,7 +71,7 @@ def test_an_unsealed_checkpoint_does_not_count(tmp_path):
     (tmp_path / "checkpoint-30").mkdir()
     sealed(tmp_path, 10)
     checkpoint, skipped = newest_verified(tmp_path)
-    assert checkpoint.step == 10 and "never sealed" in skipped[0]
+    assert checkpoint.step == 10 and "incomplete (no manifest)" in skipped[0]
 
 
 def test_a_checkpoint_under_another_name_does_not_count(tmp_path):

@@ -28,7 +28,7 @@ def events_of(run, kind):
 
 @pytest.fixture(autouse=True)
 def nowhere_else(home, monkeypatch):
-    """Whatever a library would write outside the run directory comes to lie here, or in the working folder, which this is."""
+    """The home and working folder: files that a library writes outside the run directory end up here."""
     for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_", "XDG_", "TENSORBOARD_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
@@ -97,7 +97,7 @@ def test_a_tracker_that_can_not_be_opened_is_left_out_and_the_run_finishes(make_
     run.trackers.write_text("in the way")
     assert train(run) == 0
     (warning,) = [event.message for event in events_of(run, "warning") if "tensorboard" in event.message]
-    assert "left out" in warning and len(events_of(run, "step")) == 8
+    assert "switched off" in warning and len(events_of(run, "step")) == 8
 
 
 def test_a_tracker_that_can_not_be_closed_is_said_and_the_last_event_stays(make_run, train, capfd):

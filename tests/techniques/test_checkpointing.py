@@ -1,4 +1,4 @@
-"""Recomputing activations: the same losses to the bit, fewer bytes kept, on plain LoRA and on NF4."""
+"""Gradient checkpointing: the same losses to the bit, fewer bytes saved, with LoRA and QLoRA."""
 
 import pytest
 import torch
@@ -53,8 +53,8 @@ def test_each_form_keeps_fewer_bytes_in_the_expected_order(base, kind):
     assert kept["offload-every-2"] < kept["every-2"] < kept["selective-every-2"] < none
 
 
-def test_the_forecast_keeps_what_the_run_keeps(base):
-    forms = [{}, FORMS["full"], FORMS["every-2"]]  # eager: sdpa skips its mask after a look at the data
+def test_the_forecast_saves_the_same_bytes_as_the_run(base):
+    forms = [{}, FORMS["full"], FORMS["every-2"]]  # eager: sdpa skips its mask depending on data
     measured = [kept_bytes(settings_for(base, attn_implementation="eager", **form)) for form in forms]
     assert forecast_kept_bytes(base, "lora", *forms, attn_implementation="eager") == measured
 
@@ -86,7 +86,7 @@ def test_techniques_can_be_changed_on_one_model(base):
         apply_techniques(model, settings_for(base, **changes))
         flags.append([layer.gradient_checkpointing for layer in decoder_layers(model)])
         embedding = model.get_input_embeddings()
-        assert len(embedding._forward_hooks) <= 2  # the one that makes inputs differentiable is not piled up
+        assert len(embedding._forward_hooks) <= 2  # one hook on the input, not one per change
     assert flags == [[True] * 4, [True, False, True, False], [False] * 4, [True] * 4]
 
 

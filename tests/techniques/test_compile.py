@@ -1,4 +1,4 @@
-"""Compiled decoder layers: one graph for each, no breaks, and the losses of the eager run but for rounding."""
+"""Compiled decoder layers: one graph each, no graph breaks, and the losses of the eager run but for rounding."""
 
 import pytest
 import torch

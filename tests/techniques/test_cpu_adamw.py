@@ -21,7 +21,7 @@ def layers(dtype=torch.float32) -> torch.nn.Sequential:
 
 
 def groups(model) -> list[dict]:
-    """Decay for matrices, none for biases, and a rate of its own for the last layer."""
+    """Parameter groups: weight decay for matrices only, and another learning rate for the last layer."""
     return [
         {"params": [model[0].weight]},
         {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0},
@@ -52,7 +52,7 @@ def weights(model) -> torch.Tensor:
 
 
 def saved(optimizer) -> dict:
-    """Its state after a trip through a file."""
+    """The state, saved to a file and loaded."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -142,7 +142,7 @@ def test_loading_sets_the_weights_to_their_masters():
     assert torch.equal(weights(rounded), weights(model))
 
 
-def test_it_survives_what_accelerate_does_to_an_optimizer():
+def test_accelerates_optimizer_wrapper_changes_nothing():
     plain, prepared = layers(), layers()
     optimizer = optimizer_for(prepared)
     prepared, wrapped = Accelerator(cpu=True).prepare(prepared, optimizer)

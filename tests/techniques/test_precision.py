@@ -1,4 +1,4 @@
-"""The bf16 trap: adapters that are trained in 16 bit lose small updates; the builder's fp32 adapters and masters don't."""
+"""Adapters in bf16 lose small updates; the builder's fp32 adapters and fp32 master weights don't."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ RATE = 1e-5  # the last part of a schedule
 
 
 def moved_share(model, optimizer, steps=6) -> float:
-    """Share of the adapters' A weights (not zero at the start) that are elsewhere after some small steps."""
+    """Share of the adapters' A weights (not zero at the start) that have changed after some small steps."""
     before = [parameter.detach().float().clone() for parameter in trained(model)]
     for step in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
@@ -24,7 +24,7 @@ def moved_share(model, optimizer, steps=6) -> float:
 
 
 def as_trl_leaves_them(base) -> torch.nn.Module:
-    """A 4-bit model whose adapters were cast to bf16, as TRL's SFTTrainer does when it is made."""
+    """A 4-bit model whose adapters were cast to bf16, as TRL's SFTTrainer does."""
     model = adapted(settings_for(base, dtype="bfloat16", load_in_4bit=True))
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Hooks on what autograd keeps: offloading is exact, int8 is close; both leave weights alone and store a storage once."""
+"""Hooks on saved activations: offloading is exact, int8 is close; both skip weights and store each storage once."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from finetune.model.techniques import step_context
 
 
 class Seen(SavedActivations):
-    """Remembers what was left as it was and what was not."""
+    """Records which tensors the hooks replaced and which not."""
 
     def __init__(self, **arguments):
         self.left, self.taken = [], []
@@ -73,7 +73,7 @@ def test_int8_gradients_point_the_same_way(base, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
-def test_bytes_kept_fall(base, kind):
+def test_fewer_bytes_are_saved(base, kind):
     int8, offload = {"int8_activations": True}, {"activation_offloading": True}
     plain, rounded, moved, both = forecast_kept_bytes(base, kind, {}, int8, offload, int8 | offload)
     assert rounded < 0.65 * plain

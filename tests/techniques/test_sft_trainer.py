@@ -1,4 +1,4 @@
-"""Each technique under TRL's SFTTrainer: nothing is undone or done twice, and the loss is that of the plain run."""
+"""Each technique under TRL's SFTTrainer: not undone, not applied twice, and with the loss of the plain run."""
 
 import functools
 import tempfile
@@ -62,7 +62,7 @@ def test_losses_stay_close_to_the_plain_run(base, kind, name):
     assert seen[-1] < seen[0]
 
 
-def test_the_hooks_are_at_work_under_the_trainer(base):
+def test_the_hooks_are_active_under_the_trainer(base):
     assert not torch.equal(adapter(run(base, "lora", int8_activations=True)), adapter(plain(base, "lora")))
 
 

@@ -1,4 +1,4 @@
-"""`torch_varlen`: packed rows attend within themselves, as if each had been alone; anything else is left to sdpa."""
+"""`torch_varlen`: packed rows attend only within themselves; unpacked batches use sdpa."""
 
 import pytest
 import torch

@@ -95,7 +95,7 @@ def losses(settings: Recipe, steps: int = 4) -> list[float]:
 
 
 def kept_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
-    """Bytes of the card that a forward of the tiny model leaves for its backward."""
+    """Device bytes that a forward of the tiny model saves for backward."""
     model = adapted(settings) if model is None else model
     apply_techniques(model, settings)
     inputs, tracker = batch(0), StorageTracker()
@@ -110,7 +110,7 @@ def kept_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
 
 
 def forecast_kept_bytes(base: str, kind: str, *forms: dict, **changes) -> list[int]:
-    """The same for each of `forms` on tensors without data, where host memory is not the card's."""
+    """The same for each of `forms` on fake tensors, without host memory."""
     settings = settings_for(base, **BASES[kind], **changes)
     model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=False), settings)
     with FakeTensorMode(), own_quantisation_maps():
