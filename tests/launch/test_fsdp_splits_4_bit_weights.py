@@ -47,7 +47,7 @@ def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
     units = units_of(read_config(recipe), resolved(recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16"))
     rows = [(-(-p.rows // 2) * p.row_bytes, p.trained) for unit in units for p in unit.parameters]
     whole = {unit.name: sum(-(-p.rows // 2) * 2 * p.row_bytes for p in unit.parameters) for unit in units}
-    # a layer, its all-gather buffer, the tied embedding and the last norm; the rule has a third layer for buffers of another stream
+    # a layer, its all-gather buffer, the tied embedding, the last norm; the rule has a third layer (buffers of another stream)
     together = 2 * whole["layers.0"] + whole["head"] + whole["rest"]
     for seen in two_processes("fsdp", tmp_path):
         assert seen["layers_apart"] == 5
