@@ -25,7 +25,9 @@ from finetune.recipe import load_recipe, resolved
 
 strategy, out = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo")
-recipe = load_recipe("tiny-cpu", ["per_device_train_batch_size=1", "launch.num_processes=2", f"launch.strategy={strategy}"])
+recipe = load_recipe(
+    "tiny-cpu", ["gpu=auto", "per_device_train_batch_size=1", "launch.num_processes=2", f"launch.strategy={strategy}"]
+)
 settings = resolved(recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16")
 torch.manual_seed(0)
 model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=True), settings)

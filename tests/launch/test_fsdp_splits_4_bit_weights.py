@@ -41,11 +41,13 @@ def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
     from finetune.model.configuration import read_config
     from finetune.recipe import load_recipe, resolved
 
-    recipe = load_recipe("tiny-cpu", ["per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"])
-    units = units_of(read_config(recipe), resolved(recipe, load_in_8bit=False, dtype="bfloat16"))
+    recipe = load_recipe(
+        "tiny-cpu", ["gpu=auto", "per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"]
+    )
+    units = units_of(read_config(recipe), resolved(recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16"))
     rows = [(-(-p.rows // 2) * p.row_bytes, p.trained) for unit in units for p in unit.parameters]
     whole = {unit.name: sum(-(-p.rows // 2) * 2 * p.row_bytes for p in unit.parameters) for unit in units}
-    # a layer, the buffer it came in, the tied table and the last norm; the rule has a third layer for the buffers' own pool
+    # a layer, its all-gather buffer, the tied embedding, the last norm; the rule has a third layer (buffers of another stream)
     together = 2 * whole["layers.0"] + whole["head"] + whole["rest"]
     for seen in two_processes("fsdp", tmp_path):
         assert seen["layers_apart"] == 5

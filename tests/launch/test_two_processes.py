@@ -68,7 +68,7 @@ def test_resuming_with_another_number_of_processes_says_that_it_is_approximate(t
     run = copy_back_to_step_2(two, make_launch)
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
     start = next(event for event in read_events(run.events) if isinstance(event, Start))
-    assert start.exact is False and "with 1 process(es), not 2" in start.approximate_because[0]
+    assert start.exact is False and "world size is 1, not 2" in start.approximate_because[0]
     for alone, together in zip(steps(run), steps(two)[2:], strict=True):
         assert alone.loss == pytest.approx(together.loss, rel=LOSS_TOLERANCE)
 
