@@ -8,7 +8,6 @@ badges  {"recipe": yaml, "models": [id, ...]}             whether each of these 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -26,8 +25,9 @@ from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
     from finetune.data import EncodedRows
+    from finetune.plan.planning import RowsRead
 
-_DATASETS, _LENGTHS_SENT, _EXAMPLES = 3, 20_000, 5
+_DATASETS, _LIMITS, _LENGTHS_SENT, _EXAMPLES = 2, 64, 20_000, 5
 #: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
@@ -37,6 +37,7 @@ class Questions:
 
     def __init__(self) -> None:
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
+        self._read: OrderedDict[str, RowsRead] = OrderedDict()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer to one question; errors are answers, too."""
@@ -67,24 +68,43 @@ class Questions:
     ) -> Plan:
         """The plan of a recipe; `progress` may raise to cancel it."""
         from finetune.card import find_card
-        from finetune.plan.planning import plan_recipe, read_rows
+        from finetune.plan.planning import plan_recipe
 
         card = find_card(recipe.gpu, free_bytes=free_bytes)
-        rows = functools.partial(read_rows, encode=self._encode)
-        return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
+        return plan_recipe(recipe, card, self._rows, progress=progress, compare=compare)
+
+    def _rows(self, recipe: Recipe) -> RowsRead:
+        """The rows under the recipe's limit of length; a slider asks again and again."""
+        from finetune.plan.planning import read_rows
+
+        key = _data_key(recipe)
+        limited = f"{key} {recipe.max_length} {recipe.excess_length}"
+        if limited in self._read:
+            return self._read[limited]
+        read = read_rows(recipe, self._encode, downloaded=key in self._encoded)
+        if key in self._encoded:
+            self._read[limited] = read
+            while len(self._read) > _LIMITS:
+                self._read.popitem(last=False)
+        return read
 
     def _encode(self, recipe: Recipe) -> EncodedRows:
         """The rows as tokens, not yet limited to max_length."""
         from finetune.plan.planning import encode_rows
 
-        chosen = recipe.model_dump(mode="json")
-        key = json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
+        key = _data_key(recipe)
         if key not in self._encoded:
             self._encoded[key] = encode_rows(recipe)
             while len(self._encoded) > _DATASETS:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
         return self._encoded[key]
+
+
+def _data_key(recipe: Recipe) -> str:
+    """Everything that the rows' tokens depend on before the limit of length."""
+    chosen = recipe.model_dump(mode="json")
+    return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
 
 
 def _badge(recipe: Recipe, name: str) -> dict[str, Any]:

@@ -54,12 +54,12 @@ def without_rows(_recipe: Recipe) -> RowsRead:
     return RowsRead()
 
 
-def read_rows(recipe: Recipe, encode: Encode | None = None) -> RowsRead:
+def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
     """Read the recipe's rows if they are on this machine; rows that a run would refuse become `problem`.
 
-    `encode` replaces reading and tokenising, e.g. by cached rows.
+    `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: it has those of a hub dataset.
     """
-    missing = _missing_paths(recipe)
+    missing = [] if downloaded else _missing_paths(recipe)
     if missing:
         return RowsRead(note=f"planned for full rows of max_length: {', '.join(missing)} is not on this machine")
     try:

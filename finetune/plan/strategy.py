@@ -136,7 +136,8 @@ def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int]
         kinds = ((False, 1), (True, 1))
     if is_zero3(choices.recipe.launch):
         kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
-    if card.is_cpu:  # offloading pins memory, which needs an accelerator
+    if card.is_cpu or (choices.recipe.torch_compile and every not in (AUTO, 1)):
+        # offloading pins memory, which needs an accelerator; compiled layers offload the inputs of all layers or of none
         kinds = tuple(kind for kind in kinds if kind[0] != "offload")
     if wanted != AUTO:
         steps = (3, 2, 1) if wanted is True else (1,)

@@ -34,7 +34,11 @@ def suggest(
     """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
     rows = []
     for override, changes, cost in _changes(recipe, settings, data):
-        lower = forecasts(resolved(settings, **changes))
+        try:
+            changed = resolved(settings, **changes)
+        except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
+            continue
+        lower = forecasts(changed)
         saved = forecast.peak_high_bytes - lower.peak_high_bytes
         if saved > 0:
             rows.append(Suggestion(override, saved, lower.peak_bytes, cost))
@@ -95,7 +99,8 @@ def largest_model(
     ranked = sorted(catalogue().items(), key=lambda item: -rough_parameters(item[1]))
     tried = 0
     for name, values in ranked:
-        other = resolved(settings, model_name_or_path=name, model_revision=None, load_in_4bit=True, load_in_8bit=False)
+        own_code = {"model_revision": None, "trust_remote_code": False}
+        other = resolved(settings, model_name_or_path=name, **own_code, load_in_4bit=True, load_in_8bit=False)
         if 0.5 * rough_parameters(values) > budget_bytes or name == recipe.model_name_or_path:
             continue
         try:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import RecipeError
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
+from finetune.recipe.compatibility import is_zero3
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -19,10 +21,13 @@ MOST_RETRIES = 4
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
-    """The run's plan with the changes of its retries."""
+    """The run's plan with the changes of its retries. Raises RecipeError when these are damaged."""
     plan = read_plan(run.plan)
     changes = _adjustments(run)
-    return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
+    try:
+        return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
+    except ValueError as error:
+        raise RecipeError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
@@ -44,7 +49,7 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
         return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
         return {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
-    if settings.activation_checkpointing in (True, "selective"):
+    if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):  # can't offload its inputs
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
     return None
 

@@ -7,6 +7,7 @@ import pytest
 
 from app.planning.ahead import USUAL, Ahead, neighbours
 from app.planning.planner import Planner
+from app.planning.process import Questions, _data_key
 from app.workspace import Workspace
 from finetune.recipe import load_recipe, resolved
 
@@ -90,3 +91,19 @@ def test_a_plan_that_fails_ahead_does_not_stop_the_others(planned):
     ahead.start_from(RECIPE, SETTINGS)
     ahead.wait()
     assert len(planned()) > 10
+
+
+def test_rows_of_a_hub_dataset_that_were_looked_at_are_planned_with(tmp_path):
+    """A hub id is no file here; its rows are in memory once the data page has shown them."""
+    from finetune.bundled import dataset_paths
+    from finetune.plan.planning import encode_rows
+    from finetune.recipe import recipe_from
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(dataset_paths("support")["train"].read_text().splitlines(keepends=True)[:8]))
+    values = {"model_name_or_path": "tiny", "gpu": "cpu"}
+    local, hub = (recipe_from({**values, "dataset": {"path": name}}) for name in (str(path), "owner/name"))
+    questions = Questions()
+    assert questions.plan(hub).data is None
+    questions._encoded[_data_key(hub)] = encode_rows(local)
+    assert questions.plan(hub).data == questions.plan(local).data
