@@ -111,14 +111,14 @@ class Supervisor:
         began_s, told, asked_s, ended = time.time(), 0, 0.0, False
         while worker.poll() is None:
             if len(self.signals) > told:
-                if told or not self._has_started():  # the second signal, or nothing to save yet
+                told += 1  # one at a time: the next may come while this one is acted on
+                if told > 1 or not self._has_started():  # the second signal, or nothing to save yet
                     _kill_tree(worker)
                     ended = True
                 else:
                     self._emit(State(state="stopping"))
                     launcher.send(worker, self.signals[0]) if launcher is not None else worker.send_signal(self.signals[0])
                     asked_s = time.monotonic()
-                told = len(self.signals)
             if asked_s and time.monotonic() - asked_s > self.stop_deadline_s:
                 _kill_tree(worker)
                 ended = True

@@ -47,7 +47,7 @@ def test_a_damaged_plan(answer, text, command):
 @pytest.mark.parametrize("command", [("resume",), ("eval",), ("chat", "--prompt", "x")])
 def test_rows_that_are_gone(answer, command):
     code, said = answer(lambda run: shutil.rmtree(run / "data"), *command)
-    assert code == 2 and "data is gone" in said["problems"][0]
+    assert code == 2 and "data is missing" in said["problems"][0]
 
 
 def test_a_damaged_adapter(answer):

@@ -65,7 +65,8 @@ def probe():
 
 
 def dry_runs():
-    from finetune.forecast import dry_run, simulate
+    from finetune.forecast import simulate
+    from finetune.forecast.ledger import dry_run
 
     simulate._checkpointed = counted(CHECKPOINT, simulate._checkpointed)
     small = {
@@ -73,7 +74,7 @@ def dry_runs():
         "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
     }  # fmt: skip
     for kind in ({"load_in_4bit": True, "use_dora": True, "optim": "paged_adamw_8bit"}, {"load_in_8bit": True}):
-        settings = recipe_from({**RESOLVED, **kind})
+        settings = plainest(recipe_from({**RESOLVED, **kind}))
         assert dry_run(small, settings, micro_batch=1, tokens=128, capability=(7, 5)).allocated_bytes > 0
 
 
@@ -111,7 +112,7 @@ def training(folder):
 
 
 if __name__ == "__main__":
-    from finetune.recipe import recipe_from
+    from finetune.recipe import plainest, recipe_from
 
     out = Path(sys.argv[1])
     touched._put = put

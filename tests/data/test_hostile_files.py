@@ -196,7 +196,7 @@ def test_a_dataset_that_is_nowhere_is_looked_for_on_the_hub_and_said_so(tmp_path
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert "nobody/nothing: is no local file, and the hub can't be reached" in done.stdout and done.stdout.endswith(" 4\n")
+    assert "nobody/nothing: is not a local file, and the hub can't be reached" in done.stdout and done.stdout.endswith(" 4\n")
 
 
 def test_datasets_are_loaded_like_hub_ones_and_only_in_known_formats(tmp_path, monkeypatch):

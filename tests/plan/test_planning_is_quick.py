@@ -28,9 +28,9 @@ def planned(model):
 @pytest.mark.slow
 def test_an_8b_takes_15_seconds_at_first_and_no_torch_the_second_time():
     first = planned("Qwen/Qwen3-8B")
-    assert first.verdict == "fits" and first["processor_s"] <= 15
+    assert first["verdict"] == "fits" and first["processor_s"] <= 15
     again = planned("Qwen/Qwen3-8B")
-    assert again["plan"] == first.plan
+    assert again["plan"] == first["plan"]
     assert again["processor_s"] <= 2.5 and not again["torch"]
 
 
