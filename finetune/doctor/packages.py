@@ -6,12 +6,9 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -20,12 +17,11 @@ from typing import Any
 import pynvml
 
 from finetune import __version__
+from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.card.nvidia import driver_versions
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
 
-_EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLong(1); }\n"
-_COMPILER_FIX = "Install a compiler and Python's headers; on Debian or Ubuntu: sudo apt install gcc libc6-dev python3-dev"
 _WHEEL_FIX = (
     "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
     "https://pytorch.org/get-started/locally/"
@@ -59,26 +55,11 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
 
 
 def check_compiler(include: str | None = None) -> Finding:
-    """Compile an extension as Triton does when a run starts: $CC, else gcc, else clang. `include`: where Python.h is."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return Finding("compiler", "warn", "no C compiler; Triton needs one for fast kernels and torch_compile", _COMPILER_FIX)
-    headers = include or sysconfig.get_paths()["include"]
-    name = Path(compiler).name
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.c"
-        source.write_text(_EXTENSION)
-        command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=8, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Finding("compiler", "warn", f"{name} can't be run: {error}", _COMPILER_FIX)
-    if done.returncode == 0:
-        return Finding("compiler", "ok", f"{name} compiles Python extensions")
-    if "Python.h" in done.stderr:
-        return Finding("compiler", "warn", f"{name} is installed, Python's headers are not (Python.h)", _COMPILER_FIX)
-    reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]).strip()
-    return Finding("compiler", "warn", f"{name} can't compile: {reason}", _COMPILER_FIX)
+    """Compile an extension as Triton does when a run starts. `include`: where Python.h is."""
+    if problem := compiler_problem(include):
+        what = f"{problem}; Triton needs one for fast kernels and torch_compile" if find_compiler() is None else problem
+        return Finding("compiler", "warn", what, COMPILER_FIX)
+    return Finding("compiler", "ok", f"{Path(find_compiler() or '').name} compiles Python extensions")
 
 
 def check_stack(deadline_s: float) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from finetune.card.cuda import try_kernel
 from finetune.compat.torch import disable_torch_compile
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     if found["error"] is None:
         _report("bitsandbytes", try_bitsandbytes)
     if found.get("devices"):
-        _report("triton", try_triton)
+        _report("triton", try_kernel)
 
 
 def try_torch() -> dict[str, Any]:
@@ -68,24 +69,6 @@ def try_bitsandbytes() -> dict[str, Any]:
         "gradient_is_finite": bool(inputs.grad is not None and torch.isfinite(inputs.grad).all()),
         "optimizer_moved": _optimizer_steps() if device == "cuda" else None,
     }  # fmt: skip
-
-
-def try_triton() -> dict[str, Any]:
-    """Compile the smallest kernel and run it on the card: it adds one to each of a thousand numbers."""
-    global tl  # a kernel looks names up in its module
-    import torch
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def add_one(values, count, block: tl.constexpr):  # type: ignore[name-defined]
-        places = tl.program_id(0) * block + tl.arange(0, block)
-        inside = places < count
-        tl.store(values + places, tl.load(values + places, mask=inside) + 1, mask=inside)
-
-    values = torch.arange(1000, device="cuda", dtype=torch.float32)
-    add_one[(4,)](values, 1000, block=256)
-    return {"numbers_are_right": bool((values.cpu() == torch.arange(1, 1001)).all())}
 
 
 def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -22,12 +22,15 @@ from finetune.distributed.processes import launcher_for
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
+from finetune.run.card import cards_of, holders_of
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record, take_lock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from finetune.events import Event
     from finetune.run.card_queue import Queue
 
@@ -53,6 +56,7 @@ class Supervisor:
         self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
         self.seen: list[Event] = []
         self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
+        self.cards = cards_of(read_plan(run.plan))
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
     def main(self) -> int:
@@ -63,7 +67,7 @@ class Supervisor:
         card = read_plan(self.run.plan).card
         if card.is_cpu:
             return self._attempts()
-        queue = card_queue(card.name)
+        queue = card_queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
             return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
@@ -104,7 +108,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**worker_environment(), **(launcher.environment() if launcher is not None else {})},
+                env={**worker_environment(self.cards), **(launcher.environment() if launcher is not None else {})},
                 pass_fds=[self.lock],
             )
         write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
@@ -144,17 +148,14 @@ class Supervisor:
 
     def _smaller_plan(self, attempt: int) -> bool:
         """Prepare the next attempt after out of memory; False when nothing is left to try."""
-        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller
+        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller, nothing_smaller
 
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
         if changes is None:
-            self._end(
-                "failed", 5, f"out of memory in phase {phase}, and no smaller plan is left to try; a shorter max_length or "
-                f"a smaller model needs less memory: finetune plan {self.run.recipe}",
-            )  # fmt: skip
+            self._end("failed", 5, nothing_smaller(plan, phase, holders_of(self.cards), self.run.recipe))
             return False
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))
@@ -211,10 +212,15 @@ def worker_command(run: RunDirectory) -> list[str]:
     return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
 
 
-def worker_environment() -> dict[str, str]:
-    """The worker's environment, which must be set before torch is imported."""
+def worker_environment(cards: Sequence[str]) -> dict[str, str]:
+    """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the only ones that it may see.
+
+    Without them all visible cards: torch would count in another order than the driver, and the trainer would use them all.
+    """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    if cards:
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {**allocator_environment(), **environment}
 
 
