@@ -181,7 +181,7 @@ def runs(json: Json = False) -> None:
 @cli.command()
 def plan(
     recipe: RecipeArgument, overrides: Overrides = None, json: Json = False,
-    gpu: Annotated[str | None, typer.Option(help="Plan for this catalogue card, e.g. rtx-4090.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090.")] = None,
     free: Annotated[str | None, typer.Option(help="Free memory to assume on the card, e.g. 22.1GiB.")] = None,
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.

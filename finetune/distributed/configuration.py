@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.nvidia import read_devices
+from finetune.card.visible import visible
 from finetune.files import write_json
 from finetune.recipe.yaml import dump
 
@@ -35,10 +35,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
 
 
 def _visible_cards() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    return len(read_devices())
+    return len(visible(read_devices()[0]))
 
 
 def write_configuration(run: Path, plan: Plan) -> Path:

@@ -19,13 +19,10 @@ import pynvml
 from finetune import __version__
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.card.nvidia import driver_versions
+from finetune.card.usable import WHEEL_FIX, Build, problem_of
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
 
-_WHEEL_FIX = (
-    "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
-    "https://pytorch.org/get-started/locally/"
-)
 _FIXES = {
     "torch": "pip install --force-reinstall torch",
     "bitsandbytes": "pip install --force-reinstall bitsandbytes; without it: load_in_4bit=false load_in_8bit=false "
@@ -128,12 +125,8 @@ def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | Non
     if driver is None:
         kind = "a CPU-only build" if part["cuda"] is None else f"built for CUDA {part['cuda']}"
         return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
-    if part["cuda"] is None:
-        return Finding("cuda", "fail", f"{version} is a CPU-only build; the card is not used", _WHEEL_FIX, facts)
-    if int(part["cuda"].split(".")[0]) > driver[1][0]:
-        newest = f"{driver[1][0]}.{driver[1][1]}"
-        what = f"{version} is built for CUDA {part['cuda']}, driver {driver[0]} supports CUDA up to {newest}"
-        return Finding("cuda", "fail", what, f"Update the driver, or install an older wheel. {_WHEEL_FIX}", facts)
+    if problem := problem_of(Build(part["version"], part["cuda"]), driver):
+        return Finding("cuda", "fail", *problem, facts)
     fix = "Is CUDA_VISIBLE_DEVICES set? In a container: was it started with --gpus all?"
     what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
     return Finding("cuda", "fail", what, fix, facts)
@@ -148,7 +141,7 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
         return Finding("architecture", "ok", f"the torch wheel has kernels for {card}", facts=facts)
     built_for = " ".join(part["architectures"]) or "no architecture"
     what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"
-    return Finding("architecture", "fail", what, _WHEEL_FIX, facts)
+    return Finding("architecture", "fail", what, WHEEL_FIX, facts)
 
 
 def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:

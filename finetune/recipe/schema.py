@@ -10,7 +10,7 @@ import operator
 from enum import Flag, auto
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from finetune.recipe import compatibility
 
@@ -33,6 +33,11 @@ Optimizer = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "adamw_cpu_offload"
 ]
 Checkpointing = bool | Literal["selective", "offload"]
+
+
+def _index_as_text(value: Any) -> Any:
+    """A card's index is a number for YAML, and a name here."""
+    return str(value) if type(value) is int else value
 
 
 class Decides(Flag):
@@ -191,8 +196,11 @@ class Recipe(_Strict):
     activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
-    gpu: str = _memory(
-        AUTO, COST | EXACTNESS, "Card: auto (this machine's), cpu, or a catalogue name, e.g. rtx-4090.", min_length=1
+    gpu: Annotated[str, BeforeValidator(_index_as_text)] = _memory(
+        AUTO,
+        COST | EXACTNESS,
+        "Card: auto (this machine's), cpu, an index or UUID of nvidia-smi, or a catalogue name, e.g. rtx-4090.",
+        min_length=1,
     )
     memory_budget: AutoOr[str] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
     # -- run
