@@ -42,7 +42,7 @@ class DoesNotFit(FinetuneError):
     title = "This will not fit"
 
 
-class CardError(FinetuneError):
+class CardError(RecipeError):
     """The planned card can't be used: its driver, its memory, or the installed torch."""
 
     exit_code = 3

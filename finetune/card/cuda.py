@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +24,14 @@ def place_of(number: int) -> str | int:
 
 
 def uuid() -> str:
-    """UUID of the current card, as the driver spells it."""
+    """UUID of the current card, as the driver spells it; of a MIG instance CUDA_VISIBLE_DEVICES has it."""
     import torch
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if visible[0].startswith(("GPU-", "MIG-")):
+        return visible[torch.cuda.current_device()]
     found = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+    return found if found.startswith("GPU-") else f"GPU-{found}"
 
 
 def total_bytes() -> int:

@@ -16,7 +16,7 @@ from finetune.card.here import Choice, choose_device
 from finetune.card.host import host_card
 from finetune.card.nvidia import Device
 from finetune.card.other_makers import why_not
-from finetune.errors import RecipeError
+from finetune.errors import CardError, RecipeError
 from finetune.units import GIB, format_bytes
 
 #: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
@@ -44,7 +44,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False) ->
         if here:
             card = _checked_here(card)
     if here and card.problem:
-        raise RecipeError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
+        raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     if free_bytes is None:
         return card
     if free_bytes <= 0 or free_bytes > card.total_bytes:

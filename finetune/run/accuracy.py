@@ -1,4 +1,4 @@
-"""Compares measured memory with the plan's forecast after the first two steps and at the end, and records it for later plans."""
+"""Compares measured memory with the plan's forecast after two steps and at the end, and records it for later plans."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def excess(plan: Plan, check: ForecastCheck) -> str | None:
         return None
     allocated, budget = check.measured_allocated_bytes or 0, budget_bytes(plan)
     what = (
-        f"the first {'step' if check.step == 1 else f'{check.step} steps'} allocated {format_bytes(allocated)}, but the forecast "
-        f"was {format_bytes(check.predicted_allocated_bytes)} ({error:+.0%})"
+        f"the first steps allocated {format_bytes(allocated)}, but the forecast was "
+        f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%})"
     )
     bug = "This is a bug in the forecast: please report it with plan.json."
     if allocated + (plan.card.context_bytes or 0) > budget:
-        raise DoesNotFit(f"{what}, and the budget is {format_bytes(budget)} with the CUDA context", f"{bug} To run anyway: --force.")
+        over = f"{what}, and with the CUDA context that is more than the budget of {format_bytes(budget)}"
+        raise DoesNotFit(over, f"{bug} To run anyway: --force.")
     return f"{what}; it still fits the budget of {format_bytes(budget)}. {bug}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
+from finetune.card.compiler import COMPILER_FIX
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
 from finetune.files import existing_parent, free_disk_bytes, write_json
@@ -16,6 +17,7 @@ from finetune.model.weights import check_weights
 from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.recipe import write_recipe
+from finetune.run.card import triton_needs
 from finetune.run.directory import create
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
@@ -56,6 +58,8 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         )
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))
+    if not card.is_cpu and (lacking := triton_needs()):
+        plan = plan.noting(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)
 
 
@@ -86,6 +90,8 @@ def _shorter(settings: Settings, plan: Plan) -> int | None:
 def _check_machine(recipe: Recipe, card: Card) -> None:
     """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
+    if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
+        problems.append(f"torch_compile needs Triton: {lacking}. {COMPILER_FIX}, or set torch_compile=false")
     if problems:
         raise RecipeError(problems)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import shutil
 import time
 from collections.abc import Iterator
@@ -99,8 +100,9 @@ class LongestEarly(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order = torch.randperm(len(self._lengths), generator=generator).tolist()
-        longest = sorted(range(len(order)), key=self._lengths.__getitem__, reverse=True)
-        for row, place in zip(longest, self._places(), strict=False):
+        places = self._places()
+        longest = heapq.nlargest(len(places), range(len(order)), key=self._lengths.__getitem__)
+        for row, place in zip(longest, places, strict=True):
             other = order.index(row)
             order[place], order[other] = row, order[place]
         return iter(order)
@@ -109,7 +111,7 @@ class LongestEarly(Sampler[int]):
         """Places of the longest rows in this epoch, the longest first."""
         rows = len(self._lengths)
         if self._epoch == 0:
-            return (0,) if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)
+            return (0,)[:rows] if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)
         return (rows - 1,) if self._epoch == 1 and 0 < rows <= self._batch else ()  # one step an epoch
 
 

@@ -1,6 +1,6 @@
 """The training process, the only one that opens the GPU: `python -m finetune.run.worker RUN`, started by the supervisor.
 
-Exit status: 0 finished, 3 the card can't be used, 5 out of memory, 6 diverged, 7 disk, 130/143 stopped with a checkpoint, 1 anything else.
+Exit status: 0 finished, 3 card can't be used, 5 out of memory, 6 diverged, 7 disk, 130/143 stopped with a checkpoint, else 1.
 """
 
 from __future__ import annotations

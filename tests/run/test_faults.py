@@ -34,7 +34,7 @@ def unbroken(make_run, train):
     return run
 
 
-@pytest.mark.parametrize("fault", ["load:oom", "step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
+@pytest.mark.parametrize("fault", ["step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
     run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, fault).wait() == 0, run.log.read_text()[-2000:]
@@ -46,6 +46,15 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
         again = steps(run)[step]
         assert again.loss == pytest.approx(event.loss, abs=1e-5)
         assert (again.supervised_tokens, again.real_tokens) == (event.supervised_tokens, event.real_tokens)
+
+
+def test_out_of_memory_while_loading_is_not_tried_again_and_the_message_says_what_would_help(make_run):
+    run = make_run(*TWO_ROWS)
+    assert supervise(run, "load:oom").wait() == 5
+    events = read_events(run.events)
+    assert not any(isinstance(event, Retry) for event in events) and not run.adjustments.exists()
+    message = read_state(run).message
+    assert "while the model was loaded" in message and "by the forecast" in message and "load_in_4bit=true" in message
 
 
 def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
