@@ -13,6 +13,7 @@ def open_card(number: int) -> None:
     """Make the card current, create the CUDA context and run a first kernel. Raises RuntimeError or AssertionError."""
     import torch
 
+    torch.cuda.init()
     torch.cuda.set_device(number)
     torch.ones(1, device="cuda").add_(1)
     torch.cuda.synchronize()

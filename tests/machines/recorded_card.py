@@ -6,6 +6,7 @@ from finetune.card import cuda
 from finetune.units import MIB
 
 RESERVED = 1024 * MIB
+NAMES = [name for name, function in vars(cuda).items() if getattr(function, "__module__", "") == cuda.__name__]
 
 
 class RecordedCard:
@@ -25,9 +26,8 @@ class RecordedCard:
         self.broken = broken or {}
 
     def insert(self, monkeypatch):
-        for name in vars(cuda):
-            if getattr(vars(cuda)[name], "__module__", "") == cuda.__name__:
-                monkeypatch.setattr(cuda, name, self._recording(name))
+        for name in NAMES:
+            monkeypatch.setattr(cuda, name, self._recording(name))
         return self
 
     def calls(self):

@@ -17,7 +17,7 @@ from finetune.errors import CardError
 from finetune.events import ForecastCheck, RunWarning, Step, read_events
 from finetune.plan.plan import read_plan
 from finetune.recipe import load_recipe
-from finetune.run.card import cards_of, kernel_problem, limit_card, open_card
+from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card
 from finetune.run.memory import MemorySampler
 from finetune.run.prepare import create_run, prepare
 from finetune.run.retry import next_smaller, nothing_smaller
@@ -247,9 +247,7 @@ def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine
 
 def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
     machine("4090-desktop")
-    plan = read_plan(make_run().plan)
-    from finetune.run.card import holders_of
-
+    plan = read_plan(make_run("load_in_4bit=false").plan)
     assert next_smaller(plan, "load") is None
     message = nothing_smaller(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
     assert "(pid 1) 1.07 GiB" in message and "load_in_4bit=true or a smaller model" in message
