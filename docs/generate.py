@@ -128,12 +128,11 @@ def exits() -> str:
     """The exit codes, from the error classes that define them."""
     from finetune import errors
 
-    kinds = sorted(
-        (kind.exit_code, (kind.__doc__ or "").strip())
-        for kind in errors.FinetuneError.__subclasses__()
-        if kind.__module__ == errors.__name__  # not those of other modules
-    )
-    rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *kinds]
+    meanings: dict[int, str] = {}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and "exit_code" in vars(kind) and kind is not errors.FinetuneError:
+            meanings[kind.exit_code] = f"{meanings.get(kind.exit_code, '')} {(kind.__doc__ or '').strip()}".strip()
+    rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *sorted(meanings.items())]
     return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
 
 

@@ -17,7 +17,7 @@ from finetune.garbage import collect_rarely, leave_all
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
-    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 does not fit, 4 data, "
+    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 card, 4 data, "
     "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip

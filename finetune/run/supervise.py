@@ -212,7 +212,7 @@ def worker_command(run: RunDirectory) -> list[str]:
     return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
 
 
-def worker_environment(cards: Sequence[str]) -> dict[str, str]:
+def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the only ones that it may see.
 
     Without them all visible cards: torch would count in another order than the driver, and the trainer would use them all.

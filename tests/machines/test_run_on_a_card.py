@@ -138,7 +138,7 @@ def test_without_a_planned_card_the_environment_is_left_as_it_is(machine, make_r
     plan = read_plan(make_run().plan)
     unknown = dataclasses.replace(plan, card=dataclasses.replace(plan.card, uuid=None))
     assert cards_of(unknown) == cards_of(dataclasses.replace(plan, card=find_card("cpu"))) == ()
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(())
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment()
 
 
 def test_an_instance_of_a_split_card_is_named_by_its_own_uuid(machine, make_run):
