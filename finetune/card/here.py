@@ -22,17 +22,31 @@ LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | gr
 
 @dataclass(frozen=True)
 class Choice:
-    """A card of this machine, why this one (empty when it is the only one), and why torch can't use it with the fix."""
+    """A card of this machine, why this one (empty when it is the only one), and why torch can't use it with the fix.
+
+    `uuid`: None when the run takes several cards.
+    """
 
     device: Device
     reason: str
     problem: tuple[str, str] | None
+    uuid: str | None
 
 
-def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None) -> Choice:
-    """The card to use, of those that this process may use; `wanted`: of those that it accepts.
+def cards_here() -> list[tuple[str, str]]:
+    """Label and index of each card that this process may use; empty without a driver."""
+    try:
+        devices = visible(read_devices()[0])
+    except pynvml.NVMLError:
+        return []
+    return [(f"{device.index}: {device.name}", device.index) for device in devices]
 
-    The fastest of the cards with about the most free memory. Raises RecipeError, which names `gpu`, when there is none.
+
+def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
+    """The card to plan for, of those that this process may use; `wanted`: of those that it accepts.
+
+    The fastest of the cards with about the most free memory; with several `processes`, which take CUDA's first cards, the one
+    of these with the least. Raises RecipeError, which names `gpu`, when there is none.
     """
     try:
         devices, lost = read_devices()
@@ -49,9 +63,14 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None) -> C
     near = [device for device in open_ if device.free_bytes >= enough]
     fastest = max(device.speed for device in near)
     chosen = max((device for device in near if device.speed >= ALIKE * fastest), key=lambda device: device.free_bytes)
+    reason = _reason(chosen, allowed, devices, lost)
+    if processes > 1:
+        used = allowed[:processes]
+        chosen = min(used, key=lambda device: device.free_bytes)
+        reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     build = torch_build()
     problem = problem_of(build, driver) or problem_of_card(build, chosen.name, chosen.capability)
-    return Choice(chosen, _reason(chosen, allowed, devices, lost), problem)
+    return Choice(chosen, reason, problem, chosen.uuid if processes == 1 else None)
 
 
 def _driver_fix(error: pynvml.NVMLError) -> str:

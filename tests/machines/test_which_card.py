@@ -96,6 +96,19 @@ def test_an_index_that_is_hidden_is_told_as_hidden(machine):
         find_card("0")
 
 
+def test_of_several_cards_for_one_run_the_one_with_the_least_free_memory_counts(machine):
+    machine("two-3090")
+    card = find_card("auto", processes=2)
+    assert card.free_bytes == (24576 - 300 - 1800) * MIB and card.uuid is None
+    assert "card 0 has the least free memory of the 2" in card.reason
+
+
+def test_a_run_of_several_takes_the_first_that_cuda_counts(machine):
+    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
+    assert find_card("auto", processes=2).name == "NVIDIA GeForce RTX 3090"
+    assert find_card("auto", processes=3).name == "Tesla T4"
+
+
 def test_more_processes_than_cards_are_a_problem(machine):
     recipe = parse_recipe("{model_name_or_path: tiny, dataset: a.jsonl, launch: {num_processes: 2}}")
     machine("two-3090")
