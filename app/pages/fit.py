@@ -33,7 +33,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     view = _View(context)
     show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
     with gr.Row(elem_classes="ft-controls"):
-        cards = ["auto", *cards_here(), "cpu", *catalogue()]
+        cards: list[Any] = ["auto", *cards_here(), "cpu", *catalogue()]
         info = "auto: this machine's card"
         card = gr.Dropdown(cards, label="Card", info=info, allow_custom_value=True, elem_id="fit-card")
         length = gr.Slider(64, 16384, step=64, label="Max length", info="tokens per row", elem_id="fit-length")
@@ -262,7 +262,8 @@ class _View:
         nothing = "" if plan.suggestions else note("No suggestions.")
         return [
             trouble + plan_view.card_note(plan) + plan_view.data_note(plan),
-            plan_view.verdict(plan, price), plan_view.ledger(plan), plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
+            plan_view.verdict(plan, price), plan_view.ledger(plan),
+            plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
             gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT),
             gr.Button(interactive=True), gr.Button(visible=plan.verdict != Verdict.NO_FIT),
             [item.override for item in plan.suggestions[:_SUGGESTIONS]], stamp,
