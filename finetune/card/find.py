@@ -104,7 +104,7 @@ def _measured(choice: Choice) -> Card:
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
         f"{format_bytes(held)} in use{who}; CUDA context {about_context}{choice.reason}",
-        uuid=choice.uuid, problem=problem, problem_fix=fix,
+        uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip
 
 

@@ -22,15 +22,11 @@ LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | gr
 
 @dataclass(frozen=True)
 class Choice:
-    """A card of this machine, why this one (empty when it is the only one), and why torch can't use it with the fix.
-
-    `uuid`: None when the run takes several cards.
-    """
+    """A card of this machine, why this one (empty when it is the only one), and why torch can't use it with the fix."""
 
     device: Device
     reason: str
     problem: tuple[str, str] | None
-    uuid: str | None
 
 
 def cards_here() -> list[tuple[str, str]]:
@@ -70,7 +66,7 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     build = torch_build()
     problem = problem_of(build, driver) or problem_of_card(build, chosen.name, chosen.capability)
-    return Choice(chosen, reason, problem, chosen.uuid if processes == 1 else None)
+    return Choice(chosen, reason, problem)
 
 
 def _driver_fix(error: pynvml.NVMLError) -> str:
