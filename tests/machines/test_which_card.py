@@ -165,7 +165,7 @@ def test_an_instance_is_named_by_card_and_place(machine):
 def test_process_ids_of_the_host_are_not_taken_for_those_of_the_container(machine):
     machine("container")
     card = find_card("auto")
-    assert "pid" not in card.reason and "can't be named from inside a container" in card.reason
+    assert "pid" not in card.reason and "can't be named from here" in card.reason
     assert card.free_bytes == (24564 - 452 - 9000) * MIB
 
 
