@@ -84,7 +84,8 @@ def _none(
         return f"gpu: {gpu}, but the driver can't describe {cards}", f"{LOST_FIX} {_NO_CARD}"
     if not devices:
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
-    there = ", ".join(f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices)
+    found = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
+    there = ", ".join([*found, *(f"{card.index}, which does not answer ({card.why})" for card in lost)])
     setting = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
     if not allowed or hidden:
         which = f"card {hidden[0].index}" if hidden else "every card"

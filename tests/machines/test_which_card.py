@@ -213,6 +213,12 @@ def test_a_card_off_the_bus_leaves_the_other_one(machine):
     assert card.name == "NVIDIA GeForce RTX 3090" and "card 0 does not answer (gpu is lost)" in card.reason
 
 
+def test_naming_the_card_off_the_bus_says_that_it_does_not_answer(machine):
+    machine("lost-card")
+    with pytest.raises(RecipeError, match=r"gpu: 0, but this machine has 1 \(.*\), 0, which does not answer \(gpu is lost\)"):
+        find_card("0")
+
+
 def test_the_only_card_off_the_bus_is_an_error_that_says_so(machine):
     machine("t4", "lost_after = 3")
     with pytest.raises(RecipeError, match=r"can't describe card 0 \(gpu is lost\)") as error:
