@@ -27,22 +27,24 @@ SAME_MEMORY = 0.08
 _HERE = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
 
 
-def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False) -> Card:
+def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
     """The card that `gpu` names: `auto` (this machine's), `cpu`, an index or UUID of nvidia-smi, or a name of the catalogue.
 
     `free_bytes` replaces the memory that is free now, e.g. to plan for another machine. `here`, for training: a named card
-    must be in this machine, is measured, and the installed torch must be able to use it. Raises RecipeError when there is no
-    such card, or `free_bytes` exceeds its total.
+    must be in this machine, is measured, and the installed torch must be able to use it. `processes`: each takes a card of
+    this machine, and the one with the least free memory counts. Raises RecipeError when there is no such card, or `free_bytes`
+    exceeds its total.
     """
     wanted = gpu.strip().lower()
     if wanted == "cpu":
         card = host_card()
     elif wanted == "auto" or _HERE.fullmatch(wanted):
-        card = _measured(choose_device(gpu, None if wanted == "auto" else lambda device: _is_called(device, wanted)))
+        accepts = None if wanted == "auto" else lambda device: _is_called(device, wanted)
+        card = _measured(choose_device(gpu, accepts, processes))
     else:
         card = _named(gpu)
         if here:
-            card = _checked_here(card)
+            card = _checked_here(card, processes)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     if free_bytes is None:
@@ -120,10 +122,10 @@ def _entry_of(device: Device) -> str | None:
     return min(near, key=lambda name: distance[name], default=None)
 
 
-def _checked_here(wanted: Card) -> Card:
+def _checked_here(wanted: Card, processes: int) -> Card:
     """The named card in this machine. Raises RecipeError when it is not there."""
     try:
-        return _measured(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name))
+        return _measured(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
     except RecipeError as error:
         plan = f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}"
         raise RecipeError(error.problems, f"Set gpu=auto to use what is here. {plan}") from None

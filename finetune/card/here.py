@@ -29,10 +29,20 @@ class Choice:
     problem: tuple[str, str] | None
 
 
-def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None) -> Choice:
-    """The card to use, of those that this process may use; `wanted`: of those that it accepts.
+def cards_here() -> list[tuple[str, str]]:
+    """Label and index of each card that this process may use; empty without a driver."""
+    try:
+        devices = visible(read_devices()[0])
+    except pynvml.NVMLError:
+        return []
+    return [(f"{device.index}: {device.name}", device.index) for device in devices]
 
-    The fastest of the cards with about the most free memory. Raises RecipeError, which names `gpu`, when there is none.
+
+def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
+    """The card to plan for, of those that this process may use; `wanted`: of those that it accepts.
+
+    The fastest of the cards with about the most free memory; with several `processes`, which take CUDA's first cards, the one
+    of these with the least. Raises RecipeError, which names `gpu`, when there is none.
     """
     try:
         devices, lost = read_devices()
@@ -49,9 +59,14 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None) -> C
     near = [device for device in open_ if device.free_bytes >= enough]
     fastest = max(device.speed for device in near)
     chosen = max((device for device in near if device.speed >= ALIKE * fastest), key=lambda device: device.free_bytes)
+    reason = _reason(chosen, allowed, devices, lost)
+    if processes > 1:
+        used = allowed[:processes]
+        chosen = min(used, key=lambda device: device.free_bytes)
+        reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     build = torch_build()
     problem = problem_of(build, driver) or problem_of_card(build, chosen.name, chosen.capability)
-    return Choice(chosen, _reason(chosen, allowed, devices, lost), problem)
+    return Choice(chosen, reason, problem)
 
 
 def _driver_fix(error: pynvml.NVMLError) -> str:
@@ -69,7 +84,8 @@ def _none(
         return f"gpu: {gpu}, but the driver can't describe {cards}", f"{LOST_FIX} {_NO_CARD}"
     if not devices:
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
-    there = ", ".join(f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices)
+    found = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
+    there = ", ".join([*found, *(f"{card.index}, which does not answer ({card.why})" for card in lost)])
     setting = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
     if not allowed or hidden:
         which = f"card {hidden[0].index}" if hidden else "every card"

@@ -39,11 +39,6 @@ class Device:
     uuid: str | None = None
     speed: int = 0
 
-    @property
-    def is_instance(self) -> bool:
-        """True for a MIG instance."""
-        return ":" in self.index
-
 
 @dataclass(frozen=True)
 class Lost:
@@ -114,7 +109,7 @@ def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
 
 
 def in_container() -> bool:
-    """Whether process ids here are not the machine's own."""
+    """Whether process ids here are not the machine's own, as in a container or under WSL."""
     try:
         return str(Path("/proc/self/ns/pid").readlink()) != FIRST_NAMESPACE
     except OSError:  # not Linux
@@ -175,8 +170,8 @@ def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:
     """Processes that use the card's memory, largest first."""
     held = memory_of_processes(handle)
     if held is None:
-        hidden = "programs that can't be named from inside a container" if in_container() else ""
-        return (hidden,) if hidden and used_bytes else ()
+        hidden = ("programs that can't be named from here (a container, or WSL)",)
+        return hidden if in_container() and used_bytes else ()
     ranked = sorted(held.items(), key=lambda item: (-(item[1] or 0), item[0]))
     return tuple(f"{_process(pid)} {format_bytes(count) if count else '(bytes unknown)'}" for pid, count in ranked)
 

@@ -42,10 +42,11 @@ def in_cuda_order(devices: Iterable[Device]) -> tuple[Device, ...]:
 
 
 def _named(entry: str, ordered: tuple[Device, ...]) -> Device | None:
-    """A device by CUDA's number, by as much of its UUID as makes it the only one, or by a MIG instance's old name."""
+    """A device by CUDA's number, or by as much of its UUID as makes it the only one."""
     if entry.isdecimal():
-        # a card that is split counts once, as its first instance
-        first = [device for device in ordered if not device.index.partition(":")[2].strip("0")]
-        return first[int(entry)] if int(entry) < len(first) else None
+        first: dict[str, Device] = {}
+        for device in ordered:  # a card that is split counts once, as its first instance
+            first.setdefault(device.index.partition(":")[0], device)
+        return [*first.values()][int(entry)] if int(entry) < len(first) else None
     same = [device for device in ordered if entry and (device.uuid or "").lower().startswith(entry.lower())]
     return same[0] if len(same) == 1 else None

@@ -36,7 +36,8 @@ def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str |
     from finetune.plan.planning import plan_recipe, read_rows
 
     with doing(quiet=as_json) as say:
-        plan = plan_recipe(recipe, find_card(recipe.gpu, free_bytes=free_bytes), read_rows, progress=say, compare=True)
+        card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
+        plan = plan_recipe(recipe, card, read_rows, progress=say, compare=True)
     if as_json:
         print_json(plan.as_json())
     else:
@@ -49,6 +50,8 @@ def _print_plan(plan: Plan) -> None:
     out.print(
         f"[bold]{escape(str(settings.model_name_or_path))}[/] on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
     )
+    if card.problem:
+        out.print(f"[yellow]no run can use this card now: {escape(card.problem)}[/]\nFix: {escape(card.problem_fix)}")
     if plan.forecast:
         _print_ledger(plan.forecast, card.free_bytes)
         low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)

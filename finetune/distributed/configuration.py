@@ -28,7 +28,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
-    here = launch.num_processes // launch.num_machines
+    here = launch.processes_here
     if not on_cpu and here > 1 and (cards := _visible_cards()) < here:
         problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used")
     return problems

@@ -145,7 +145,7 @@ class _Planner:
             chosen.forecast,
             step_s=timing.step_s * factor if known else None,
             tokens_per_s=timing.tokens_per_s / factor if known else None,
-            notes=(*self._no_run(), *chosen.forecast.notes, *_notes_of(self.history, self.card)),
+            notes=(*chosen.forecast.notes, *_notes_of(self.history, self.card)),
         )
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=found.verdict, total_steps=steps,
@@ -155,10 +155,6 @@ class _Planner:
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(found, settings),
             **(self._lacking(found, settings, forecast) if found.verdict != Verdict.FITS else {}),
         )  # fmt: skip
-
-    def _no_run(self) -> tuple[str, ...]:
-        """Why a run can't use this machine's card."""
-        return (f"no run can use this card now: {self.card.problem}. {self.card.problem_fix}",) if self.card.problem else ()
 
     def _attempts(self, basics: Choices) -> Iterator[_Attempt]:
         """Every open max_length with every open rank, preferred ones first; they share forecasts."""

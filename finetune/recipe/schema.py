@@ -123,6 +123,11 @@ class LaunchRecipe(_Strict):
     )
     nvme_path: str | None = _launch(None, NOTHING, "Directory for NVMe offload.")
 
+    @property
+    def processes_here(self) -> int:
+        """Training processes on this machine."""
+        return max(1, self.num_processes // self.num_machines)
+
 
 class Recipe(_Strict):
     """What the user wants. `auto` leaves a setting to the planner, which gives a reason for its choice."""

@@ -44,7 +44,8 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
-    card = find_card(recipe.gpu, here=True)  # first: a missing card is an error before anything is loaded
+    # first: a missing card is an error before anything is loaded
+    card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
     rows = _Rows(progress)
     plan = plan_recipe(recipe, card, rows)

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,8 +19,6 @@ NOT_A_CONTAINER = str(Path("/proc/self/ns/pid").readlink()) if Path("/proc/self/
 @pytest.fixture(scope="session")
 def driver_library(tmp_path_factory):
     """Folder of a libnvidia-ml.so.1 whose machine the environment names."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc")
     folder = tmp_path_factory.mktemp("driver")
     command = ["gcc", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(HERE / "driver_library.c")]
     subprocess.run(command, check=True, capture_output=True)

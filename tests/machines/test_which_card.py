@@ -96,6 +96,19 @@ def test_an_index_that_is_hidden_is_told_as_hidden(machine):
         find_card("0")
 
 
+def test_of_several_cards_for_one_run_the_one_with_the_least_free_memory_counts(machine):
+    machine("two-3090")
+    card = find_card("auto", processes=2)
+    assert (card.uuid, card.free_bytes) == (ON_DESKTOP, (24576 - 300 - 1800) * MIB)
+    assert "card 0 has the least free memory of the 2" in card.reason
+
+
+def test_a_run_of_several_takes_the_first_that_cuda_counts(machine):
+    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
+    assert find_card("auto", processes=2).name == "NVIDIA GeForce RTX 3090"
+    assert find_card("auto", processes=3).name == "Tesla T4"
+
+
 def test_more_processes_than_cards_are_a_problem(machine):
     recipe = parse_recipe("{model_name_or_path: tiny, dataset: a.jsonl, launch: {num_processes: 2}}")
     machine("two-3090")
@@ -152,7 +165,7 @@ def test_an_instance_is_named_by_card_and_place(machine):
 def test_process_ids_of_the_host_are_not_taken_for_those_of_the_container(machine):
     machine("container")
     card = find_card("auto")
-    assert "pid" not in card.reason and "can't be named from inside a container" in card.reason
+    assert "pid" not in card.reason and "can't be named from here" in card.reason
     assert card.free_bytes == (24564 - 452 - 9000) * MIB
 
 
@@ -198,6 +211,12 @@ def test_a_card_off_the_bus_leaves_the_other_one(machine):
     machine("lost-card")
     card = find_card("auto")
     assert card.name == "NVIDIA GeForce RTX 3090" and "card 0 does not answer (gpu is lost)" in card.reason
+
+
+def test_naming_the_card_off_the_bus_says_that_it_does_not_answer(machine):
+    machine("lost-card")
+    with pytest.raises(RecipeError, match=r"gpu: 0, but this machine has 1 \(.*\), 0, which does not answer \(gpu is lost\)"):
+        find_card("0")
 
 
 def test_the_only_card_off_the_bus_is_an_error_that_says_so(machine):
