@@ -215,7 +215,7 @@ def worker_environment() -> dict[str, str]:
     """The worker's environment, which must be set before torch is imported."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    # else torch prefers cuDNN's attention on Hopper and B200, whose buffers are not forecast and which plans anew for each length
+    # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and it plans anew for each length
     environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     return {**allocator_environment(), **environment}
 
