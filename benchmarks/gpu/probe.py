@@ -37,14 +37,15 @@ def versions() -> dict[str, Any]:
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         facts |= {
-            "card": card.name, "capability": [card.major, card.minor], "total_bytes": card.total_memory, "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(), "cards": torch.cuda.device_count(), "uuid": str(card.uuid),
+            "card": card.name, "capability": [card.major, card.minor], "total_bytes": card.total_memory,
+            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+            "cards": torch.cuda.device_count(), "uuid": str(card.uuid),
         }  # fmt: skip
     return facts
 
 
 def context() -> dict[str, Any]:
-    """Bytes of the card in use before a context, with one, after a matmul and after bitsandbytes, less torch's own; NVML v1, v2."""
+    """Bytes of the card in use before a context, with one, after a matmul and after bitsandbytes, by NVML's two calls."""
     import torch
 
     need_card()
@@ -72,9 +73,9 @@ def nvml() -> dict[str, int]:
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
     first, second = card_watch.first_call(handle), card_watch.second_call(handle)
     return {
-        "v1_used_bytes": first.used, "v1_total_bytes": first.total, "v2_used_bytes": second.used, "v2_total_bytes": second.total,
-        "v2_reserved_bytes": second.reserved, "torch_reserved_bytes": reserved,
-        "outside_torch_bytes": second.used - reserved,
+        "v1_used_bytes": first.used, "v1_total_bytes": first.total,
+        "v2_used_bytes": second.used, "v2_total_bytes": second.total, "v2_reserved_bytes": second.reserved,
+        "torch_reserved_bytes": reserved, "outside_torch_bytes": second.used - reserved,
     }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def copies() -> dict[str, float]:
 
 
 def attention() -> dict[str, Any]:
-    """The attention that torch picks: kernel, milliseconds and scratch bytes of forward and backward, by head width and form."""
+    """The attention that torch picks: kernel, milliseconds, scratch bytes of the backward pass, by head width and form."""
     import torch
 
     found = {}

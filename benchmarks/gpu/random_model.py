@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.random_model Qwen/Qwen2.5-7B-Instruct /dev/shm/shape-7b [LAYERS]
 
-The shape is a name of the packaged catalogue or the path of a config.json. One random buffer is repeated over all matrices, each
-from another offset; norms are one, biases zero. The tokenizer is the bundled one: its 640 ids are in every model's vocabulary.
+The shape is a name of the packaged catalogue or the path of a config.json. One random buffer is repeated over all matrices,
+each from another offset; norms are one, biases zero. The tokenizer is the bundled one: its 640 ids are in every model's
+vocabulary.
 """
 
 from __future__ import annotations

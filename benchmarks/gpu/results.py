@@ -38,7 +38,7 @@ def _short(values: dict[str, Any]) -> str:
     said, was = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
     parts = [
         str(values.get("state") or ""),
-        f"{said / 2**30:.3f} GiB forecast, {was / 2**30:.3f} measured ({was / said - 1:+.2%})" if said and was else "",
+        f"{said / 2**30:.3f} GiB forecast, {was / 2**30:.3f} measured ({said / was - 1:+.2%})" if said and was else "",
         f"{measured['tokens_per_s']:,.0f} tokens/s" if measured.get("tokens_per_s") else "",
         str(values.get("error") or "")[:200],
     ]
