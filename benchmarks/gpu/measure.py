@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="depth of the model of most cells")
     parser.add_argument("--length", type=int, help="tokens of the longest row")
     parser.add_argument("--steps", type=int, help="optimizer steps of a cell")
-    parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--only", default="", help="names of cells, with commas")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -101,7 +101,7 @@ class Session:
         self.as_expected = True
         wanted = [name for name in options.only.split(",") if name]
         self.cells = [cell for cell in CELLS if not wanted or cell.name in wanted]
-        own = {"FINETUNE_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        own = {"FINETUNE_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's order
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         if self.on_cpu:
             own["OMP_NUM_THREADS"] = "1"  # two cells run at once
@@ -214,6 +214,8 @@ class Session:
         cast = [] if cell.peft_cast is None else ["--peft-cast", "on" if cell.peft_cast else "off"]
         limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
         environment = {**self.environment, **cell.environment}
+        if cell.plain_trl:  # it refuses a second visible card
+            environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
         with CardWatch() as watch:
             code, _ = self._process([module, str(run.path), str(result), *cast], cell.name, limit_s, environment)
         self.grown = [max(pair) for pair in zip(watch.grown, self.grown or watch.grown, strict=True)]
@@ -224,7 +226,7 @@ class Session:
         if code is None or code not in (0, 5) or (code == 5) != (found["state"] == OUT_OF_MEMORY) or not found["state"]:
             found["state"] = "failed" if code is not None else "timed out"
             found["error"] = found.get("error") or self._tail(cell.name, code)
-        found["phases"] = {**found.get("phases", {}), **own.get("phases", {})}
+        found["phases"] = {**own.get("phases", {}), **found.get("phases", {})}
         found["allocator"] = own.get("allocator", {})
         measured = found.get("measured", {})
         measured["card_bytes"] = max(watch.grown, default=None)
