@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from typing import Any
@@ -37,19 +38,38 @@ def second_call(handle: Any) -> Any:
     return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
 
 
+@functools.cache
+def _card_of_this_process() -> Any:
+    """NVML's handle of the card that torch computes on; None without one."""
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+def used_here() -> dict[str, int]:
+    """Bytes in use on the card that torch computes on; empty where the driver does not say."""
+    handle = _card_of_this_process()
+    return {} if handle is None else {"card_used_bytes": second_call(handle).used}
+
+
 class CardWatch:
-    """Inside `with`, samples the used bytes of each card; `grown` are the peaks less what was used at the beginning."""
+    """Inside `with`, samples the used bytes of each card; `grown` are the peaks less `before`, the bytes at the start."""
 
     def __init__(self) -> None:
         self._handles = handles()
         self._ended = threading.Event()
-        self._before: list[int] = []
+        self.before: list[int] = []
         self._peaks: list[int] = []
 
     def __enter__(self) -> CardWatch:
         self._ended.clear()
-        self._before = self._used()
-        self._peaks = list(self._before)
+        self.before = self._used()
+        self._peaks = list(self.before)
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
         return self
@@ -61,7 +81,7 @@ class CardWatch:
     @property
     def grown(self) -> list[int]:
         """Bytes by card; empty without a card."""
-        return [peak - before for peak, before in zip(self._peaks, self._before, strict=True)]
+        return [peak - before for peak, before in zip(self._peaks, self.before, strict=True)]
 
     def _used(self) -> list[int]:
         return [second_call(handle).used for handle in self._handles]

@@ -227,6 +227,9 @@ class Session:
             found["state"] = "failed" if code is not None else "timed out"
             found["error"] = found.get("error") or self._tail(cell.name, code)
         found["phases"] = {**own.get("phases", {}), **found.get("phases", {})}
+        for peaks in found["phases"].values():  # the whole card, less what was in use before
+            used = peaks.pop("card_used_bytes", None)
+            peaks["card_bytes"] = used - watch.before[0] if used and len(watch.before) == 1 else None
         found["allocator"] = own.get("allocator", {})
         measured = found.get("measured", {})
         measured["card_bytes"] = max(watch.grown, default=None)

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from benchmarks.gpu import card_watch
+
 NAMES = ("allocated_bytes", "reserved_bytes")
 
 
 class Phases:
-    """Highest allocated and reserved bytes within forward (with loss), backward and optimizer; host RSS on a CPU.
+    """Highest allocated and reserved bytes within forward (with loss), backward and optimizer, and what is in use on the whole
+    card at their ends, which is the most as long as torch gives nothing back. On a CPU host RSS.
 
     Resets torch's peaks between phases. A run's own sampler, given to `around`, still sees the peak of the whole step.
     """
@@ -32,6 +35,7 @@ class Phases:
         else:
             now = self._peaks()
             self._earlier = {name: max(value, now[name]) for name, value in self._earlier.items()}
+            now |= card_watch.used_here()
             torch.cuda.reset_peak_memory_stats()
         before = self.peaks.setdefault(phase, now)
         self.peaks[phase] = {name: max(value, before[name]) for name, value in now.items()}

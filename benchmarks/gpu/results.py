@@ -58,7 +58,7 @@ def of_events(events: list[Event]) -> dict[str, Any]:
     last = next((event for event in reversed(events) if isinstance(event, State)), None)
     short = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)
     state = "out of memory" if short else last.state if last else None
-    fields = ("peak_allocated_bytes", "peak_reserved_bytes", "process_peak_rss_bytes")
+    fields = ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes")
     phases = {
         event.phase: {name: getattr(event, name) for name in fields} | {"phase_s": event.phase_s}
         for event in events
