@@ -18,6 +18,7 @@ from finetune.errors import RecipeError
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_is, process_record
+from finetune.system import typed
 
 #: Commands of `finetune` on a run's result.
 VERBS = ("eval", "merge")
@@ -79,7 +80,7 @@ class Tasks:
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
         arguments = [verb, str(run.path), *shlex.split(options), "--json"]
-        status = {"state": "running", "command": f"finetune {shlex.join(arguments)}", "began_s": time.time()}
+        status = {"state": "running", "command": f"finetune {typed(arguments)}", "began_s": time.time()}
         write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
         detach(self._workspace, "app.starts.tasks", str(task.path), *arguments, log=task.path / "log.txt")
         return task

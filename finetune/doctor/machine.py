@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pynvml
 from finetune.card.find import find_card
 from finetune.card.nvidia import driver_versions, read_devices
 from finetune.doctor.findings import Finding
+from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
 
 _NO_CARD_FIX = (
@@ -106,8 +106,7 @@ def check_disk(
 
 def check_port(port: int = PORT) -> Finding:
     """Can the page listen on its default port?"""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with port_socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -139,7 +138,7 @@ def _has_nvidia_card(pci: Path) -> bool:
     """NVIDIA's vendor id on a display or 3D controller (class 0x03) of the PCI bus."""
     for device in pci.glob("*"):
         try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         except OSError:
             continue
         if vendor == "0x10de" and kind.startswith("0x03"):

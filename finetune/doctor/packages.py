@@ -23,6 +23,7 @@ from finetune import __version__
 from finetune.card.nvidia import driver_versions
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
+from finetune.system import WINDOWS
 
 _EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLong(1); }\n"
 _COMPILER_FIX = "Install a compiler and Python's headers; on Debian or Ubuntu: sudo apt install gcc libc6-dev python3-dev"
@@ -60,6 +61,8 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
 
 def check_compiler(include: str | None = None) -> Finding:
     """Compile an extension as Triton does when a run starts: $CC, else gcc, else clang. `include`: where Python.h is."""
+    if WINDOWS:
+        return Finding("compiler", "skip", "only Triton needs one, and torch for Windows comes without Triton")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return Finding("compiler", "warn", "no C compiler; Triton needs one for fast kernels and torch_compile", _COMPILER_FIX)
@@ -67,10 +70,10 @@ def check_compiler(include: str | None = None) -> Finding:
     name = Path(compiler).name
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.c"
-        source.write_text(_EXTENSION)
+        source.write_text(_EXTENSION, encoding="ascii")
         command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=8, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=8, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return Finding("compiler", "warn", f"{name} can't be run: {error}", _COMPILER_FIX)
     if done.returncode == 0:
@@ -98,7 +101,7 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
             yield Finding(check, state, f"{name}: {problem}", fix)
             return
         else:
-            yield Finding(check, "skip", "no card to compile for")
+            yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
 
 
 def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:

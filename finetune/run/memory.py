@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from typing import Any
 
 import psutil
 
 from finetune.events import Memory
+from finetune.system import peak_rss_bytes
 
 
 class MemorySampler:
@@ -23,7 +22,7 @@ class MemorySampler:
     def sample(self) -> Memory:
         """Bytes now and at the peak since `reset_peak`."""
         return Memory(
-            process_rss_bytes=self._process.memory_info().rss, process_peak_rss_bytes=_peak_rss_bytes(),
+            process_rss_bytes=self._process.memory_info().rss, process_peak_rss_bytes=peak_rss_bytes(),
             **(self._allocator() if self._on_cuda else {}), **(self._card.sample() if self._card is not None else {}),
         )  # fmt: skip
 
@@ -94,8 +93,3 @@ class _NvmlCard:
         except self._nvml.NVMLError:
             return values
         return values
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -55,4 +55,4 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
 
 
 def _adjustments(run: RunDirectory) -> dict[str, Any]:
-    return json.loads(run.adjustments.read_text()) if run.adjustments.exists() else {}
+    return json.loads(run.adjustments.read_text(encoding="utf-8")) if run.adjustments.exists() else {}
