@@ -19,6 +19,12 @@ import types
 from pathlib import Path
 
 MISSING = {"fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"}
+NOT_IN_OS = {
+    "chown", "execv", "fork", "forkpty", "getegid", "geteuid", "getgid", "getloadavg", "getpgid", "getpgrp", "getuid",
+    "killpg", "memfd_create", "mkfifo", "nice", "pidfd_open", "pipe2", "posix_spawn", "pread", "pwrite", "register_at_fork",
+    "sched_getaffinity", "sendfile", "setpgid", "setsid", "statvfs", "sysconf", "uname", "wait", "O_CLOEXEC", "O_DIRECTORY",
+    "O_NOFOLLOW", "O_NONBLOCK", "WNOHANG", "WIFSIGNALED",
+}  # fmt: skip
 SIGNALS = {"SIGTERM", "SIGINT", "SIGABRT", "SIGSEGV", "SIGFPE", "SIGILL"}
 FLAGS = {"CREATE_NEW_PROCESS_GROUP": 0x200, "CREATE_NO_WINDOW": 0x08000000, "DETACHED_PROCESS": 0x8}
 
@@ -90,9 +96,7 @@ def handle(number, handler):
 OTHERWISE = {
     "os": Otherwise(
         os,
-        "chown execv fork forkpty getegid geteuid getgid getloadavg getpgid getpgrp getuid killpg memfd_create mkfifo nice "
-        "pidfd_open pipe2 posix_spawn pread pwrite register_at_fork sched_getaffinity sendfile setpgid setsid statvfs sysconf "
-        "uname wait O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK WNOHANG WIFSIGNALED".split(),
+        NOT_IN_OS,
         name="nt", kill=kill, open=open_file, fsync=fsync,
     ),
     "signal": Otherwise(
@@ -110,14 +114,15 @@ OTHERWISE = {
 real_import = builtins.__import__
 
 
-def import_otherwise(name, values=None, local=None, names=(), level=0):
-    package = ((values or {}).get("__package__") or (values or {}).get("__name__") or "").partition(".")[0]
+def import_otherwise(name, globals=None, locals=None, fromlist=(), level=0):
+    importer = globals or {}
+    package = (importer.get("__package__") or importer.get("__name__") or "").partition(".")[0]
     if level == 0 and package in ("finetune", "app"):
         if name in MISSING:
             raise ModuleNotFoundError(f"No module named {name!r} on Windows", name=name)
         if name in OTHERWISE:
             return OTHERWISE[name]
-    return real_import(name, values, local, names, level)
+    return real_import(name, globals, locals, fromlist, level)
 
 
 builtins.__import__ = import_otherwise
