@@ -45,8 +45,8 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    """The path, or its nearest parent that exists; the working folder on a drive that does not."""
+    return next((parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()), Path.cwd())
 
 
 def free_disk_bytes(path: Path) -> int:

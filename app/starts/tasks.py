@@ -34,7 +34,7 @@ class Task:
         """None when it was never started; `state` is running, done or failed."""
         try:
             values = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
         if values["state"] == "running" and not process_is(values["process"]):
             return {**values, "state": "failed", "exit_code": None}

@@ -235,7 +235,7 @@ def worker_command(run: RunDirectory) -> list[str]:
 def worker_environment() -> dict[str, str]:
     """The worker's environment, which must be set before torch is imported."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
-    environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding, which Windows has many of
+    environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return {**allocator_environment(), **environment}
 

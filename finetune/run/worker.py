@@ -287,8 +287,9 @@ def main() -> int:
     outlive_terminal()
     collect_rarely()  # until everything is imported
     run = RunDirectory(Path(sys.argv[1]))
-    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if ranks.this_rank().is_local_rank_0 else None
-    if lock is None and ranks.this_rank().is_local_rank_0:
+    writes = ranks.this_rank().is_local_rank_0
+    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
+    if writes and lock is None:
         print(f"a training process of {run.path} is still alive", file=sys.stderr)  # noqa: T201 - log.txt is its output
         return 1
     worker = Worker(run)
