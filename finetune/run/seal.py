@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.system import rename, sync_file, sync_folder
+from finetune.system import WINDOWS, rename, sync_file, sync_folder
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -98,7 +98,7 @@ def rotate(checkpoints: Path, keep: int) -> list[Path]:
     if len(sealed) <= keep or verify(sealed[0]):
         return []
     for path in sealed[keep:]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=WINDOWS)  # which keeps what a virus scanner has open
     return sealed[keep:]
 
 
