@@ -337,4 +337,5 @@ def export_launch(
 
 def print_json(values: Any) -> None:
     """One JSON document on standard output."""
-    print(json.dumps(values, ensure_ascii=False, default=str))
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()  # what else would print is not JSON
+    print(json.dumps(values, ensure_ascii=ascii_only, default=str))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import statistics
 import sys
@@ -22,6 +21,7 @@ from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import list_runs, open_run
 from finetune.run.state import read_state
+from finetune.system import typed
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     )
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
-        typed = escape(shlex.quote(str(run.path)))
-        out.print(f"Score it:    finetune eval {typed}\nChat:        finetune chat {typed}")
+        name = escape(typed([str(run.path)]))
+        out.print(f"Score it:    finetune eval {name}\nChat:        finetune chat {name}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
 

@@ -89,7 +89,7 @@ def _shorter(settings: Settings, plan: Plan) -> int | None:
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
-    """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers."""
+    """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers, Triton."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
     if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
         problems.append(f"torch_compile needs Triton: {lacking}. {COMPILER_FIX}, or set torch_compile=false")
@@ -120,7 +120,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
         prepared.data.eval.save_to_disk(str(run.data / "eval"))
     write_json(run.data / "report.json", prepared.data.report.as_json())
     write_json(run.data / "eval_examples.json", _questions(prepared))
-    (run.data / "fingerprint").write_text(prepared.data.fingerprint)
+    (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())

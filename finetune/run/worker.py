@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -29,6 +28,7 @@ from finetune.run.retry import adjusted_plan
 from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import start_recording, write_snapshot
 from finetune.run.trackers import Trackers
+from finetune.system import outlive_terminal, rename, take_lock
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -45,7 +45,7 @@ class Worker:
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
         ranks.set_up(self.rank)
-        self.stop = StopRequest()
+        self.stop = StopRequest(run)
         self.events = ranks.event_writer(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
@@ -235,7 +235,7 @@ class Worker:
         trainer.processing_class.save_pretrained(str(building))
         shutil.copy(self.run.plan, building / "plan.json")
         shutil.rmtree(self.run.adapter, ignore_errors=True)
-        building.rename(self.run.adapter)
+        rename(building, self.run.adapter)
 
     def _after_divergence(self) -> str:
         good, _ = newest_verified(self.run.checkpoints)
@@ -245,13 +245,14 @@ class Worker:
 
 
 _STATE_OF = {6: "diverged", 7: "paused"}
+_PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 
 def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
     """Facts in a checkpoint's manifest: every setting that changes the result, and the data's fingerprint."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    return {**facts, "data": (run.data / "fingerprint").read_text()}
+    return {**facts, "data": (run.data / "fingerprint").read_text(encoding="utf-8")}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
@@ -286,9 +287,15 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run outlives the terminal
+    outlive_terminal()
     collect_rarely()  # until everything is imported
-    worker = Worker(RunDirectory(Path(sys.argv[1])))
+    run = RunDirectory(Path(sys.argv[1]))
+    writes = ranks.this_rank().is_local_rank_0
+    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
+    if writes and lock is None:
+        print(f"a training process of {run.path} is still alive", file=sys.stderr)  # noqa: T201 - log.txt is its output
+        return 1
+    worker = Worker(run)
     code = worker.main()
     leave_all()
     return ranks.tear_down(worker.rank, code)
