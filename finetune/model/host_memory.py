@@ -20,4 +20,3 @@ def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: 
     if is_forecast(like):
         return torch.empty(like.shape, dtype=dtype, device="meta")
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
-

@@ -94,9 +94,7 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         if offload is None:
             return _Stored(lambda: dequantise(blocks))
         codes, scales, count, dtype = offload.move(blocks.codes), offload.move(blocks.scales), blocks.count, blocks.dtype
-        return _Stored(
-            lambda: dequantise(Int8Blocks(offload.back(codes), offload.back(scales), count, dtype)), (codes, scales)
-        )
+        return _Stored(lambda: dequantise(Int8Blocks(offload.back(codes), offload.back(scales), count, dtype)), (codes, scales))
 
     @staticmethod
     def _unpack(saved: torch.Tensor | _Handle) -> torch.Tensor:
