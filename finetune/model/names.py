@@ -1,7 +1,7 @@
 """From a model's name as people type it to the hub id that the catalogue knows; never to another model.
 
-Names are compared as sets of words: family, version, size, date. How the weights are packed (GGUF, AWQ, bnb-4bit) and who packed
-them is left out; whether a name is a chat model or a pretrained one is compared by itself.
+Names are compared as sets of words: family, version, size, date. How the weights are packed (GGUF, AWQ, bnb-4bit) and by whom
+is left out; whether a name is a chat model or a pretrained one is compared by itself.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def resolve(typed: str) -> Match | None:
     return Match(found[0], "" if found[0] == typed else f"{typed} -> {found[0]}{packed}")
 
 
+def is_known(typed: str) -> bool:
+    """Whether `typed` names one or several models of the catalogue."""
+    return bool(_candidates(typed))
+
+
 def suggestions(typed: str, most: int = 4) -> list[str]:
     """Ids that may be meant, best first: the same words, or the same family with the nearest version and size."""
     wanted = _parsed(typed)
@@ -103,7 +108,9 @@ def _likeness(wanted: _Name, known: _Name) -> float:
     if alike < 0.6:
         return 0.0
     score = 6 * alike + 3.0 * bool(wanted.versions & known.versions) - 0.5 * len(wanted.versions ^ known.versions)
-    size = wanted.size or (known.size if known.size and f"{known.size:g}" in wanted.versions else None)  # Qwen3-8
+    size = wanted.size or (
+        known.size if known.size and f"{known.size:g}" in wanted.versions - known.versions else None
+    )  # Qwen3-8
     if size and known.size:
         score += 2.5 if size == known.size else -min(2.0, abs(size - known.size) / size)
     return score + 0.6 * (wanted.kind == known.kind) + 0.3 * (wanted.account == known.account) - 0.05 * len(known.words)
