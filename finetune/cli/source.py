@@ -20,7 +20,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
     Raises RecipeError. The dataset is NO_DATASET when none is given.
     """
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
-        source, overrides = None, [source, *overrides]
+        overrides, source = [source, *overrides], None
     given = [*([f"dataset.path={json.dumps(data)}"] if data else []), *overrides]
     if source is None and model is None:
         raise RecipeError("a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name.")

@@ -34,7 +34,8 @@ def catalogue() -> dict[str, dict[str, Any]]:
 @cache
 def entries() -> dict[str, Entry]:
     """Hub id -> entry, for every model of the catalogue."""
-    rows, found = json.loads(_FILE.read_text(encoding="utf-8"))["models"], {}
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
+    found: dict[str, Entry] = {}
     for name, row in rows.items():
         values = dict(row)
         origin = found[values.pop("same_as")] if "same_as" in values else None
