@@ -12,7 +12,7 @@ from finetune.card.compiler import COMPILER_FIX
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
 from finetune.files import existing_parent, free_disk_bytes, write_json
-from finetune.model.configuration import resolve_model_path
+from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
@@ -44,6 +44,7 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
+    recipe, _ = named_model(recipe)
     # first: a missing card is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
