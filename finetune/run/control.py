@@ -30,7 +30,7 @@ def start(run: RunDirectory) -> int:
         raise RecipeError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     with run.log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "finetune.run.supervise", str(run.path)],
+            [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env={**os.environ},
         )  # fmt: skip
     write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive

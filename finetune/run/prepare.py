@@ -17,6 +17,7 @@ from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.recipe import write_recipe
 from finetune.run.directory import create
+from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
@@ -115,6 +116,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     write_json(run.data / "eval_examples.json", _questions(prepared))
     (run.data / "fingerprint").write_text(prepared.data.fingerprint)
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
+    write_manifest(run.data, {})
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
 

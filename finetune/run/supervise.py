@@ -214,6 +214,7 @@ def worker_command(run: RunDirectory) -> list[str]:
 def worker_environment() -> dict[str, str]:
     """The worker's environment, which must be set before torch is imported."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+    environment["PYTHONSAFEPATH"] = "1"  # a datasets.py or torch.py in the working folder must not be imported
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return {**allocator_environment(), **environment}
 
