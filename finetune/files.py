@@ -1,7 +1,8 @@
-"""The cache folder, atomic writes, and free disk space."""
+"""The cache folder, atomic writes, hashes, and free disk space."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -52,3 +53,9 @@ def existing_parent(path: Path) -> Path:
 def free_disk_bytes(path: Path) -> int:
     """Free bytes on the file system of `path`, which need not exist."""
     return shutil.disk_usage(existing_parent(path)).free
+
+
+def sha256_of(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -94,6 +94,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api, page, path="/", ssr_mode=False, max_file_size=access.upload_bytes, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
+    page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
     return Guard(UploadLimit(PageFilter(api), temporary / "files"), access), context
 
 

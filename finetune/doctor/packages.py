@@ -83,7 +83,7 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
 
 def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:
     """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not)."""
-    command = [sys.executable, "-m", "finetune.doctor.probe"]
+    command = [sys.executable, "-P", "-m", "finetune.doctor.probe"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             output, errors = process.communicate(timeout=deadline_s)

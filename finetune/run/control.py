@@ -30,7 +30,7 @@ def start(run: RunDirectory) -> int:
         raise RecipeError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     stopping.forget(run)
     with run.log.open("ab") as log:
-        process = start_detached([sys.executable, "-m", "finetune.run.supervise", str(run.path)], log)
+        process = start_detached([sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)], log)
     write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
     return process.pid
 

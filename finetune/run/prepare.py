@@ -19,6 +19,7 @@ from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe,
 from finetune.recipe import write_recipe
 from finetune.run.card import triton_needs
 from finetune.run.directory import create
+from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
@@ -123,6 +124,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     write_json(run.data / "eval_examples.json", _questions(prepared))
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
+    write_manifest(run.data, {})
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
 

@@ -240,6 +240,7 @@ def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding
+    environment["PYTHONSAFEPATH"] = "1"  # a datasets.py or torch.py in the working folder must not be imported
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and it plans anew for each length
     environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")

@@ -79,6 +79,14 @@ def test_a_secret_is_not_repeated_in_the_message():
     assert not any("hf_abcdefgh" in problem for problem in problems_of(SHORT, "seed=hf_abcdefghijklmnopqrstuvwxyz"))
 
 
+@pytest.mark.parametrize("key", ["dataset.name", "dataset.token", "lora_target", "dataset.path"])
+@pytest.mark.parametrize("secret", ["hf_" + "abcdefghij" * 3, "sk-proj-" + "Abc-d_1234" * 4])
+def test_a_secret_at_any_depth_is_refused_and_not_repeated(key, secret):
+    problems = problems_of(SHORT, f"{key}=[{secret}]" if key == "lora_target" else f"{key}={secret}")
+    assert any("secrets don't belong" in problem for problem in problems)
+    assert not any(secret[8:] in problem for problem in problems)
+
+
 @pytest.mark.parametrize("data", [b"", b"   \n", b"\xff\xfeb\x00", b"- 1\n- 2\n", b"just text", b"a: [", b"\x00", b"a: b: c"])
 def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, data):
     path = tmp_path / "broken.yaml"
