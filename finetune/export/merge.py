@@ -14,6 +14,7 @@ from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.run.failures import is_disk_full
+from finetune.system import rename
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     try:
         shutil.rmtree(building, ignore_errors=True)
         _write(settings, run, building, progress)
-        building.rename(target)
+        rename(building, target)
     except Exception as error:
         if not isinstance(error, OSError) and not is_disk_full(error):
             raise

@@ -76,6 +76,7 @@ DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
 #: Bytes saved for the backward pass, per hidden element, layer and token (dry run of Llama-3.1-8B, 16-bit or 4-bit weights).
 SAVED_BYTES = 45.4
 #: int8 products also quantise their inputs and handle outliers separately: extra bytes per element of a linear layer.
+#: Not priced: the host waits for the card in every int8 layer (outliers.any()), so that launching overlaps with less.
 INT8_EXTRA_BYTES = 16.0
 #: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
 LAYER_KERNELS, LAUNCH_S = 210, 5e-6

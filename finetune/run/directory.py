@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import DiskFull, RecipeError
+from finetune.system import rename
 
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -64,8 +65,18 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Lock file (flock), held while a process of the run lives."""
+        """Lock file of the supervisor."""
         return self.path / "lock"
+
+    @property
+    def worker_lock(self) -> Path:
+        """Lock file of the training process, which may outlive its supervisor."""
+        return self.path / "worker.lock"
+
+    @property
+    def stop_requests(self) -> Path:
+        """Requests to stop, where there are no signals: a line for each."""
+        return self.path / "stop"
 
     @property
     def data(self) -> Path:
@@ -119,7 +130,7 @@ def _rename_to_free_name(building: Path, path: Path) -> Path:
         if target.exists():
             continue
         try:
-            building.rename(target)
+            rename(building, target)
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process took the name
                 continue

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.system import WINDOWS, rename, sync_file, sync_folder
+
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -33,8 +35,8 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(1) as disk:  # hash while the disk syncs
-        synced = [disk.submit(_sync, path) for path in paths]
-        files = {str(path.relative_to(folder)): {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
+        synced = [disk.submit(sync_file, path) for path in paths]
+        files = {path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
         for done in synced:
             done.result()
     manifest = {"step": step, "files": files, "facts": facts}
@@ -43,11 +45,11 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync_folder(folder)
     if target.exists():  # written by an attempt that died between sealing and its next step
         shutil.rmtree(target)
-    folder.rename(target)
-    _sync(target.parent)
+    rename(folder, target)
+    sync_folder(target.parent)
     return target
 
 
@@ -96,7 +98,7 @@ def rotate(checkpoints: Path, keep: int) -> list[Path]:
     if len(sealed) <= keep or verify(sealed[0]):
         return []
     for path in sealed[keep:]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=WINDOWS)  # which keeps what a virus scanner has open
     return sealed[keep:]
 
 
@@ -118,11 +120,3 @@ def _by_step(checkpoints: Path) -> list[tuple[int, Path]]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -138,3 +138,11 @@ def test_lone_surrogates_and_zero_bytes_are_refused_with_their_line(value):
 def test_an_override_that_is_not_utf8_is_refused():
     with pytest.raises(RecipeError, match="UTF-8"):
         parse_recipe("model_name_or_path: tiny\ndataset: support\n", "r.yaml", ["output_dir=\udcff"])
+
+
+def test_text_that_looks_like_a_number_is_text_and_a_bare_budget_is_gib():
+    typed = ["gpu=4090", "output_dir=2024", "memory_budget=20"]
+    recipe = parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=typed)
+    assert (recipe.gpu, recipe.output_dir, recipe.memory_budget) == ("4090", "2024", "20GiB")
+    with pytest.raises(RecipeError, match="gpu is True"):
+        parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=["gpu=true"])
