@@ -212,7 +212,7 @@ class Session:
         """What a cell's process left: its state, memory by phase, speed."""
         run, result = RunDirectory(Path(plan["run"])), self.place / f"{cell.name}.json"
         module = "benchmarks.gpu.plain_trl" if cell.plain_trl else "benchmarks.gpu.attempt"
-        cast = [] if cell.peft_cast is None else ["--peft-cast", "on" if cell.peft_cast else "off"]
+        cast = ["--peft-cast"] if cell.peft_cast else []
         limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
         cards = worker_environment(cards_of(read_plan(run.plan)))  # as the supervisor does: only the planned card is visible
         environment = {**cards, **self.environment, **cell.environment}
