@@ -30,7 +30,7 @@ def compiler_problem(include: str | None = None) -> str:
         source.write_text(_EXTENSION, encoding="utf-8")
         command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=8, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=8, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{name} can't be run: {error}"
     if done.returncode == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -14,6 +13,7 @@ from finetune.card.card import Card
 from finetune.card.context import measured_context
 from finetune.card.here import Choice, choose_device
 from finetune.card.host import host_card
+from finetune.card.names import catalogue_name, close_names, plain
 from finetune.card.nvidia import Device
 from finetune.card.other_makers import why_not
 from finetune.errors import CardError, RecipeError
@@ -115,8 +115,8 @@ def _is_called(device: Device, wanted: str) -> bool:
 
 def _entry_of(device: Device) -> str | None:
     """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
-    wanted = _plain(device.name)
-    same = [name for name, entry in _entries().items() if _plain(entry["device"]) == wanted]
+    wanted = plain(device.name)
+    same = [name for name, entry in _entries().items() if plain(entry["device"]) == wanted]
     distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same}
     near = [name for name in same if distance[name] <= SAME_MEMORY]
     return min(near, key=lambda name: distance[name], default=None)
@@ -133,23 +133,13 @@ def _checked_here(wanted: Card, processes: int) -> Card:
 
 def _named(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
-    entries, wanted = _entries(), _plain(gpu)
-    names = {_plain(name): name for name in entries}
-    short = {_short(plain): name for plain, name in names.items()}
-    found = names.get(wanted) or short.get(_short(wanted))
+    entries = _entries()
+    sizes = {name: entry["box_gb"] for name, entry in entries.items()}
+    found = catalogue_name(gpu, sizes)
     if found:
         return _from_entry(found, entries[found])
     if other := why_not(gpu):
         raise RecipeError(f"gpu: {gpu}: {other[0]}", other[1])
-    variants = [name for plain, name in names.items() if wanted and _short(plain).startswith(_short(wanted))]
-    close = variants or [names[plain] for plain in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)]
-    fix = f"Did you mean {' or '.join(close[:4])}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
+    close = close_names(gpu, sizes)
+    fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
     raise RecipeError(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|geforce|tesla|graphics|corporation", "", name.lower()))
-
-
-def _short(plain: str) -> str:
-    return re.sub(r"^(rtx|gtx)", "", plain)

@@ -10,6 +10,7 @@ from finetune.card.nvidia import read_devices
 from finetune.card.visible import visible
 from finetune.files import write_json
 from finetune.recipe.yaml import dump
+from finetune.system import WINDOWS
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -28,6 +29,8 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
+    if WINDOWS and (launch.num_processes > 1 or launch.strategy != "ddp"):
+        problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
     here = launch.processes_here
     if not on_cpu and here > 1 and (cards := _visible_cards()) < here:
         problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from finetune.card.nvidia import Device, driver_versions, read_devices
 from finetune.card.other_makers import why_not
 from finetune.card.visible import visible
 from finetune.doctor.findings import Finding
+from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
 
 _NO_CARD_FIX = (
@@ -125,8 +125,7 @@ def check_disk(
 
 def check_port(port: int = PORT) -> Finding:
     """Can the page listen on its default port?"""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with port_socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -159,7 +158,7 @@ def _makers_of_cards(pci: Path) -> set[str]:
     found = set()
     for device in pci.glob("*"):
         try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         except OSError:
             continue
         if kind.startswith("0x03") and vendor in _MAKERS:

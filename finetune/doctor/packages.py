@@ -21,6 +21,7 @@ from finetune.card.nvidia import driver_versions
 from finetune.card.usable import WHEEL_FIX, Build, problem_of
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
+from finetune.system import WINDOWS
 
 _FIXES = {
     "torch": "pip install --force-reinstall torch",
@@ -52,6 +53,8 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
 
 def check_compiler(include: str | None = None) -> Finding:
     """Compile an extension as Triton does when a run starts. `include`: where Python.h is."""
+    if WINDOWS:
+        return Finding("compiler", "skip", "only Triton needs one, and torch for Windows comes without Triton")
     if problem := compiler_problem(include):
         what = f"{problem}; Triton needs one for fast kernels and torch_compile" if find_compiler() is None else problem
         return Finding("compiler", "warn", what, COMPILER_FIX)
@@ -75,12 +78,12 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
             yield Finding(check, state, f"{name}: {problem}", fix)
             return
         else:
-            yield Finding(check, "skip", "no card to compile for")
+            yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
 
 
 def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:
     """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not)."""
-    command = [sys.executable, "-m", "finetune.doctor.probe"]
+    command = [sys.executable, "-P", "-m", "finetune.doctor.probe"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             output, errors = process.communicate(timeout=deadline_s)

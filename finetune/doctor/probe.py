@@ -6,6 +6,7 @@ part as soon as it is known: `{"part": name, ...}`, with `error` when it can't b
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
@@ -15,14 +16,15 @@ from typing import Any
 
 from finetune.card.cuda import try_kernel
 from finetune.compat.torch import disable_torch_compile
+from finetune.system import WINDOWS
 
 
 def main() -> None:
-    """Try each part in turn; Triton only where torch sees a card."""
+    """Try each part in turn; Triton only where torch sees a card, and on Windows only where it is installed."""
     found = _report("torch", try_torch)
     if found["error"] is None:
         _report("bitsandbytes", try_bitsandbytes)
-    if found.get("devices"):
+    if found.get("devices") and (not WINDOWS or importlib.util.find_spec("triton")):
         _report("triton", try_kernel)
 
 

@@ -22,8 +22,18 @@ def _auto_or(value: Any, handler: Any) -> Any:
     return AUTO if isinstance(value, str) and value.lower() == AUTO else handler(value)
 
 
+def _in_gib(value: Any) -> Any:
+    if type(value) not in (int, float):
+        return value
+    return f"{value:g}GiB" if value < 10_000 else str(round(value))
+
+
 #: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
 AutoOr = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value, return_type=Any)]
+#: Text that may look like a number: `gpu: 4090`, `output_dir: 2024`.
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+#: A size in bytes with its unit; a bare number of up to four digits is GiB.
+Size = Annotated[str, BeforeValidator(_in_gib)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Rows = Annotated[int, Field(ge=1, le=2**20)]
@@ -33,11 +43,6 @@ Optimizer = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "adamw_cpu_offload"
 ]
 Checkpointing = bool | Literal["selective", "offload"]
-
-
-def _index_as_text(value: Any) -> Any:
-    """A card's index is a number for YAML, and a name here."""
-    return str(value) if type(value) is int else value
 
 
 class Decides(Flag):
@@ -201,15 +206,15 @@ class Recipe(_Strict):
     activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
-    gpu: Annotated[str, BeforeValidator(_index_as_text)] = _memory(
+    gpu: Text = _memory(
         AUTO,
         COST | EXACTNESS,
         "Card: auto (this machine's), cpu, an index or UUID of nvidia-smi, or a catalogue name, e.g. rtx-4090.",
         min_length=1,
     )
-    memory_budget: AutoOr[str] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
+    memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
     # -- run
-    output_dir: AutoOr[str] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
+    output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
     eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, BYTES, "Steps between evaluations; 0 is never.")
     sample_answers: Annotated[int, Field(ge=0, le=16)] = _run(3, NOTHING, "Held-out prompts answered at each evaluation.")
     save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 is only at the end.")

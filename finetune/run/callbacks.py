@@ -17,9 +17,11 @@ from finetune.distributed.ranks import all_reduce_max
 from finetune.events import RunWarning, Step
 from finetune.run.accuracy import compare_with_forecast, excess, highest
 from finetune.run.memory_watch import MemoryWatch
+from finetune.run.stopping import asked
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
+    from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
     from finetune.run.training import RunTrainer
 
@@ -30,16 +32,17 @@ _MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; a
 
 
 class StopRequest:
-    """SIGTERM and SIGINT request a stop after the current optimizer step; the first signal counts."""
+    """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
         self.signal: int | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def agreed(self) -> int | None:
         """The signal, when any rank has received one; all ranks ask after the same step."""
-        self.signal = all_reduce_max(self.signal or 0) or None
+        self.signal = all_reduce_max(self.signal or next(iter(asked(self._run)), 0)) or None
         return self.signal
 
     def _remember(self, number: int, frame: Any) -> None:

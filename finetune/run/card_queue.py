@@ -39,8 +39,8 @@ class Queue:
         living = []
         for ticket in sorted(self.folder.glob("*.json")):
             try:
-                record = json.loads(ticket.read_text())
-            except (FileNotFoundError, ValueError):  # just removed, or being written
+                record = json.loads(ticket.read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # just removed, or being written
                 continue
             if not process_is(record):
                 ticket.unlink(missing_ok=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +12,7 @@ import pynvml
 from finetune.card import cuda
 from finetune.card.nvidia import memory_of_processes, read_memory
 from finetune.events import Memory
+from finetune.system import peak_rss_bytes
 
 
 class MemorySampler:
@@ -30,7 +29,7 @@ class MemorySampler:
     def sample(self) -> Memory:
         """Bytes now and at the peak since `reset_peak`."""
         return Memory(
-            process_rss_bytes=self._process.memory_info().rss, process_peak_rss_bytes=_peak_rss_bytes(),
+            process_rss_bytes=self._process.memory_info().rss, process_peak_rss_bytes=peak_rss_bytes(),
             **(cuda.allocator_bytes() if self._on_cuda else {}), **(self._card.sample() if self._card is not None else {}),
         )  # fmt: skip
 
@@ -86,8 +85,3 @@ class _NvmlCard:
         except pynvml.NVMLError:
             return values
         return values
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -76,4 +76,4 @@ def nothing_smaller(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
 
 
 def _adjustments(run: RunDirectory) -> dict[str, Any]:
-    return json.loads(run.adjustments.read_text()) if run.adjustments.exists() else {}
+    return json.loads(run.adjustments.read_text(encoding="utf-8")) if run.adjustments.exists() else {}

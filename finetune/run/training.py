@@ -211,7 +211,7 @@ class RunTrainer(SFTTrainer):
             target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
             seal_s = time.perf_counter() - began
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-            path = str(target.relative_to(self.run.path))
+            path = target.relative_to(self.run.path).as_posix()
             self.events.emit(Checkpoint(step=step, path=path, bytes=size, save_s=save_s, seal_s=seal_s))
         rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
 

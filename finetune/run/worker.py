@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -19,16 +18,18 @@ from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
+from finetune.model.weights import weights_fingerprint
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
 from finetune.run.card import kernel_problem, limit_card, open_card
-from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import facts_differ, newest_verified
+from finetune.run.seal import facts_differ, newest_verified, write_manifest
 from finetune.run.snapshot import start_recording, write_snapshot
 from finetune.run.trackers import Trackers
+from finetune.system import outlive_terminal, rename, take_lock
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -45,7 +46,7 @@ class Worker:
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
         ranks.set_up(self.rank)
-        self.stop = StopRequest()
+        self.stop = StopRequest(run)
         self.events = ranks.event_writer(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
@@ -127,9 +128,10 @@ class Worker:
 
     def _build(self) -> tuple[Any, Any]:
         from datasets import load_from_disk
-        from transformers import AutoTokenizer, set_seed
+        from transformers import set_seed
 
         from finetune.compat.transformers import keep_fsdp_wrap_policy
+        from finetune.data.tokenizer import run_tokenizer
         from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
@@ -137,6 +139,7 @@ class Worker:
         from finetune.run.training import RunTrainer, sft_config
 
         collect_as_usual()
+        require_data(self.run)
         settings = self.plan.settings
         quiet_libraries()
         set_seed(settings.seed)
@@ -158,7 +161,7 @@ class Worker:
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
             seal_facts={**seal_facts(self.plan, self.run), "num_processes": self.rank.world},
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
-            processing_class=AutoTokenizer.from_pretrained(str(self.run.data / "tokenizer")), callbacks=[callback],
+            processing_class=run_tokenizer(self.run.data / "tokenizer", settings), callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
         )  # fmt: skip
         callback.trainer = trainer
@@ -234,8 +237,9 @@ class Worker:
         (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
         trainer.processing_class.save_pretrained(str(building))
         shutil.copy(self.run.plan, building / "plan.json")
+        write_manifest(building, {})
         shutil.rmtree(self.run.adapter, ignore_errors=True)
-        building.rename(self.run.adapter)
+        rename(building, self.run.adapter)
 
     def _after_divergence(self) -> str:
         good, _ = newest_verified(self.run.checkpoints)
@@ -245,18 +249,20 @@ class Worker:
 
 
 _STATE_OF = {6: "diverged", 7: "paused"}
+_PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 
 def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
-    """Facts in a checkpoint's manifest: every setting that changes the result, and the data's fingerprint."""
+    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and base model."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    return {**facts, "data": (run.data / "fingerprint").read_text()}
+    base, data = weights_fingerprint(plan.settings), (run.data / "fingerprint").read_text(encoding="utf-8")
+    return {**facts, "data": data, **({"base": base} if base else {})}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data"} - {"dataset"}  # the fingerprint stands for the dataset
+    names = {*settings_that_decide(Decides.RESULT), "data", "base"} - {"dataset"}  # the fingerprint stands for the dataset
     return {name: value for name, value in facts.items() if name in names}
 
 
@@ -286,9 +292,15 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run outlives the terminal
+    outlive_terminal()
     collect_rarely()  # until everything is imported
-    worker = Worker(RunDirectory(Path(sys.argv[1])))
+    run = RunDirectory(Path(sys.argv[1]))
+    writes = ranks.this_rank().is_local_rank_0
+    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
+    if writes and lock is None:
+        print(f"a training process of {run.path} is still alive", file=sys.stderr)  # noqa: T201 - log.txt is its output
+        return 1
+    worker = Worker(run)
     code = worker.main()
     leave_all()
     return ranks.tear_down(worker.rank, code)

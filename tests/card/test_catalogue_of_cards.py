@@ -31,6 +31,21 @@ def test_a_typo_is_answered_with_the_card_that_was_meant(typo, meant):
     assert meant in error.value.fix
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("4090 24GB", "rtx-4090"), ("3060ti", "rtx-3060-ti"), ("4070s", "rtx-4070-super"), ("4090 mobile", "rtx-4090-laptop"),
+     ("3080 12gb", "rtx-3080-12gb"), ("A100 80GB", "a100-80gb")],
+)  # fmt: skip
+def test_short_names_of_variants_are_understood(typed, meant):
+    assert find_card(typed).name == meant
+
+
+def test_a_size_alone_suggests_cards_of_that_size():
+    with pytest.raises(RecipeError) as error:
+        find_card("24GB")
+    assert "rtx-3090" in error.value.fix and "rtx-4090" in error.value.fix and "rtx-3060" not in error.value.fix
+
+
 def test_a_name_like_no_other_is_answered_with_all_of_them():
     with pytest.raises(RecipeError) as error:
         find_card("potato")
