@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from finetune.forecast.tracker import Peak
 from finetune.model.build import build_on_meta
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:
     from finetune.forecast.simulate import Simulation
@@ -126,12 +127,11 @@ def _kind(layer: torch.nn.Module) -> str:
 def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """The configuration with fewer layers; lists with an entry per layer are cut to match."""
     shallow = copy.deepcopy(config)
-    for part in {id(part): part for part in (shallow, shallow.get_text_config())}.values():
-        full = part.num_hidden_layers
-        for name, value in list(vars(part).items()):
-            if isinstance(value, (list, tuple)) and len(value) == full:
-                setattr(part, name, value[:layers])
-        part.num_hidden_layers = layers
+    text = text_config(shallow)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
     return shallow
 
 

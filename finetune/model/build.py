@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
-from finetune.compat.transformers import is_causal_language_model, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
+from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
-    if not is_causal_language_model(config):
-        raise RecipeError(f"model_name_or_path {name}: model_type {kind} is not a causal language model")
+    if getattr(config, "is_encoder_decoder", False) or model_class(config) is None:
+        what = "an encoder with a decoder" if getattr(config, "is_encoder_decoder", False) else "not a causal language model"
+        raise RecipeError(f"model_name_or_path {name}: model_type {kind} is {what}", "Give a model that continues text.")
     return config
 
 
@@ -77,17 +79,16 @@ def build_base(
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
         repeat_keys()
     if not weights:
-        with _explained(settings):
-            return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
+        return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     with _explained(settings):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention_by_part(config, attention),
             use_safetensors=True,
             device_map={"": device},
             output_loading_info=True,
@@ -103,7 +104,7 @@ def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: d
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(found["missing_keys"])
     numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
-    layers = config.get_text_config().num_hidden_layers
+    layers = text_config(config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
     for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
         if keys:
@@ -125,7 +126,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     targets = settings.target_modules
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=settings.lora_dropout, target_modules=targets,
+        lora_dropout=settings.lora_dropout, target_modules=targets, exclude_modules=outside_language_model(model),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     for target in targets if isinstance(targets, list) else []:  # PEFT is content when one of several exists
@@ -239,15 +240,38 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
     bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            bare, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code
-        )
+    builder: Any = _class_to_build(bare)
+    arguments = {"trust_remote_code": remote_code} if builder is AutoModelForCausalLM else {}
+    build = builder.from_config if builder is AutoModelForCausalLM else builder._from_config
+    with _unbuildable(config), torch.device("meta"):
+        model = build(bare, dtype=dtype, attn_implementation=attention_by_part(bare, attention), **arguments)
     if isinstance(quantization, BitsAndBytesConfig):
         put_quantised_layers(model, quantization, dtype)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
+
+
+def _class_to_build(config: PretrainedConfig) -> Any:
+    """AutoModelForCausalLM for remote code, which it finds and checks; else the class itself."""
+    return AutoModelForCausalLM if hasattr(config, "auto_map") else model_class(config)
+
+
+@contextmanager
+def _unbuildable(config: PretrainedConfig) -> Iterator[None]:
+    """Turn any error of transformers while it builds modules from a configuration into a RecipeError."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - code of hundreds of model types
+        text = (str(error).strip().splitlines() or [""])[0]
+        if "attention implementation" in text:
+            hint = "Set attn_implementation=eager."
+        elif isinstance(error, ImportError):
+            hint = "Install what it needs."
+        else:
+            hint = "Its config.json lacks values or they don't go together; give a complete one."
+        kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
+        raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {kind}{text}", hint) from error
 
 
 def _attention(settings: Settings) -> str:

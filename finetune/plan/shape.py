@@ -84,6 +84,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     import torch
 
     from finetune.model.build import attach_adapters, build_on_meta, config_from, trainable_parameters
+    from finetune.model.language_model import text_config
 
     config = config_from(values, recipe)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=recipe.trust_remote_code)
@@ -103,7 +104,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         adapter_per_rank=sum(parameter.numel() for parameter in adapters),
         adapters=len(adapters) // 2,
         **base,
-        **_widths(config.get_text_config()),
+        **_widths(text_config(config)),
     )
 
 
