@@ -5,8 +5,8 @@
     python benchmarks/model_types.py --write FILE.json   # also writes the table
     python benchmarks/model_types.py --layers 4          # at most so many layers: quicker
 
-Types are those of AutoModelForCausalLM and AutoModelForImageTextToText. Each is planned from a config.json for a card of unlimited
-memory. Needs no GPU, no network and no weights.
+Types are those of AutoModelForCausalLM and AutoModelForImageTextToText. Each is planned from a config.json for a card of
+unlimited memory. Needs no GPU, no network and no weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Outcome:
     kind: str
     result: str
     detail: str
-    layers: int | None = None
     seconds: float = 0.0
 
 
@@ -68,16 +67,18 @@ def outcome_of(kind: str, layers: int | None = None) -> Outcome:
 
     began = time.perf_counter()
 
-    def made(result: str, detail: str, depth: int | None = None) -> Outcome:
-        return Outcome(kind, result, detail, depth, round(time.perf_counter() - began, 1))
+    def made(result: str, detail: str) -> Outcome:
+        return Outcome(kind, result, " ".join(detail.split()), round(time.perf_counter() - began, 1))
 
     try:
         values = default_values(kind, layers)
     except Exception as error:  # noqa: BLE001 - some types have no default configuration
-        return made(REFUSED, f"transformers has no default configuration of it: {type(error).__name__}: {error}".splitlines()[0])
+        return made(
+            REFUSED, f"transformers has no default configuration of it: {type(error).__name__}: {error}".splitlines()[0]
+        )
     try:
         plan = planned(values)
-        return made(FORECAST, plan.forecast.method, len([name for name in plan.forecast.per_layer_bytes if name != "outside the layers"]))
+        return made(FORECAST, plan.forecast.method)
     except FinetuneError as error:
         return made(REFUSED, f"{'; '.join(error.problems)} ({error.fix})")
     except Exception as error:  # noqa: BLE001 - the table is about these
@@ -108,7 +109,7 @@ def main() -> None:
     given = options.parse_args()
     os.environ.setdefault("FINETUNE_CACHE", tempfile.mkdtemp())
     kinds = given.types or model_types()
-    with ProcessPoolExecutor(given.processes, max_tasks_per_child=40) as pool:
+    with ProcessPoolExecutor(given.processes) as pool:
         outcomes = []
         for outcome in pool.map(outcome_of, kinds, [given.layers] * len(kinds)):
             outcomes.append(outcome)

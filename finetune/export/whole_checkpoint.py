@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Weights in other formats, which would keep their old values beside the merged ones.
-_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite"}
+OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite"}
 
 
 def write_merged_checkpoint(model: Any, source: Path, target: Path) -> list[str]:
@@ -25,21 +25,21 @@ def write_merged_checkpoint(model: Any, source: Path, target: Path) -> list[str]
 
     target.mkdir(parents=True)
     tensors: dict[str, torch.Tensor] = dict(model.state_dict())
-    tied = {name: tensors.pop(name) for name in getattr(model, "all_tied_weights_keys", {}) if name in tensors}
+    for tied in getattr(model, "all_tied_weights_keys", {}):
+        tensors.pop(tied, None)
     left = revert_weight_conversion(model, tensors)
     changed = []
     for path in sorted(source.iterdir()):
         if path.suffix == ".safetensors":
             shutil.copyfile(path, target / path.name)
             changed += _replace_changed(target / path.name, left)
-        elif path.is_file() and path.suffix not in _OTHER_WEIGHTS and not path.name.endswith(".index.json.lock"):
+        elif path.is_file() and path.suffix not in OTHER_WEIGHTS:
             shutil.copyfile(path, target / path.name)
     if left:
         raise RecipeError(
             f"{source} has no tensor {next(iter(left))} ({len(left)} such), so the merged model can't be written in its form",
             "Use the adapter without merging: servers can load base + adapter.",
         )
-    del tied
     return changed
 
 

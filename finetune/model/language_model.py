@@ -10,7 +10,6 @@ import re
 from functools import cache
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -90,8 +89,8 @@ def _body(model: Any) -> Any:
     decoder = _decoder(model)
     if decoder is None:
         return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
-    if _has_head(decoder):
-        return decoder.base_model
+    if _has_head(decoder):  # Llama 4's names a prefix that it doesn't have
+        return decoder.model if decoder.base_model is decoder else decoder.base_model
     return model.get_submodule(model.language_model_path.rpartition(".")[0])
 
 
@@ -108,7 +107,9 @@ def _has_head(decoder: Any) -> bool:
 
 def _keep_language_model(model: Any) -> None:
     """Remove all modules but the language model and the output layer, and pass text straight to it."""
-    decoder = next((part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None), None)
+    decoder = next(
+        (part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None), None
+    )
     decoder = model.get_decoder() if decoder is None else decoder
     names = {id(module): name for name, module in model.named_modules()}
     path = names.get(id(decoder), "")
