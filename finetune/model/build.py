@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
-from finetune.compat.transformers import put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
@@ -112,16 +112,18 @@ def build_base(
             **arguments,
         )
     model, found = loaded
-    _refuse_other_weights(settings, config, found)
+    _refuse_other_weights(settings, model, found)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: dict[str, Any]) -> None:
+def _refuse_other_weights(settings: Settings, model: PreTrainedModel, found: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(found["missing_keys"])
-    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
-    layers = text_config(config).num_hidden_layers
+    outside = re.compile(outside_language_model(model) or "(?!)")
+    unexpected = [key for key in found["unexpected_keys"] if not outside.fullmatch(key)]
+    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
+    layers = text_config(model.config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
     for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
         if keys:
@@ -286,11 +288,8 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
     bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
-    builder: Any = _class_to_build(bare)
-    arguments = {"trust_remote_code": remote_code} if builder is AutoModelForCausalLM else {}
-    build = builder.from_config if builder is AutoModelForCausalLM else builder._from_config
     with _unbuildable(config), torch.device("meta"):
-        model = build(bare, dtype=dtype, attn_implementation=attention_by_part(bare, attention), **arguments)
+        model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
         put_quantised_layers(model, quantization, dtype)
     model.requires_grad_(False)
@@ -364,9 +363,11 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
     text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
     given = values if text is None else text
-    needed = _NEEDED if text is None else _NEEDED[:2]  # multimodal files leave the rest to the text model's class
     names = config_class.attribute_map
-    needed = [key for key in needed if text is not None or hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    if text is None:
+        needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    else:
+        needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
     problems = []
     for key in needed:
         value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)
