@@ -36,7 +36,7 @@ __all__ = [
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
-_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1"}
+_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def load_config(settings: Recipe) -> PretrainedConfig:
@@ -368,6 +368,7 @@ def _refuse_missing(name: str, values: dict[str, Any], config_class: type[Pretra
         needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
     else:
         needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
+    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
     problems = []
     for key in needed:
         value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)
