@@ -14,6 +14,7 @@ test: setup-test
 
 check: setup-check docs
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check --preview --select PLW1514 finetune app  # each text file names its encoding
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python docs/generate.py --check --quick

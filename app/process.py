@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from app.workspace import Workspace
+from finetune.system import start_detached
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -17,18 +18,16 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Environment without the app's token, and with telemetry off."""
+    """Environment without the app's token, with telemetry off, and UTF-8 for all that is read and written."""
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
-    return {**values, "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    set_here = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
+    return {**values, **set_here}
 
 
 def detach(workspace: Workspace, module: str, *arguments: str, log: Path) -> int:
     """Start a process that outlives the app, output to `log`. Returns its id."""
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command(module, *arguments), stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=workspace.root,
-            start_new_session=True, env=environment(),
-        ).pid  # fmt: skip
+        return start_detached(command(module, *arguments), file, cwd=workspace.root, env=environment()).pid
 
 
 def converse(workspace: Workspace, module: str, *arguments: str, log: Path) -> subprocess.Popen[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 from finetune.errors import RecipeError
 from finetune.run.directory import RunDirectory, list_runs
 from finetune.run.state import is_alive
+from finetune.system import rename
 
-_NAME = re.compile(r"[^\W_][\w .+-]{0,99}")
+_NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # a folder of Windows can't end in a dot
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Workspace:
             raise RecipeError(f"{name!r} exists already", "Choose another name.")
         if is_alive(run):
             raise RecipeError(f"{run.path.name} is running", "Stop it first.")
-        return RunDirectory(run.path.rename(self.runs / name))
+        return RunDirectory(rename(run.path, self.runs / name))
 
     def discard(self, run: RunDirectory) -> Path:
         """Delete a run by moving it to .trash; returns its path there. Raises RecipeError when it is alive."""
@@ -68,4 +68,4 @@ class Workspace:
             raise RecipeError(f"{run.path.name} is running", "Stop it first.")
         target = self.runs / ".trash" / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
         target.parent.mkdir(exist_ok=True, mode=0o700)
-        return Path(shutil.move(run.path, target))
+        return rename(run.path, target)

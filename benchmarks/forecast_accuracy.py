@@ -37,7 +37,7 @@ from finetune.forecast.rules import cublas_workspace_bytes, rules_for
 from finetune.forecast.simulate import Simulation, observe
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import build_on_meta, config_from
-from finetune.model.configuration import catalogue
+from finetune.model.catalogue import catalogue
 from finetune.recipe import recipe_from
 
 REFERENCE = Path(__file__).resolve().parent / "reference"

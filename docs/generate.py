@@ -129,12 +129,11 @@ def exits() -> str:
     """The exit codes, from the error classes that define them."""
     from finetune import errors
 
-    kinds = sorted(
-        (kind.exit_code, (kind.__doc__ or "").strip())
-        for kind in errors.FinetuneError.__subclasses__()
-        if kind.__module__ == errors.__name__  # not those of other modules
-    )
-    rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *kinds]
+    meanings: dict[int, str] = {}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and "exit_code" in vars(kind) and kind is not errors.FinetuneError:
+            meanings[kind.exit_code] = f"{meanings.get(kind.exit_code, '')} {(kind.__doc__ or '').strip()}".strip()
+    rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *sorted(meanings.items())]
     return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
 
 
@@ -392,6 +391,32 @@ def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mea
     return f"{text.format(**found.groupdict())}\n"
 
 
+@functools.cache
+def _gpu() -> dict[str, typing.Any]:
+    """What benchmarks/gpu/report.py makes of the results file."""
+    command = [sys.executable, "-m", "benchmarks.gpu.report"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    return json.loads(done.stdout)
+
+
+def gpu() -> str:
+    """The cells of benchmarks/gpu, measured on a card."""
+    report = _gpu()
+    first, *others = report["columns"]
+    return markdown((first, *(f">{column}" for column in others)), report["rows"])
+
+
+def gpu_short(
+    text: str = "On {cards}, {runs} runs: allocated memory forecast with a mean error of {mean}, worst {worst}.",
+    none: str = "No NVIDIA card was available while this was written: nothing is measured on one.",
+) -> str:
+    """The summary of the runs on a card."""
+    report = _gpu()
+    return f"{text.format(**{**report, 'cards': ', '.join(report['cards'])}) if report['runs'] else none}\n"
+
+
 #: Blocks that take no forecast, blocks that take forecasts, and blocks made from other blocks on the pages.
 QUICK: dict[str, Callable[[], str]] = {
     "settings": settings,
@@ -400,6 +425,13 @@ QUICK: dict[str, Callable[[], str]] = {
     "events": events,
     "plan-json": plan_json,
     "model-types": model_types,
+    "gpu": gpu,
+    "gpu-short": gpu_short,
+    "gpu-short-zh": functools.partial(
+        gpu_short,
+        "在 {cards} 上运行 {runs} 次：已分配显存的预测平均误差 {mean}，最差 {worst}。",
+        "编写时没有可用的 NVIDIA 显卡：显卡上的任何数字都未测量。",
+    ),
 }
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),

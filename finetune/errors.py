@@ -42,6 +42,13 @@ class DoesNotFit(FinetuneError):
     title = "This will not fit"
 
 
+class CardError(RecipeError):
+    """The planned card can't be used: its driver, its memory, or the installed torch."""
+
+    exit_code = 3
+    title = "The card can't be used"
+
+
 class DataError(FinetuneError):
     """The dataset can't be read or has rows that can't be trained on."""
 

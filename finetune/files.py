@@ -1,7 +1,8 @@
-"""The cache folder, atomic writes, and free disk space."""
+"""The cache folder, atomic writes, hashes, and free disk space."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,14 +10,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from finetune.system import WINDOWS, replace
+
 
 def cache_dir() -> Path:
     """Folder of measurements, forecasts and card queues: $FINETUNE_CACHE, else $XDG_CACHE_HOME/finetune, else
-    ~/.cache/finetune."""
+    ~/.cache/finetune, on Windows %LOCALAPPDATA%\\finetune."""
     chosen = os.environ.get("FINETUNE_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+    usual = os.environ.get("LOCALAPPDATA") if WINDOWS else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
@@ -26,12 +30,12 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -42,10 +46,16 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    """The path, or its nearest parent that exists; the working folder on a drive that does not."""
+    return next((parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()), Path.cwd())
 
 
 def free_disk_bytes(path: Path) -> int:
     """Free bytes on the file system of `path`, which need not exist."""
     return shutil.disk_usage(existing_parent(path)).free
+
+
+def sha256_of(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

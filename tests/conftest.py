@@ -44,7 +44,7 @@ def home(request, tmp_path_factory, monkeypatch, forecasts):
 #: Files of which each takes a minute or two; begun last they would be waited for alone.
 LONGEST = (
     "test_pages_browser", "test_main_job", "test_survival", "test_docs_run", "test_depth", "test_two_processes",
-    "test_two_machines", "test_faults", "test_dry_run", "test_mixed_layers",
+    "test_two_machines", "test_faults", "test_dry_run", "test_mixed_layers", "test_as_on_windows",
 )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
+import os
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,7 @@ def main() -> int:
     collect_rarely()
     claim_stdout()
     writer, chat = EventWriter(path), Conversation(run, path)
-    while select.select([sys.stdin], [], [], IDLE_S)[0]:
-        line = sys.stdin.readline()
-        if not line:
-            return 0
+    while line := _next_line():
         asked = json.loads(line)
         identity = uuid.uuid4().hex
         writer.emit(Question(id=identity, text=asked["question"]))
@@ -46,6 +44,17 @@ def main() -> int:
             traceback.print_exc()
             writer.emit(Failure(id=identity, text=f"{type(error).__name__}: {error}"))
     return 0
+
+
+def _next_line() -> str:
+    """The next question, empty at the end of the app; ends the process after IDLE_S without one."""
+    idle = threading.Timer(IDLE_S, os._exit, [0])
+    idle.daemon = True
+    idle.start()
+    try:
+        return sys.stdin.readline()
+    finally:
+        idle.cancel()
 
 
 class Conversation:

@@ -18,6 +18,7 @@ from app.views import recipe_form
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem
 from finetune.card.find import catalogue
+from finetune.card.here import cards_here
 from finetune.errors import FinetuneError
 from finetune.plan.plan import Plan, Suggestion, Verdict
 from finetune.recipe import AUTO, shipped_recipes, write_recipe
@@ -32,7 +33,9 @@ def build(context: Context, page: gr.Blocks) -> None:
     view = _View(context)
     show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
     with gr.Row(elem_classes="ft-controls"):
-        card = gr.Dropdown(["auto", "cpu", *catalogue()], label="Card", info="auto: this machine's card", elem_id="fit-card")
+        cards: list[Any] = ["auto", *cards_here(), "cpu", *catalogue()]
+        info = "auto: this machine's card"
+        card = gr.Dropdown(cards, label="Card", info=info, allow_custom_value=True, elem_id="fit-card")
         length = gr.Slider(64, 16384, step=64, label="Max length", info="tokens per row", elem_id="fit-length")
         rank = gr.Slider(1, 256, step=1, label="LoRA rank", info="r of each adapter", elem_id="fit-rank")
         batch = gr.Slider(1, 256, step=1, label="Effective batch", info="rows per step", elem_id="fit-batch")
@@ -258,7 +261,8 @@ class _View:
         buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
         nothing = "" if plan.suggestions else note("No suggestions.")
         return [
-            trouble + plan_view.data_note(plan), plan_view.verdict(plan, price), plan_view.ledger(plan),
+            trouble + plan_view.card_note(plan) + plan_view.data_note(plan),
+            plan_view.verdict(plan, price), plan_view.ledger(plan),
             plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
             gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT),
             gr.Button(interactive=True), gr.Button(visible=plan.verdict != Verdict.NO_FIT),

@@ -118,7 +118,7 @@ class _View:
         target = self.context.workspace.folder("uploads") / f"{stem}-{secrets.token_hex(3)}{source.suffix.lower()}"
         shutil.move(source, target)
         root = self.context.workspace.root
-        name = str(target.relative_to(root) if target.is_relative_to(root) else target)
+        name = (target.relative_to(root) if target.is_relative_to(root) else target).as_posix()
         return [gr.Dropdown(local_datasets(self.context.workspace), value=name), self.set_data(name)]
 
     def look(self) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from app.workspace import Workspace
 from finetune.errors import FinetuneError, RecipeError
@@ -25,7 +26,7 @@ class Model:
 def local_models(workspace: Workspace) -> list[Model]:
     """The bundled model, model folders below the workspace, the hub cache, and the shipped recipes' models."""
     found = [Model("tiny", "bundled")]
-    found += [Model(str(path), "folder") for path in _folders(workspace)]
+    found += [Model(path.as_posix(), "folder") for path in _folders(workspace)]
     found += [Model(name, "downloaded") for name in _cached()]
     for recipe in shipped_recipes():
         try:
@@ -42,7 +43,8 @@ def local_datasets(workspace: Workspace) -> list[str]:
         if folder.is_dir():
             files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]
             found += [
-                str(path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path) for path in files[:50]
+                (path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path).as_posix()
+                for path in files[:50]
             ]
     return found
 
@@ -78,9 +80,9 @@ def search_models(words: str) -> list[Model]:
     return models
 
 
-def _folders(workspace: Workspace) -> list[object]:
+def _folders(workspace: Workspace) -> list[Path]:
     """Folders with a config.json, directly below the workspace or its `models`."""
-    found: list[object] = []
+    found: list[Path] = []
     for parent in (workspace.root, workspace.root / "models"):
         if parent.is_dir():
             for path in sorted(parent.iterdir()):

@@ -13,6 +13,7 @@ from finetune.errors import RecipeError
 from finetune.files import write_text
 from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe import yaml as recipe_yaml
+from finetune.system import typed
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
@@ -133,7 +134,7 @@ def command_line(recipe: Recipe) -> str:
                 best = words
     if best is None or len(best) > 8:
         return "finetune run recipe.yaml"
-    return "finetune run " + " ".join(shlex.quote(word) for word in best)
+    return "finetune run " + typed(best)
 
 
 def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:

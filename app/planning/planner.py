@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import subprocess
 import threading
 from typing import Any
@@ -46,7 +45,7 @@ class Planner:
                 process.stdin.write(json.dumps({"kind": kind, **values}) + "\n")
                 process.stdin.flush()
                 line = self._answer(process)
-            except BrokenPipeError:
+            except OSError:  # it has closed the pipe
                 line = ""
             if not line:
                 self._end()
@@ -68,8 +67,12 @@ class Planner:
 
     def _answer(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
-        return process.stdout.readline() if ready else ""
+        deadline = threading.Timer(DEADLINE_S, process.kill)
+        deadline.start()
+        try:
+            return process.stdout.readline()
+        finally:
+            deadline.cancel()
 
     def _end(self) -> None:
         if self._process is not None:

@@ -70,7 +70,7 @@ class Questions:
         from finetune.card import find_card
         from finetune.plan.planning import plan_recipe
 
-        card = find_card(recipe.gpu, free_bytes=free_bytes)
+        card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         return plan_recipe(recipe, card, self._rows, progress=progress, compare=compare)
 
     def _rows(self, recipe: Recipe) -> RowsRead:

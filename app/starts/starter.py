@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from finetune.recipe import AUTO, load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
+from finetune.system import take_lock
 
 _POLL_S = 0.3
 
@@ -32,11 +32,10 @@ def main() -> int:
     if len(sys.argv) > 2:
         return start(workspace, Entry(Path(sys.argv[2])))
     queue = Queue(workspace)
-    with (queue.folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return 0
+    lock = take_lock(queue.folder / ".lock", wait_s=1)  # whoever looks whether it is held holds it for a moment
+    if lock is None:
+        return 0
+    with lock:
         while waiting := queue.waiting():
             _take(workspace, waiting[0])
     return 0

@@ -18,6 +18,7 @@ from finetune.errors import RecipeError
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_is, process_record
+from finetune.system import typed
 
 #: Commands of `finetune` on a run's result.
 VERBS = ("eval", "merge")
@@ -33,7 +34,7 @@ class Task:
         """None when it was never started; `state` is running, done or failed."""
         try:
             values = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
         if values["state"] == "running" and not process_is(values["process"]):
             return {**values, "state": "failed", "exit_code": None}
@@ -79,7 +80,7 @@ class Tasks:
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
         arguments = [verb, str(run.path), *shlex.split(options), "--json"]
-        status = {"state": "running", "command": f"finetune {shlex.join(arguments)}", "began_s": time.time()}
+        status = {"state": "running", "command": f"finetune {typed(arguments)}", "began_s": time.time()}
         write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
         detach(self._workspace, "app.starts.tasks", str(task.path), *arguments, log=task.path / "log.txt")
         return task

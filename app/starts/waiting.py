@@ -6,7 +6,6 @@ page may be closed and the app may end: the starter (app.starts.starter) is a se
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from app.process import detach
 from app.workspace import Workspace
 from finetune.files import write_json
 from finetune.recipe import Recipe, write_recipe
+from finetune.system import is_locked, rename
 
 OPEN = ("waiting", "preparing")
 #: Started and failed entries that are kept.
@@ -79,7 +79,7 @@ class Queue:
         entry = Entry(building)
         entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
         entry.say("waiting", "in the queue", resume=resume, force=force, asked_s=time.time())
-        entry = Entry(building.rename(self.folder / building.name[1:]))
+        entry = Entry(rename(building, self.folder / building.name[1:]))
         self.forget_old()
         self.ensure()
         return entry
@@ -102,13 +102,3 @@ class Queue:
         done = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
         for entry in done[:-_KEPT]:
             shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def is_locked(path: Path) -> bool:
-    """True while a process holds the lock file."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

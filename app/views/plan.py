@@ -100,6 +100,12 @@ def alternatives(plan: Plan, price_per_hour: float) -> str:
     return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
 
 
+def card_note(plan: Plan) -> str:
+    """Why no run can use this machine's card now; empty when it can."""
+    card = plan.card
+    return problem("No run can use this card now", [card.problem], card.problem_fix) if card.problem else ""
+
+
 def data_note(plan: Plan) -> str:
     """Rows and tokens of the data, and why a run would refuse them."""
     shown = ""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ class Access:
     def knows(self, host: str) -> bool:
         """True for a Host header that names this server."""
         name, colon, port = host.rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not re.fullmatch("[0-9]{1,5}", port):
             name, port = host, "80"
         return name.lower() in self.hosts and (self.any_port or int(port) == self.port)
 
@@ -107,9 +107,7 @@ class Guard:
         if not self.access.knows(host):
             return Refusal(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
         origin = headers.get("origin")
-        if origin is not None and (
-            urlsplit(origin).netloc.lower() != host.lower() or urlsplit(origin).scheme not in ("http", "https")
-        ):
+        if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
             return Refusal(403, "Requests from other sites are refused.")
         if method not in ("GET", "HEAD") and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return Refusal(403, "Requests from other sites are refused.")
@@ -159,7 +157,7 @@ def _body_refusal(method: str, path: str, headers: dict[str, str], upload_bytes:
     if kind != ("multipart/form-data" if upload else "application/json"):
         return Refusal(415, "Unsupported content type.")
     length = headers.get("content-length", "")
-    if length and (not length.isdigit() or int(length) > (upload_bytes if upload else BODY_BYTES)):
+    if length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > (upload_bytes if upload else BODY_BYTES)):
         return Refusal(413, "The request is too large.")
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ from app.web.page_filter import PageFilter
 from app.web.uploads import UploadLimit
 from app.workspace import Workspace
 from finetune.errors import RecipeError
+from finetune.system import port_socket
 
 _LEAST_TOKEN = 16
 _HERE = Path(__file__).resolve().parents[1]
@@ -41,13 +43,12 @@ def listen(host: str, port: int) -> socket.socket:
     """A bound socket: at `port`, or the next free one of twenty; 0 takes any. Raises RecipeError when none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in range(port, port + 20) if port else [0]:
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found = port_socket(family)
         try:
             found.bind((host, number))
         except OSError as error:
             found.close()
-            if error.errno not in (98, 48, 13):  # taken (Linux, macOS), or not ours to take
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # taken, or not ours to take
                 raise RecipeError(f"can't listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from None
             continue
         return found
@@ -93,6 +94,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api, page, path="/", ssr_mode=False, max_file_size=access.upload_bytes, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
+    page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
     return Guard(UploadLimit(PageFilter(api), temporary / "files"), access), context
 
 

@@ -1,112 +1,314 @@
-"""One real `finetune run` of a model shape with random weights: its measurements beside its forecast."""
+"""Real runs on one card beside their forecasts, in less than ten minutes: see README.md in this folder.
+
+    python -m benchmarks.gpu.measure                                       # this machine's card
+    python -m benchmarks.gpu.measure --gpu cpu --model tiny                # the same path without a card, in a minute or two
+
+Each result is a line of the results file as soon as it is there. A cell that fails, or finds no time left, is a line with its
+error, and the next one goes on. Runs have no supervisor, so nothing is retried.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from make_model import make_model
+from benchmarks.gpu.card_watch import CardWatch, handles
+from benchmarks.gpu.cells import CELLS, COMMON, OUT_OF_MEMORY, Cell
+from benchmarks.gpu.results import Results, of_events, speed
+from benchmarks.gpu.rows import write_rows
+from finetune.events import read_events
+from finetune.plan.plan import read_plan
+from finetune.run.card import cards_of
+from finetune.run.directory import RunDirectory
+from finetune.run.supervise import worker_environment
+from finetune.units import GIB, MIB
 
-from finetune.events import Event, State, Step, read_events
-from finetune.serialise import to_json
-
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
-
-
-def measure(
-    shape: str, settings: dict[str, Any], *, length: int, steps: int, place: Path, cap_bytes: int | None = None
-) -> dict[str, Any]:
-    """Train `steps` steps on rows of exactly `length` tokens. Returns forecast and measurements; None is not measured.
-
-    `cap_bytes` emulates a smaller card: the plan is made for it, and the worker's allocator is capped at it.
-    """
-    folder = place / "models" / shape.replace("/", "--")
-    if not (folder / "model.safetensors.index.json").exists():
-        make_model(shape, folder)
-    rows = place / f"rows-{length}.jsonl"
-    write_rows(rows, length, 64)
-    recipe = place / "recipe.json"
-    values = {
-        "model_name_or_path": str(folder), "dataset": {"path": str(rows), "format": "text"}, "max_length": length,
-        "max_steps": steps,
-        "effective_batch_size": 4, "eval_steps": 0, "save_steps": 0, "output_dir": str(place / "run"), **settings,
-    }  # fmt: skip
-    if cap_bytes:
-        values["memory_budget"] = str(cap_bytes)
-    recipe.write_text(json.dumps(values))
-    shutil.rmtree(place / "run", ignore_errors=True)
-    began = time.perf_counter()
-    command = [sys.executable, "-m", "finetune", "run", str(recipe), "--json", "--force"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    run = next((Path(line["run"]) for line in reversed(lines) if "run" in line), None)
-    plan = json.loads((run / "plan.json").read_text()) if run else None
-    measured = summary(read_events(run / "events.jsonl") if run else [])
-    if not measured["state"]:
-        measured["error"] = (done.stdout + done.stderr)[-2000:]
-    known = {name: plan and plan[name] for name in ("forecast", "verdict", "plan")}
-    facts = {"shape": shape, "settings": settings, "length": length, "cap_bytes": cap_bytes}
-    return {**facts, "wall_s": time.perf_counter() - began, **known, **measured}
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "reference" / "gpu_results.jsonl"
+NEEDS_CARD = "needs a card"
+#: A cell is not begun with less than this left, and is ended after that much.
+LEAST_S, MOST_S = 20, 150
+#: Room in /dev/shm for the models; with less they go to the disk.
+ROOM_BYTES = 24 * GIB
 
 
-def summary(events: list[Event]) -> dict[str, Any]:
-    """Peaks over all steps, and the median step time without the first two."""
-    steps = [event for event in events if isinstance(event, Step)]
-    later = [step.step_s for step in steps[2:] if step.step_s]
-    rates = [step.tokens_per_s for step in steps[2:] if step.tokens_per_s]
-    last = next((event for event in reversed(events) if isinstance(event, State)), None)
+def main() -> int:
+    """Measure everything; 0 when every cell ended as it should or had a reason not to run."""
+    options = _options()
+    on_cpu = options.gpu == "cpu"
+    if not on_cpu and not handles():
+        print("There is no NVIDIA card here; nothing was measured. Without one: --gpu cpu --model tiny", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="finetune-gpu-") as place, _room(options.model) as models:
+        session = Session(options, Path(place), Path(models), Results(options.results, _facts(on_cpu)))
+        session.run()
+    return 0 if session.as_expected else 1
 
-    def peak(name: str) -> int | None:
-        return max((getattr(step, name) for step in steps if getattr(step, name) is not None), default=None)
 
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="auto", choices=("auto", "cpu"))
+    parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct", help="a shape of the catalogue, a config.json, or tiny")
+    parser.add_argument("--layers", type=int, default=8, help="depth of the model of most cells")
+    parser.add_argument("--length", type=int, help="tokens of the longest row")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a cell")
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--only", default="", help="names of cells, with commas")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    on_cpu = options.gpu == "cpu"
+    options.length = options.length or (64 if on_cpu else 2048)
+    options.steps = options.steps or (3 if on_cpu else 8)
+    options.results = options.results.absolute()
+    return options
+
+
+def _facts(on_cpu: bool) -> dict[str, Any]:
+    """What every line says: when, on which card."""
+    facts = {"session": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "card": None, "driver": None}
+    if on_cpu:
+        return facts
+    import pynvml
+
+    name, driver = pynvml.nvmlDeviceGetName(handles()[0]), pynvml.nvmlSystemGetDriverVersion()
+    return {**facts, "card": name, "driver": driver}
+
+
+def _room(model: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder for the models: in memory where there is room."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > ROOM_BYTES
+    return tempfile.TemporaryDirectory(prefix="finetune-models-", dir=memory if roomy and model != "tiny" else None)
+
+
+class Session:
+    """One call: its folders, its end, its results."""
+
+    def __init__(self, options: argparse.Namespace, place: Path, models: Path, results: Results) -> None:
+        self.options, self.place, self.models, self.results = options, place, models, results
+        self.on_cpu = options.gpu == "cpu"
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.matmul_flops: float | None = None
+        self.grown: list[int] = []
+        self.as_expected = True
+        wanted = [name for name in options.only.split(",") if name]
+        self.cells = [cell for cell in CELLS if not wanted or cell.name in wanted]
+        own = {"FINETUNE_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's order
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+        if self.on_cpu:
+            own["OMP_NUM_THREADS"] = "1"  # two cells run at once
+        self.environment = {**own, "PYTHONPATH": path}
+
+    def run(self) -> None:
+        """Probe, plan, and run the cells; a line for each."""
+        with ThreadPoolExecutor() as pool:
+            made = {full: pool.submit(self._make_model, full) for full in (False, True)}
+            self._probe()
+            for model in made.values():
+                model.result()
+        plans = self._plan()
+        with ThreadPoolExecutor(2 if self.on_cpu else 1) as pool:  # on a CPU nothing is timed for its own sake
+            list(pool.map(lambda cell: self._cell(cell, plans.get(cell.name, {})), self.cells))
+        self._second_card()
+
+    def left_s(self) -> float:
+        """Seconds until the end of the call."""
+        return self.deadline - time.monotonic()
+
+    def model(self, full: bool) -> str:
+        """The model of a cell: its folder, or the bundled one."""
+        return "tiny" if self.options.model == "tiny" else str(self.models / ("full" if full else "part"))
+
+    def _make_model(self, full: bool) -> None:
+        if self.options.model == "tiny" or not any(cell.full_depth == full for cell in self.cells):
+            return
+        layers = [] if full else [str(self.options.layers)]
+        self._process(["benchmarks.gpu.random_model", self.options.model, self.model(full), *layers], f"model-{full}", MOST_S)
+
+    def _probe(self) -> None:
+        if self.options.only:
+            return
+        code, lines = self._process(["benchmarks.gpu.probe"], "probe", 90)
+        for found in lines:
+            error = found.get("error")
+            state = "finished" if error is None else "skipped" if NEEDS_CARD in error else "failed"
+            self.results.add(f"probe {found.pop('part')}", state=state, **found)
+            self.matmul_flops = found.get("bf16_flops", self.matmul_flops)
+        if code != 0:
+            self.results.add("probe", state="failed", error=self._tail("probe", code))
+            self.as_expected = False
+
+    def _plan(self) -> dict[str, dict[str, Any]]:
+        """Plans and run directories of all cells, several at once; those with the same forecast in one process."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for cell in self.cells:
+            if not (cell.card_only and self.on_cpu):
+                groups.setdefault(f"{cell.settings} {cell.full_depth}", []).append(self._wish(cell))
+        count = max(1, min(len(groups), (os.cpu_count() or 1) // 2))
+        parts: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        for number, group in enumerate(groups.values()):
+            parts[number % count] += group
+        with ThreadPoolExecutor(count) as pool:
+            made = pool.map(self._plan_part, range(count), parts)
+        return {plan["cell"]: plan for part in made for plan in part}
+
+    def _plan_part(self, number: int, wishes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        path, log = self.place / f"wishes-{number}.json", f"plans-{number}"
+        path.write_text(json.dumps(wishes))
+        code, plans = self._process(["benchmarks.gpu.plans", str(path)], log, self.left_s())
+        planned = {plan["cell"] for plan in plans}
+        lost = [wish["cell"] for wish in wishes if wish["cell"] not in planned]
+        return plans + [{"cell": cell, "error": self._tail(log, code)} for cell in lost]
+
+    def _wish(self, cell: Cell) -> dict[str, Any]:
+        length, steps = self.options.length, self.options.steps
+        rows, held_out = self.place / f"rows-{cell.documents}.jsonl", self.place / f"held-out-{cell.documents}.jsonl"
+        for path, count in ((rows, 4 * steps * cell.documents), (held_out, 4)):
+            if not path.exists():
+                write_rows(path, length, count, cell.documents)
+        recipe = {
+            **COMMON, **cell.settings, "model_name_or_path": self.model(cell.full_depth), "gpu": self.options.gpu,
+            "dataset": {"path": str(rows), "eval_path": str(held_out), "format": "text"}, "max_length": length,
+            "max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": str(self.place / "runs" / cell.name),
+        }  # fmt: skip
+        return {"cell": cell.name, "recipe": recipe, "cap": cell.cap}
+
+    def _cell(self, cell: Cell, plan: dict[str, Any]) -> None:
+        """Run a cell and write its line; any error is a line, too."""
+        began = time.monotonic()
+        try:
+            found = self._refused(cell, plan) or self._measured(cell, plan)
+        except Exception as error:  # noqa: BLE001 - recorded, and the next cell goes on
+            found = {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        if "not available" in str(found["error"]):
+            found["state"] = "skipped"
+        as_expected = found["state"] in (cell.ends, "skipped") and not found.get("wrong")
+        self.as_expected &= as_expected
+        if cell.plain_trl:  # the forecast is not of TRL's own program
+            plan = {**plan, "forecast": None}
+        facts = {"what": cell.what, "settings": cell.settings, "length": self.options.length, "full_depth": cell.full_depth}
+        ends = {"expected": cell.ends, "as_expected": as_expected, "took_s": time.monotonic() - began}
+        self.results.add(**{**facts, **plan, **found, **ends, "cell": cell.name})
+
+    def _refused(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any] | None:
+        """Why a cell is not begun; None when it is."""
+        if cell.card_only and self.on_cpu:
+            return {"state": "skipped", "error": NEEDS_CARD}
+        if "run" not in plan:
+            return {"state": "failed", "error": f"plan: {plan.get('error')}"}
+        return {"state": "skipped", "error": "no time was left"} if self.left_s() < LEAST_S else None
+
+    def _measured(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any]:
+        """What a cell's process left: its state, memory by phase, speed."""
+        run, result = RunDirectory(Path(plan["run"])), self.place / f"{cell.name}.json"
+        module = "benchmarks.gpu.plain_trl" if cell.plain_trl else "benchmarks.gpu.attempt"
+        cast = ["--peft-cast"] if cell.peft_cast else []
+        limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
+        cards = worker_environment(cards_of(read_plan(run.plan)))  # as the supervisor does: only the planned card is visible
+        environment = {**cards, **self.environment, **cell.environment}
+        with CardWatch() as watch:
+            code, _ = self._process([module, str(run.path), str(result), *cast], cell.name, limit_s, environment)
+        self.grown = [max(pair) for pair in zip(watch.grown, self.grown or watch.grown, strict=True)]
+        own = json.loads(result.read_text()) if result.exists() else {}
+        found = (
+            _of_trl(own, self.on_cpu) if cell.plain_trl else of_events(read_events(run.events) if run.events.exists() else [])
+        )
+        if code is None or code not in (0, 5) or (code == 5) != (found["state"] == OUT_OF_MEMORY) or not found["state"]:
+            found["state"] = "failed" if code is not None else "timed out"
+            found["error"] = found.get("error") or self._tail(cell.name, code)
+        found["phases"] = {**own.get("phases", {}), **found.get("phases", {})}
+        for peaks in found["phases"].values():  # the whole card, less what was in use before
+            used = peaks.pop("card_used_bytes", None)
+            peaks["card_bytes"] = used - watch.before[0] if used and len(watch.before) == 1 else None
+        found["allocator"] = own.get("allocator", {})
+        measured = found.get("measured", {})
+        measured["card_bytes"] = max(watch.grown, default=None)
+        measured.update(self._utilisation(measured, plan))
+        found["wrong"] = _cap_problem(found["allocator"], plan) if cell.cap else None
+        return found
+
+    def _utilisation(self, measured: dict[str, Any], plan: dict[str, Any]) -> dict[str, float | None]:
+        """Model FLOP/s as a share of the card's published rate (MFU) and of the rate that the probe measured."""
+        rate, flops = measured.get("tokens_per_s"), plan.get("flops_per_token")
+        done = rate * flops if rate and flops else None
+        published = plan.get("bf16_flops")
+        return {
+            "flops": done, "mfu": done / published if done and published else None,
+            "share_of_measured_matmul": done / self.matmul_flops if done and self.matmul_flops else None,
+        }  # fmt: skip
+
+    def _second_card(self) -> None:
+        """Runs on one card leave every other one empty."""
+        if self.options.only:
+            return
+        used = [size for size in self.grown if size > 64 * MIB]
+        state, error = "finished" if len(used) == 1 else "failed", None
+        if len(self.grown) < 2:
+            state, error = "skipped", NEEDS_CARD if self.on_cpu else "there is one card"
+        self.as_expected &= state != "failed"
+        self.results.add("second card", state=state, error=error, grown_bytes=self.grown)
+
+    def _process(
+        self, command: list[str], log: str, limit_s: float, environment: dict[str, str] | None = None
+    ) -> tuple[int | None, list[dict[str, Any]]]:
+        """Run `python -m COMMAND`; its status, None after `limit_s`, and the JSON lines that it printed."""
+        output = self._log(log)
+        with output.open("wb") as file:
+            child = subprocess.Popen(
+                [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+                env={**os.environ, **(environment or self.environment)}, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code: int | None = child.wait(max(1.0, limit_s))
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                code = None
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        return code, [json.loads(line) for line in lines if line.startswith('{"')]
+
+    def _log(self, name: str) -> Path:
+        return self.place / f"{name}.txt"
+
+    def _tail(self, log: str, code: int | None) -> str:
+        """Why a process ended so: its status and its last words."""
+        ended = "ran out of time" if code is None else f"ended with status {code}"
+        return f"{ended}: {self._log(log).read_text(encoding='utf-8', errors='replace')[-1500:]}"
+
+
+def _of_trl(own: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """The same figures from plain TRL's result."""
+    if not own:
+        return {"state": None, "error": None}
+    phases = own["phases"]
     return {
-        "state": last.state if last else None, "message": last.message if last else None, "steps": len(steps),
-        "measured_allocated_bytes": peak("peak_allocated_bytes"), "measured_reserved_bytes": peak("peak_reserved_bytes"),
-        "measured_card_bytes": peak("card_used_bytes"), "step_s": statistics.median(later) if later else None,
-        "tokens_per_s": statistics.median(rates) if rates else None, "losses": [step.loss for step in steps],
+        "state": "finished", "error": None, "losses": own["losses"], "load_s": own["load_s"],
+        "measured": {
+            name: None if on_cpu else max(peaks[name] for phase, peaks in phases.items() if phase != "load")
+            for name in ("allocated_bytes", "reserved_bytes")
+        } | speed(own["step_s"], own["step_tokens"]),
     }  # fmt: skip
 
 
-def write_rows(path: Path, length: int, count: int) -> None:
-    """Write rows of plain text that are exactly `length` tokens with the bundled tokenizer, EOS included."""
-    from transformers import AutoTokenizer
-
-    from finetune.bundled import model_path
-
-    tokenizer = AutoTokenizer.from_pretrained(str(model_path("tiny")))
-    digits = "".join(str(number % 10) for number in range(length * 2))  # digits are one token each
-    row = digits[: length - 1]
-    while len(tokenizer(row, add_special_tokens=False)["input_ids"]) > length - 1:
-        row = row[:-1]
-    path.write_text("".join(json.dumps({"text": f"{index % 10}{row[1:]}"}) + "\n" for index in range(count)))
+def _cap_problem(allocator: dict[str, Any], plan: dict[str, Any]) -> str | None:
+    """What is wrong with the process's memory fraction: a budget must bound the allocator, less at most the context's size."""
+    cap, budget, context = allocator.get("cap_bytes"), plan.get("budget_bytes"), plan.get("context_bytes") or 0
+    if not cap or not budget:
+        return "the memory fraction is not known"
+    if not budget - 2 * context - GIB <= cap <= budget:
+        return f"the allocator may take {cap / GIB:.2f} GiB of a budget of {budget / GIB:.2f} GiB"
+    return None
 
 
-def environment() -> dict[str, Any]:
-    """Card, driver and library versions, for the results file."""
-    import torch
-
-    values: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "card": None, "driver": None}
-    from finetune.run.worker import versions
-
-    values["versions"] = versions()
-    if torch.cuda.is_available():
-        import pynvml
-
-        pynvml.nvmlInit()
-        values["card"] = torch.cuda.get_device_name(0)
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        values["driver"] = driver if isinstance(driver, str) else driver.decode()
-    return values
-
-
-def append(result: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Append one line to the committed results."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(to_json({**facts, **result})) + "\n")
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,9 +6,14 @@ import platform
 import sys
 
 
+def has_windows_driver(system: str = sys.platform) -> bool:
+    """Native Windows or WSL: only there the driver falls back to host memory when the card is full."""
+    return system == "win32" or (system == sys.platform and "microsoft" in platform.release().lower())
+
+
 def expandable_segments(system: str = sys.platform) -> bool:
     """Whether a run on this system gets expandable segments: not on native Windows, nor under WSL (pytorch#192330)."""
-    return system != "win32" and not (system == sys.platform and "microsoft" in platform.release().lower())
+    return not has_windows_driver(system)
 
 
 def allocator_environment() -> dict[str, str]:

@@ -10,7 +10,8 @@ class Card:
     """Facts of one card. Bytes and FLOP per second; unknown is None.
 
     `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less what a
-    desktop usually takes). `context_bytes`: the CUDA context, not counted by torch's allocator.
+    desktop usually takes). `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a card of this
+    machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
     """
 
     name: str
@@ -24,6 +25,9 @@ class Card:
     context_uncertainty_bytes: int = 0
     source: str = "catalogue"  # catalogue | measured | cpu
     reason: str = ""
+    uuid: str | None = None
+    problem: str = ""
+    problem_fix: str = ""
 
     @property
     def is_cpu(self) -> bool:

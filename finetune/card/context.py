@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import cache_dir, write_text
-from finetune.units import MIB
+from finetune.units import GIB, MIB
 
 #: Measurements kept for each card; older ones are dropped.
 KEPT = 20
+#: Nothing published comes near this: such a measurement has other programs in it, and is not kept.
+MOST_CONTEXT_BYTES = round(1.5 * GIB)
 #: A context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4.
 SPREAD = 40 * MIB
 
@@ -20,6 +22,8 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
     """Record bytes of a CUDA process outside torch's allocator. Raises OSError when the cache can't be written."""
     if context_bytes <= 0:
         raise ValueError(f"context_bytes is {context_bytes}; a CUDA context is never empty")
+    if context_bytes > MOST_CONTEXT_BYTES:
+        return
     values = _read()
     values[card_name] = [*values.get(card_name, []), context_bytes][-KEPT:]
     path = _path()
@@ -36,7 +40,7 @@ def measured_context(card_name: str) -> tuple[int, int] | None:
 
 
 def _path() -> Path:
-    return cache_dir() / "cards.json"
+    return cache_dir() / "contexts.json"  # cards.json, of earlier versions, counted the driver's reserve and the desktop
 
 
 def _read() -> dict[str, list[int]]:

@@ -1,9 +1,8 @@
-"""Find a card: this machine's, the CPU, or one of the catalogue (cards.json)."""
+"""Find a card: one of this machine's, the CPU, or one of the catalogue (cards.json)."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -12,27 +11,42 @@ from typing import Any
 
 from finetune.card.card import Card
 from finetune.card.context import measured_context
+from finetune.card.here import Choice, choose_device
 from finetune.card.host import host_card
-from finetune.card.nvidia import Device, read_device
-from finetune.errors import RecipeError
+from finetune.card.names import catalogue_name, close_names, plain
+from finetune.card.nvidia import Device
+from finetune.card.other_makers import why_not
+from finetune.errors import CardError, RecipeError
 from finetune.units import GIB, format_bytes
 
 #: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
 ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 SAME_MEMORY = 0.08
+#: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
+_HERE = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
 
 
-def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False) -> Card:
-    """The card that `gpu` names: `auto` (this machine's), `cpu`, or a name of the catalogue.
+def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
+    """The card that `gpu` names: `auto` (this machine's), `cpu`, an index or UUID of nvidia-smi, or a name of the catalogue.
 
     `free_bytes` replaces the memory that is free now, e.g. to plan for another machine. `here`, for training: a named card
-    must be in this machine, and is measured. Raises RecipeError when there is no such card, or `free_bytes` exceeds its total.
+    must be in this machine, is measured, and the installed torch must be able to use it. `processes`: each takes a card of
+    this machine, and the one with the least free memory counts. Raises RecipeError when there is no such card, or `free_bytes`
+    exceeds its total.
     """
     wanted = gpu.strip().lower()
-    card = _this_machines() if wanted == "auto" else host_card() if wanted == "cpu" else _named(gpu)
-    if here and card.source == "catalogue":
-        card = _checked_here(card)
+    if wanted == "cpu":
+        card = host_card()
+    elif wanted == "auto" or _HERE.fullmatch(wanted):
+        accepts = None if wanted == "auto" else lambda device: _is_called(device, wanted)
+        card = _measured(choose_device(gpu, accepts, processes))
+    else:
+        card = _named(gpu)
+        if here:
+            card = _checked_here(card, processes)
+    if here and card.problem:
+        raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     if free_bytes is None:
         return card
     if free_bytes <= 0 or free_bytes > card.total_bytes:
@@ -71,9 +85,9 @@ def _described(total: int, held: int, source: str) -> str:
     return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
 
 
-def _this_machines() -> Card:
+def _measured(choice: Choice) -> Card:
     """The card as the driver reports it; its rates are the catalogue's if listed there, else unknown."""
-    device = read_device()
+    device = choice.device
     known = _entry_of(device)
     listed = _from_entry(known, _entries()[known]) if known else None
     measured = measured_context(device.name)
@@ -82,56 +96,50 @@ def _this_machines() -> Card:
     held = device.total_bytes - device.free_bytes
     who = f" by {', '.join(device.holders[:4])}" if device.holders else ""
     about_context = "measured here" if measured else "from the catalogue" if listed else "assumed"
+    problem, fix = choice.problem or ("", "")
     return Card(
         name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
         bf16_flops=listed.bf16_flops if listed else None, bandwidth_bytes_s=listed.bandwidth_bytes_s if listed else None,
         pcie_bytes_s=device.pcie_bytes_s or (listed.pcie_bytes_s if listed else None), context_bytes=context,
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
-        f"{format_bytes(held)} in use{who}; CUDA context {about_context}",
+        f"{format_bytes(held)} in use{who}; CUDA context {about_context}{choice.reason}",
+        uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip
+
+
+def _is_called(device: Device, wanted: str) -> bool:
+    """Whether an index, or the beginning of a UUID, is this device's."""
+    return device.index == wanted or (len(wanted) > 4 and (device.uuid or "").lower().startswith(wanted))
 
 
 def _entry_of(device: Device) -> str | None:
     """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
-    wanted = _plain(device.name)
-    same = [name for name, entry in _entries().items() if _plain(entry["device"]) == wanted]
+    wanted = plain(device.name)
+    same = [name for name, entry in _entries().items() if plain(entry["device"]) == wanted]
     distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same}
     near = [name for name in same if distance[name] <= SAME_MEMORY]
     return min(near, key=lambda name: distance[name], default=None)
 
 
-def _checked_here(wanted: Card) -> Card:
+def _checked_here(wanted: Card, processes: int) -> Card:
+    """The named card in this machine. Raises RecipeError when it is not there."""
     try:
-        device = read_device()
+        return _measured(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
     except RecipeError as error:
-        problems = [f"gpu: {wanted.name}, but {problem.partition('but ')[2] or problem}" for problem in error.problems]
-        raise RecipeError(problems, f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}") from None
-    if _entry_of(device) != wanted.name:
-        raise RecipeError(
-            f"gpu: {wanted.name}, but this machine has {device.name} with {format_bytes(device.total_bytes)}",
-            "Set gpu=auto to plan for this machine's card.",
-        )
-    return _this_machines()
+        plan = f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}"
+        raise RecipeError(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
 
 
 def _named(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
-    entries, wanted = _entries(), _plain(gpu)
-    names = {_plain(name): name for name in entries}
-    short = {_short(plain): name for plain, name in names.items()}
-    found = names.get(wanted) or short.get(_short(wanted))
+    entries = _entries()
+    sizes = {name: entry["box_gb"] for name, entry in entries.items()}
+    found = catalogue_name(gpu, sizes)
     if found:
         return _from_entry(found, entries[found])
-    variants = [name for plain, name in names.items() if wanted and _short(plain).startswith(_short(wanted))]
-    close = variants or [names[plain] for plain in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)]
-    fix = f"Did you mean {' or '.join(close[:4])}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
+    if other := why_not(gpu):
+        raise RecipeError(f"gpu: {gpu}: {other[0]}", other[1])
+    close = close_names(gpu, sizes)
+    fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
     raise RecipeError(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|geforce|tesla|graphics|corporation", "", name.lower()))
-
-
-def _short(plain: str) -> str:
-    return re.sub(r"^(rtx|gtx)", "", plain)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pynvml
 
-from finetune.errors import RecipeError
 from finetune.units import format_bytes
 
-_NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
+#: The PID namespace that every Linux machine starts with (include/linux/proc_ns.h); another one is a container's, or WSL's.
+FIRST_NAMESPACE = "pid:[4026531836]"
+#: NVML's answers when an older driver lacks a function, or this card has no value.
+_MISSING = (
+    pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument,
+    pynvml.NVMLError_ArgumentVersionMismatch, pynvml.NVMLLibraryMismatchError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Device:
-    """One card as the driver reports it. `total_bytes` is without the driver's reserve, as torch sees it."""
+    """One card, or one MIG instance of a card, as the driver reports it.
+
+    `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
+    as nvidia-smi counts, `0:1` for an instance. `speed`: cores x MHz, which orders cards; 0 when the driver can't tell.
+    """
 
     name: str
     total_bytes: int
@@ -25,29 +35,34 @@ class Device:
     capability: tuple[int, int] | None
     pcie_bytes_s: float | None
     holders: tuple[str, ...]
+    index: str = "0"
+    uuid: str | None = None
+    speed: int = 0
 
 
-def read_device() -> Device:
-    """The first card that this process may use. Raises RecipeError when there is none."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise RecipeError(
-            f"gpu: auto, but this machine has no NVIDIA card that can be used ({_said(error)})", _NO_CARD
-        ) from None
-    try:
-        return _read(_first_visible())
-    except pynvml.NVMLError as error:
-        raise RecipeError(f"gpu: auto, but the driver can't describe the card ({_said(error)})", _NO_CARD) from None
-    finally:
-        pynvml.nvmlShutdown()
+@dataclass(frozen=True)
+class Lost:
+    """A card that the driver lists and can't describe; `why` in the driver's words."""
+
+    index: str
+    why: str
 
 
-def read_devices() -> tuple[Device, ...]:
-    """Every card that the driver sees, visible to this process or not. Raises pynvml.NVMLError when there is no driver."""
+def read_devices() -> tuple[tuple[Device, ...], tuple[Lost, ...]]:
+    """Every card that the driver sees, visible to this process or not, and those that don't answer.
+
+    A card split by MIG is replaced by its instances: CUDA uses nothing else of it. Raises pynvml.NVMLError without a driver.
+    """
     pynvml.nvmlInit()
     try:
-        return tuple(_read(pynvml.nvmlDeviceGetHandleByIndex(number)) for number in range(pynvml.nvmlDeviceGetCount()))
+        devices: list[Device] = []
+        lost: list[Lost] = []
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                devices += _of_card(number)
+            except pynvml.NVMLError as error:
+                lost.append(Lost(str(number), said(error)))
+        return tuple(devices), tuple(lost)
     finally:
         pynvml.nvmlShutdown()
 
@@ -62,56 +77,101 @@ def driver_versions() -> tuple[str, tuple[int, int]]:
         pynvml.nvmlShutdown()
 
 
-def _first_visible() -> Any:
-    """The first card of CUDA_VISIBLE_DEVICES, else the driver's first."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        if pynvml.nvmlDeviceGetCount() == 0:
-            raise RecipeError("gpu: auto, but the driver sees no card", _NO_CARD)
-        return pynvml.nvmlDeviceGetHandleByIndex(0)
-    first = visible.split(",")[0].strip()
-    if first in ("", "-1"):
-        raise RecipeError(f"gpu: auto, but CUDA_VISIBLE_DEVICES={visible!r} hides every card", _NO_CARD)
-    return pynvml.nvmlDeviceGetHandleByIndex(int(first)) if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(first)
+def read_memory(handle: Any) -> tuple[int, int, int]:
+    """Bytes of a card: total less the driver's reserve, free, and used by processes.
+
+    Drivers before 510 don't tell the reserve apart and count it as used.
+    """
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return memory.total - memory.reserved, memory.free, memory.used
+    except _MISSING:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return memory.total, memory.free, memory.used
 
 
-def _read(handle: Any) -> Device:
-    total, free = _memory(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
+    """Bytes by process id, of compute and graphics; None bytes where the driver can't tell (Windows, WSL), or gives 0.
+
+    None when the driver lists no processes, or with ids that mean nothing here: in a container they are the host's.
+    """
+    if in_container():
+        return None
+    held: dict[int, int | None] = {}
+    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            found = ask(handle)
+        except _MISSING:
+            return None
+        # a process with both kinds of contexts is in both lists, with all its bytes in each
+        held.update({process.pid: process.usedGpuMemory or None for process in found})
+    return held
+
+
+def in_container() -> bool:
+    """Whether process ids here are not the machine's own, as in a container or under WSL."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink()) != FIRST_NAMESPACE
+    except OSError:  # not Linux
+        return False
+
+
+def said(error: Exception) -> str:
+    """An error of the driver in its words, for the middle of a sentence."""
+    return str(error).rstrip(".").lower()
+
+
+def _of_card(number: int) -> Iterator[Device]:
+    card = pynvml.nvmlDeviceGetHandleByIndex(number)
+    try:
+        split = pynvml.nvmlDeviceGetMigMode(card)[0] == 1
+    except _MISSING:
+        split = False
+    if not split:
+        yield _read(card, card, str(number))
+        return
+    for place in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        try:
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, place)
+        except (pynvml.NVMLError_NotFound, *_MISSING):
+            continue
+        yield _read(instance, card, f"{number}:{place}")
+
+
+def _read(handle: Any, card: Any, index: str) -> Device:
+    """`card`: the handle of the whole card, which knows what an instance does not."""
+    total, free, _ = read_memory(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
     return Device(
         name=_text(pynvml.nvmlDeviceGetName(handle)), total_bytes=total, free_bytes=free, capability=(major, minor),
-        pcie_bytes_s=_pcie(handle), holders=_holders(handle),
+        pcie_bytes_s=_pcie(card), holders=_holders(handle, total - free), index=index,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)), speed=_speed(card),
     )  # fmt: skip
 
 
-def _memory(handle: Any) -> tuple[int, int]:
-    """Total less the driver's reserve, and free. Old drivers don't report the reserve and count it as used."""
+def _speed(card: Any) -> int:
     try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        return memory.total - memory.reserved, memory.free
-    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument):
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return memory.total, memory.free
+        return pynvml.nvmlDeviceGetNumGpuCores(card) * pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM)
+    except _MISSING:
+        return 0
 
 
-def _pcie(handle: Any) -> float | None:
+def _pcie(card: Any) -> float | None:
     """Bytes per second one way, at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s a lane, each later one twice that."""
     try:
-        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-        lanes = pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    except pynvml.NVMLError:
+        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(card)
+        lanes = pynvml.nvmlDeviceGetMaxPcieLinkWidth(card)
+    except _MISSING:
         return None
     return 0.8 * lanes * 0.985e9 * 2.0 ** (generation - 3) if generation and lanes else None
 
 
-def _holders(handle: Any) -> tuple[str, ...]:
-    """Processes that use the card's memory, largest first. Containers and Windows may hide them or their bytes."""
-    held: dict[int, int | None] = {}
-    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        try:
-            held.update({process.pid: process.usedGpuMemory for process in ask(handle)})
-        except pynvml.NVMLError:
-            continue
+def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:
+    """Processes that use the card's memory, largest first."""
+    held = memory_of_processes(handle)
+    if held is None:
+        hidden = ("programs that can't be named from here (a container, or WSL)",)
+        return hidden if in_container() and used_bytes else ()
     ranked = sorted(held.items(), key=lambda item: (-(item[1] or 0), item[0]))
     return tuple(f"{_process(pid)} {format_bytes(count) if count else '(bytes unknown)'}" for pid, count in ranked)
 
@@ -125,7 +185,3 @@ def _process(pid: int) -> str:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _said(error: Exception) -> str:
-    return str(error).rstrip(".").lower()

@@ -17,12 +17,17 @@ from finetune.garbage import collect_rarely, leave_all
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
-    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 does not fit, 4 data, "
+    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 card, 4 data, "
     "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or name of a shipped recipe.")]
+ModelOrRecipe = Annotated[
+    str | None, typer.Argument(metavar="RECIPE", help="Recipe file, name of a shipped recipe, or a model's name.")
+]
+Model = Annotated[str | None, typer.Option("--model", help="Train this model: hub id, name or folder.")]
+Data = Annotated[str | None, typer.Option("--data", help="Train on this file or hub dataset.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -110,7 +115,7 @@ def _options(
 
 @cli.command()
 def run(
-    recipe: RecipeArgument, overrides: Overrides = None, json: Json = False,
+    recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if the forecast says it does not fit.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Start in the background and return.")] = False,
 ) -> None:  # fmt: skip
@@ -121,10 +126,12 @@ def run(
     Example:  finetune run tiny-cpu
 
     Example:  finetune run 7b-4090 lora_r=32 output_dir=runs/try2
+
+    Example:  finetune run --model Qwen/Qwen3-4B --data mine.jsonl
     """
     from finetune.cli.run import run_recipe
 
-    raise typer.Exit(run_recipe(recipe, overrides or [], as_json=json, force=force, detach=detach))
+    raise typer.Exit(run_recipe(recipe, overrides or [], model=model, data=data, as_json=json, force=force, detach=detach))
 
 
 @cli.command()
@@ -180,8 +187,8 @@ def runs(json: Json = False) -> None:
 
 @cli.command()
 def plan(
-    recipe: RecipeArgument, overrides: Overrides = None, json: Json = False,
-    gpu: Annotated[str | None, typer.Option(help="Plan for this catalogue card, e.g. rtx-4090.")] = None,
+    recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
+    gpu: Annotated[str | None, typer.Option(help="Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090.")] = None,
     free: Annotated[str | None, typer.Option(help="Free memory to assume on the card, e.g. 22.1GiB.")] = None,
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.
@@ -189,10 +196,12 @@ def plan(
     Loads no weights. Exit codes: 0 fits or tight, 3 does not fit, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
+
+    Example:  finetune plan Qwen/Qwen2.5-7B-Instruct --gpu 4090
     """
     from finetune.cli.plan import show_plan
 
-    raise typer.Exit(show_plan(recipe, overrides or [], gpu=gpu, free=free, as_json=json))
+    raise typer.Exit(show_plan(recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, as_json=json))
 
 
 @cli.command()
@@ -337,4 +346,5 @@ def export_launch(
 
 def print_json(values: Any) -> None:
     """One JSON document on standard output."""
-    print(json.dumps(values, ensure_ascii=False, default=str))
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()  # what else would print is not JSON
+    print(json.dumps(values, ensure_ascii=ascii_only, default=str))

@@ -18,6 +18,9 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
     """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it."""
     recipe = load_recipe(source, overrides)
     from finetune import data
+    from finetune.model.configuration import named_model
+
+    recipe, _ = named_model(recipe)
 
     tokenizer = data.load_tokenizer(recipe)
     limit = None if recipe.max_length == AUTO else recipe.max_length

@@ -18,6 +18,9 @@ def show_doctor(source: str | None, overrides: list[str], *, as_json: bool) -> i
     """Check the machine, and a recipe's needs if one is given. Returns 1 when a check fails, else 0."""
     recipe = load_recipe(source, overrides) if source else None
     from finetune.doctor import examine, worst
+    from finetune.model.configuration import named_model
+
+    recipe = named_model(recipe)[0] if recipe else None
 
     if not as_json:
         err.print("[dim]checking ...[/]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -9,10 +10,10 @@ from rich.padding import Padding
 
 from finetune.cli.app import print_json, report
 from finetune.cli.render import doing, out, table
+from finetune.cli.source import NO_DATASET, recipe_of
 from finetune.errors import DataError
 from finetune.forecast.forecast import PARTS
 from finetune.plan.plan import Verdict
-from finetune.recipe import load_recipe
 from finetune.units import format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -23,9 +24,12 @@ _BAR = 28
 _COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
 
 
-def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str | None, as_json: bool) -> int:
+def show_plan(
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
+    as_json: bool,
+) -> int:  # fmt: skip
     """Print the plan of a recipe. Returns the exit code: 0 fits or tight, 3 does not fit, 4 data that a run would refuse."""
-    recipe = load_recipe(source, [*overrides, *([f"gpu={gpu}"] if gpu else [])])
+    recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     from finetune.errors import RecipeError
 
     try:
@@ -33,10 +37,15 @@ def show_plan(source: str, overrides: list[str], *, gpu: str | None, free: str |
     except ValueError as error:
         raise RecipeError(f"--free: {error}") from None
     from finetune.card import find_card
-    from finetune.plan.planning import plan_recipe, read_rows
+    from finetune.plan.planning import plan_recipe, read_rows, without_rows
 
+    without = recipe.dataset.path == NO_DATASET
+    rows = without_rows if without else read_rows
     with doing(quiet=as_json) as say:
-        plan = plan_recipe(recipe, find_card(recipe.gpu, free_bytes=free_bytes), read_rows, progress=say, compare=True)
+        card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
+        plan = plan_recipe(recipe, card, rows, progress=say, compare=True)
+    if without:
+        plan = plan.noting(f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE")
     if as_json:
         print_json(plan.as_json())
     else:
@@ -49,6 +58,8 @@ def _print_plan(plan: Plan) -> None:
     out.print(
         f"[bold]{escape(str(settings.model_name_or_path))}[/] on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
     )
+    if card.problem:
+        out.print(f"[yellow]no run can use this card now: {escape(card.problem)}[/]\nFix: {escape(card.problem_fix)}")
     if plan.forecast:
         _print_ledger(plan.forecast, card.free_bytes)
         low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import statistics
 import sys
@@ -17,11 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
+from finetune.cli.source import recipe_of, require_dataset
 from finetune.events import Checkpoint, Evaluation, Event, EventReader, Retry, RunWarning, Start, State, Step, event_json
-from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import list_runs, open_run
 from finetune.run.state import read_state
+from finetune.system import typed
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -31,11 +31,18 @@ if TYPE_CHECKING:
 _EXIT_OF = {"finished": 0, "diverged": 6, "paused": 7, "lost": 1, "failed": 1}
 
 
-def run_recipe(source: str, overrides: list[str], *, as_json: bool, force: bool, detach: bool) -> int:
+def run_recipe(
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool, force: bool, detach: bool
+) -> int:
     """Plan, create the run directory, start and follow the run. Returns the exit code."""
-    recipe = load_recipe(source, overrides)
+    recipe = recipe_of(source, overrides, model=model, data=data)
+    require_dataset(recipe)
+    from finetune.model.configuration import named_model
     from finetune.run.prepare import create_run, prepare
 
+    recipe, renamed = named_model(recipe)
+    if renamed and not as_json:
+        out.print(escape(renamed))
     with doing(quiet=as_json) as say:
         prepared = prepare(recipe, force=force, progress=say)
     run = create_run(prepared)
@@ -162,8 +169,8 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     )
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
-        typed = escape(shlex.quote(str(run.path)))
-        out.print(f"Score it:    finetune eval {typed}\nChat:        finetune chat {typed}")
+        name = escape(typed([str(run.path)]))
+        out.print(f"Score it:    finetune eval {name}\nChat:        finetune chat {name}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
 

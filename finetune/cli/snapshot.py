@@ -21,7 +21,8 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
     history = str(run.snapshot) if run.snapshot.exists() else None
     if as_json:
-        first, end = (event_json(checks[at]) if at in checks else None for at in ("first step", "end"))
+        early = checks.get("first steps") or checks.get("first step")  # of an earlier version
+        first, end = (event_json(check) if check else None for check in (early, checks.get("end")))
         print_json({"run": str(run.path), "peaks": peaks, "forecast": first, "forecast_end": end, "history": history})
         return
     out.print(f"[bold]{escape(str(run.path))}[/]")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from finetune.compat.touched import Touched, replaced
+from finetune.compat.touched import Touched, owner_of, replace, replaced
 
 _READ_IN = "1.16.0"
 _TILES = "trl.kernels.chunked_logprob"
+#: Rows of a tile in one operator: 8 MiB in fp32.
+_SLICE = 64
 
 TOUCHED = (
     Touched(
         "trl.trainer.utils._use_triton", "patch", "on a card the loss is computed on trained positions only",
         _READ_IN, "trl.trainer.utils.add_fused_lm_head", "device",
+    ),
+    Touched(
+        f"{_TILES}._use_triton", "patch", "a card without a compiler computes the loss with torch's operators",
+        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.forward", "device",
     ),
     Touched(
         f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
@@ -41,7 +47,7 @@ TOUCHED = (
         _READ_IN, "trl.SFTTrainer._save_checkpoint", "self model_name dataset_name tags",
     ),
     Touched(
-        "trl.SFTTrainer._get_train_sampler", "override", "the longest row comes first, and resuming finds the same order",
+        "trl.SFTTrainer._get_train_sampler", "override", "the longest rows come early, and resuming finds the same order",
         _READ_IN, "transformers.Trainer.get_train_dataloader", "self train_dataset",
     ),
     Touched(
@@ -67,6 +73,29 @@ def cuda_loss() -> Iterator[None]:
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
             stack.enter_context(replaced(f"{_TILES}.{tile}", _in_place))
         yield
+
+
+def compute_loss_without_triton() -> None:
+    """From now on TRL's loss uses torch's operators where a card would use Triton's kernels, at the same peak of memory.
+
+    They make tensors of a tile's size (4,096 tokens x 32,768 words: half a GiB each), so they get _SLICE rows at a time.
+    """
+    replace("trl.trainer.utils._use_triton", lambda device: device.type == "cuda")  # on trained positions only, as with Triton
+    replace(f"{_TILES}._use_triton", lambda device: False)
+    for tile in ("_forward_tile", "_backward_tile"):
+        owner, attribute = owner_of(f"{_TILES}.{tile}")
+        replace(f"{_TILES}.{tile}", _in_slices(getattr(owner, attribute)))
+
+
+def _in_slices(function: Callable[..., None]) -> Callable[..., None]:
+    """A tile's function on a few rows at a time: each of its tensors has one entry for each row."""
+
+    def sliced(tile: Any, stride: int, *arguments: Any, **named: Any) -> None:
+        for start in range(0, len(tile), _SLICE):
+            part = slice(start, start + _SLICE)
+            function(tile[part], stride, *(value[part] if hasattr(value, "dim") else value for value in arguments), **named)
+
+    return sliced
 
 
 def _in_place(*arguments: Any, **named: Any) -> None:

@@ -17,6 +17,8 @@ from finetune.errors import DataError
 
 #: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory that reading takes.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
+#: Most values (of lists: elements) of a Parquet row, and of the rows that are read at once.
+_MOST_VALUES = 1_000_000
 _ROW_LISTS = ("data", "rows", "examples", "train", "instances", "items")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
 
@@ -254,7 +256,7 @@ def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
     try:
         with parquet.ParquetFile(path) as file:
             number = 0
-            for batch in file.iter_batches(batch_size=256):
+            for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata, name)):
                 for index in range(batch.num_rows):
                     number += 1
                     yield _table_row(batch.slice(index, 1), name, number)
@@ -263,6 +265,16 @@ def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
         raise DataError(
             f"{name}: can't be read as Parquet: {shown(reason, 200)}", "Check that it was downloaded completely."
         ) from None
+
+
+def _rows_at_once(facts: Any, name: str) -> int:
+    """Rows to read at a time. Raises DataError where a few bytes stand for rows that would fill the memory."""
+    groups = [facts.row_group(index) for index in range(facts.num_row_groups)]
+    columns = ((group, group.column(index)) for group in groups for index in range(group.num_columns))
+    values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
+    if values > _MOST_VALUES:
+        raise DataError(f"{name}: its rows have {values:,.0f} values each", "Check what wrote it: no row of text is so long.")
+    return max(1, min(256, int(_MOST_VALUES / max(1, values))))
 
 
 def _table_row(row: Any, name: str, number: int) -> Row | Refused:

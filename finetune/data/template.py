@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import threading
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_ANY_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+#: Largest product of constants in a chat template; no template needs one.
+_LARGEST_PRODUCT = 1_000_000
 #: Llama's templates write today's date unless one is given; this is their own fallback.
 _FIXED = {"date_string": "26 Jul 2024"}
 
@@ -178,11 +182,26 @@ def _source(tokenizer: PreTrainedTokenizerBase) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
+        _refuse_bombs(source)
         render_jinja_template(conversations=[], chat_template=source)
     except TemplateSyntaxError as error:
         problem = f"the chat template is not valid Jinja: line {error.lineno}: {shown(error.message or '', 200)}"
         raise RecipeError(problem, "Correct it, or set chat_template to the path of another template.") from None
     return source
+
+
+def _refuse_bombs(source: str) -> None:
+    """Raises RecipeError for constant arithmetic that Jinja would compute while it compiles, where no time limit can end it."""
+    from jinja2 import Environment, nodes
+
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_ANY_MARKER.sub("", source))  # noqa: S701 - not rendered
+    for node in tree.find_all((nodes.Pow, nodes.Mul)):
+        numbers = [abs(part.value) for part in node.find_all(nodes.Const) if isinstance(part.value, (int, float))]
+        if isinstance(node, nodes.Pow) or math.prod(numbers) > _LARGEST_PRODUCT:
+            raise RecipeError(
+                f"line {node.lineno} of the chat template multiplies to more than {_LARGEST_PRODUCT:,}",
+                "Set chat_template to the path of another template.",
+            )
 
 
 @contextmanager

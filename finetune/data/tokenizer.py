@@ -94,6 +94,14 @@ def _place(name: str) -> Path | str:
     return name
 
 
+def run_tokenizer(folder: Path, recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer that a run has saved in `folder`. Code of its own runs only where the recipe trusts it.
+
+    Raises RecipeError when it can't be read.
+    """
+    return _load(folder, recipe)
+
+
 def _check_folder(folder: Path, name: str) -> None:
     if not any((folder / file).is_file() for file in _FILES):
         has = ", ".join(sorted(shown(entry.name) for entry in folder.iterdir())[:8]) or "nothing"

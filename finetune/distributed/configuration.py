@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.nvidia import read_devices
+from finetune.card.visible import visible
 from finetune.files import write_json
 from finetune.recipe.yaml import dump
+from finetune.system import WINDOWS
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -28,17 +29,16 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
-    here = launch.num_processes // launch.num_machines
+    if WINDOWS and (launch.num_processes > 1 or launch.strategy != "ddp"):
+        problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
+    here = launch.processes_here
     if not on_cpu and here > 1 and (cards := _visible_cards()) < here:
         problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used")
     return problems
 
 
 def _visible_cards() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    return len(read_devices())
+    return len(visible(read_devices()[0]))
 
 
 def write_configuration(run: Path, plan: Plan) -> Path:

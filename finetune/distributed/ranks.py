@@ -83,16 +83,10 @@ class RankEvents(EventWriter):
         write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
 
 
-def set_up(rank: Rank, on_cpu: bool) -> None:
-    """Select this rank's card and end this process when the launcher dies; called before anything is loaded."""
-    if rank.world == 1:
-        return
-    if sys.platform == "linux":
+def set_up(rank: Rank) -> None:
+    """End this process when the launcher dies; called before anything is loaded."""
+    if rank.world > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if not on_cpu:
-        import torch
-
-        torch.cuda.set_device(rank.local)
 
 
 def tear_down(rank: Rank, code: int) -> int:

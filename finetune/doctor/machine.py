@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,14 +13,19 @@ from pathlib import Path
 import pynvml
 
 from finetune.card.find import find_card
-from finetune.card.nvidia import driver_versions, read_devices
+from finetune.card.here import LOST_FIX
+from finetune.card.nvidia import Device, driver_versions, read_devices
+from finetune.card.other_makers import why_not
+from finetune.card.visible import visible
 from finetune.doctor.findings import Finding
+from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
 
 _NO_CARD_FIX = (
     "Without a card: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
     "(finetune run tiny-cpu)."
 )
+_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 #: More than this share of a card's memory in use is worth a warning.
 MOST_IN_USE = 0.15
 #: Below the first a warning; below the second the libraries and the bundled model hardly fit.
@@ -31,42 +36,56 @@ RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
 PORT = 7860
 
 
-def check_driver(pci: Path = Path("/sys/bus/pci/devices")) -> Finding:
+def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = None) -> Finding:
     """Does the driver answer, and which CUDA does it support? `pci`: where to look for a card when it doesn't."""
     try:
         driver, cuda = driver_versions()
     except pynvml.NVMLError as error:
         reason = str(error).rstrip(".")
-        if not _has_nvidia_card(pci):
-            return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason})", _NO_CARD_FIX)
-        fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
-        return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
+        if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+            return Finding("driver", "fail", f"the driver was updated while it ran ({reason})", "Restart the machine.")
+        makers = _makers_of_cards(pci) | ({"Apple"} if (system or platform.system()) == "Darwin" else set())
+        if "NVIDIA" in makers:
+            fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
+            return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
+        because, fix = next((found for maker in sorted(makers) if (found := why_not(maker))), ("", _NO_CARD_FIX))
+        what = f"no NVIDIA card in this machine ({reason})"
+        return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
 
 
 def check_cards() -> Iterator[Finding]:
-    """Free memory of each card, and which processes use the rest."""
+    """Free memory of each card, which processes use the rest, and whether this process may use it."""
     try:
-        devices = read_devices()
+        devices, lost = read_devices()
     except pynvml.NVMLError:
         yield Finding("card memory", "skip", "no card")
         return
-    if not devices:
+    if not devices and not lost:
         yield Finding("card memory", "warn", "the driver sees no card", _NO_CARD_FIX)
-    for number, device in enumerate(devices):
-        used_bytes = device.total_bytes - device.free_bytes
-        users = f" by {', '.join(device.holders[:6])}" if device.holders else ""
-        what = f"{device.name}: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
-        facts = {
-            "index": number, "name": device.name, "total_bytes": device.total_bytes, "free_bytes": device.free_bytes,
-            "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
-        }  # fmt: skip
-        if used_bytes <= MOST_IN_USE * device.total_bytes:
-            yield Finding("card memory", "ok", what, facts=facts)
-        else:
-            fix = "Close programs that use the card and that you don't need; a plan counts on the memory that is free."
-            yield Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{users}", fix, facts)
+    allowed = visible(devices)
+    for device in devices:
+        yield _card_finding(device, hidden=device not in allowed)
+    for card in lost:
+        yield Finding("card memory", "fail", f"card {card.index} does not answer ({card.why})", LOST_FIX, {"index": card.index})
+
+
+def _card_finding(device: Device, *, hidden: bool) -> Finding:
+    used_bytes = device.total_bytes - device.free_bytes
+    users = f" by {', '.join(device.holders[:6])}" if device.holders else ""
+    what = f"{device.index}: {device.name}: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
+    facts = {
+        "index": device.index, "name": device.name, "total_bytes": device.total_bytes, "free_bytes": device.free_bytes,
+        "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
+    }  # fmt: skip
+    if hidden:
+        what = f"{what}; hidden by CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+        return Finding("card memory", "skip", what, facts=facts)
+    if used_bytes <= MOST_IN_USE * device.total_bytes:
+        return Finding("card memory", "ok", what, facts=facts)
+    fix = "Close programs that use the card and that you don't need; a plan counts on the memory that is free."
+    return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{users}", fix, facts)
 
 
 def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MINIMUM_MEMORY_BYTES) -> Finding:
@@ -106,8 +125,7 @@ def check_disk(
 
 def check_port(port: int = PORT) -> Finding:
     """Can the page listen on its default port?"""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with port_socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -135,16 +153,17 @@ def check_spill(system: str | None = None, release: str | None = None) -> Findin
     return Finding("spill", "warn", what, fix)
 
 
-def _has_nvidia_card(pci: Path) -> bool:
-    """NVIDIA's vendor id on a display or 3D controller (class 0x03) of the PCI bus."""
+def _makers_of_cards(pci: Path) -> set[str]:
+    """Makers of the display and 3D controllers (class 0x03) on the PCI bus, by their vendor ids."""
+    found = set()
     for device in pci.glob("*"):
         try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         except OSError:
             continue
-        if vendor == "0x10de" and kind.startswith("0x03"):
-            return True
-    return False
+        if kind.startswith("0x03") and vendor in _MAKERS:
+            found.add(_MAKERS[vendor])
+    return found
 
 
 def _hub_cache() -> Path:

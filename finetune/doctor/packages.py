@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -20,16 +16,13 @@ from typing import Any
 import pynvml
 
 from finetune import __version__
+from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.card.nvidia import driver_versions
+from finetune.card.usable import WHEEL_FIX, Build, problem_of
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
+from finetune.system import WINDOWS
 
-_EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLong(1); }\n"
-_COMPILER_FIX = "Install a compiler and Python's headers; on Debian or Ubuntu: sudo apt install gcc libc6-dev python3-dev"
-_WHEEL_FIX = (
-    "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
-    "https://pytorch.org/get-started/locally/"
-)
 _FIXES = {
     "torch": "pip install --force-reinstall torch",
     "bitsandbytes": "pip install --force-reinstall bitsandbytes; without it: load_in_4bit=false load_in_8bit=false "
@@ -59,26 +52,13 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
 
 
 def check_compiler(include: str | None = None) -> Finding:
-    """Compile an extension as Triton does when a run starts: $CC, else gcc, else clang. `include`: where Python.h is."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return Finding("compiler", "warn", "no C compiler; Triton needs one for fast kernels and torch_compile", _COMPILER_FIX)
-    headers = include or sysconfig.get_paths()["include"]
-    name = Path(compiler).name
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.c"
-        source.write_text(_EXTENSION)
-        command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=8, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Finding("compiler", "warn", f"{name} can't be run: {error}", _COMPILER_FIX)
-    if done.returncode == 0:
-        return Finding("compiler", "ok", f"{name} compiles Python extensions")
-    if "Python.h" in done.stderr:
-        return Finding("compiler", "warn", f"{name} is installed, Python's headers are not (Python.h)", _COMPILER_FIX)
-    reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]).strip()
-    return Finding("compiler", "warn", f"{name} can't compile: {reason}", _COMPILER_FIX)
+    """Compile an extension as Triton does when a run starts. `include`: where Python.h is."""
+    if WINDOWS:
+        return Finding("compiler", "skip", "only Triton needs one, and torch for Windows comes without Triton")
+    if problem := compiler_problem(include):
+        what = f"{problem}; Triton needs one for fast kernels and torch_compile" if find_compiler() is None else problem
+        return Finding("compiler", "warn", what, COMPILER_FIX)
+    return Finding("compiler", "ok", f"{Path(find_compiler() or '').name} compiles Python extensions")
 
 
 def check_stack(deadline_s: float) -> Iterator[Finding]:
@@ -98,12 +78,12 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
             yield Finding(check, state, f"{name}: {problem}", fix)
             return
         else:
-            yield Finding(check, "skip", "no card to compile for")
+            yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
 
 
 def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:
     """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not)."""
-    command = [sys.executable, "-m", "finetune.doctor.probe"]
+    command = [sys.executable, "-P", "-m", "finetune.doctor.probe"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             output, errors = process.communicate(timeout=deadline_s)
@@ -147,12 +127,8 @@ def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | Non
     if driver is None:
         kind = "a CPU-only build" if part["cuda"] is None else f"built for CUDA {part['cuda']}"
         return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
-    if part["cuda"] is None:
-        return Finding("cuda", "fail", f"{version} is a CPU-only build; the card is not used", _WHEEL_FIX, facts)
-    if int(part["cuda"].split(".")[0]) > driver[1][0]:
-        newest = f"{driver[1][0]}.{driver[1][1]}"
-        what = f"{version} is built for CUDA {part['cuda']}, driver {driver[0]} supports CUDA up to {newest}"
-        return Finding("cuda", "fail", what, f"Update the driver, or install an older wheel. {_WHEEL_FIX}", facts)
+    if problem := problem_of(Build(part["version"], part["cuda"]), driver):
+        return Finding("cuda", "fail", *problem, facts)
     fix = "Is CUDA_VISIBLE_DEVICES set? In a container: was it started with --gpus all?"
     what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
     return Finding("cuda", "fail", what, fix, facts)
@@ -167,7 +143,7 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
         return Finding("architecture", "ok", f"the torch wheel has kernels for {card}", facts=facts)
     built_for = " ".join(part["architectures"]) or "no architecture"
     what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"
-    return Finding("architecture", "fail", what, _WHEEL_FIX, facts)
+    return Finding("architecture", "fail", what, WHEEL_FIX, facts)
 
 
 def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:

@@ -6,6 +6,7 @@ part as soon as it is known: `{"part": name, ...}`, with `error` when it can't b
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
@@ -13,16 +14,18 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from finetune.card.cuda import try_kernel
 from finetune.compat.torch import disable_torch_compile
+from finetune.system import WINDOWS
 
 
 def main() -> None:
-    """Try each part in turn; Triton only where torch sees a card."""
+    """Try each part in turn; Triton only where torch sees a card, and on Windows only where it is installed."""
     found = _report("torch", try_torch)
     if found["error"] is None:
         _report("bitsandbytes", try_bitsandbytes)
-    if found.get("devices"):
-        _report("triton", try_triton)
+    if found.get("devices") and (not WINDOWS or importlib.util.find_spec("triton")):
+        _report("triton", try_kernel)
 
 
 def try_torch() -> dict[str, Any]:
@@ -68,24 +71,6 @@ def try_bitsandbytes() -> dict[str, Any]:
         "gradient_is_finite": bool(inputs.grad is not None and torch.isfinite(inputs.grad).all()),
         "optimizer_moved": _optimizer_steps() if device == "cuda" else None,
     }  # fmt: skip
-
-
-def try_triton() -> dict[str, Any]:
-    """Compile the smallest kernel and run it on the card: it adds one to each of a thousand numbers."""
-    global tl  # a kernel looks names up in its module
-    import torch
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def add_one(values, count, block: tl.constexpr):  # type: ignore[name-defined]
-        places = tl.program_id(0) * block + tl.arange(0, block)
-        inside = places < count
-        tl.store(values + places, tl.load(values + places, mask=inside) + 1, mask=inside)
-
-    values = torch.arange(1000, device="cuda", dtype=torch.float32)
-    add_one[(4,)](values, 1000, block=256)
-    return {"numbers_are_right": bool((values.cpu() == torch.arange(1, 1001)).all())}
 
 
 def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -6,17 +6,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from finetune.data import Encoder
+from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import RecipeError
 from finetune.model.build import build_base, load_config
 from finetune.model.generate import greedy_answers
 from finetune.model.quiet import quiet_libraries
 from finetune.plan.plan import read_plan
-from finetune.run.directory import require_data
+from finetune.run.directory import require_data, require_intact_adapter
 from finetune.run.seal import newest_verified
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Answerer:
         folder = _adapter_folder(run, need_adapter)
         self.adapter = folder.name if folder else None
         require_data(run)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(run.data / "tokenizer"))
+        self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = _load(self.plan, folder, self.device)
@@ -62,6 +64,7 @@ class Answerer:
 
 def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
     if run.adapter.is_dir():
+        require_intact_adapter(run)
         return run.adapter
     checkpoint, _ = newest_verified(run.checkpoints)
     if checkpoint is not None:
@@ -83,4 +86,13 @@ def _load(plan: Plan, folder: Any, device: str) -> Any:
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
             f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
         ) from None
+    if folder and (broken := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
+        raise RecipeError(
+            f"the adapter in {folder} has values that are not finite: {', '.join(broken[:3])}",
+            "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
+        )
     return model.eval()
+
+
+def _is_adapter_not_finite(name: str, values: torch.Tensor) -> bool:
+    return ".lora_" in name and not bool(torch.isfinite(values).all())

@@ -15,6 +15,7 @@ from typing import Any
 
 from finetune.events.kinds import KINDS, Event, Unknown
 from finetune.serialise import from_json, readable, to_json
+from finetune.system import one_writer_at_a_time
 
 _Kinds = Mapping[str, type[Event]]
 
@@ -25,11 +26,12 @@ class EventWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.listeners: list[Callable[[Event], None]] = []  # called with each event after it is written
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = path.open("ab", buffering=0)
+        self._alone = one_writer_at_a_time(path)
         self._torn = self._ends_torn()  # a dead writer's line without a newline must not be continued
 
     def _ends_torn(self) -> bool:
-        size = os.fstat(self._file).st_size
+        size = os.fstat(self._file.fileno()).st_size
         if not size:
             return False
         with self.path.open("rb") as file:
@@ -42,19 +44,20 @@ class EventWriter:
         data = json.dumps(event_json(event), allow_nan=False).encode() + b"\n"
         if self._torn:
             data = b"\n" + data
-        written = os.write(self._file, data)
+        with self._alone:
+            written = self._file.write(data)
         if written != len(data):
             self._torn = self._torn or written > 0
             raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
         self._torn = False
         if event.durable:
-            os.fsync(self._file)
+            os.fsync(self._file.fileno())
         for hear in self.listeners:
             hear(event)
 
     def close(self) -> None:
         """Close the file; the writer can't be used afterwards."""
-        os.close(self._file)
+        self._file.close()
 
 
 class EventReader:

@@ -130,11 +130,11 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastCheck(Event):
-    """Forecast against measured memory, after the first step and, for the peak of all steps, at the end of the run."""
+    """Forecast against measured memory, after the first two steps and, for the peak of all steps, at the end of the run."""
 
     kind: ClassVar[str] = "forecast"
 
-    at: Annotated[str, "first step, or end"] = "first step"
+    at: Annotated[str, "first steps (in earlier versions: first step), or end"] = "first steps"
     step: Annotated[Whole | None, "optimizer steps done"] = None
     predicted_allocated_bytes: Annotated[Whole | None, "forecast peak of allocated memory"] = None
     measured_allocated_bytes: Annotated[Whole | None, "measured peak of allocated memory"] = None

@@ -14,7 +14,9 @@ from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpo
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
+from finetune.run.directory import require_intact_adapter
 from finetune.run.failures import is_disk_full
+from finetune.system import rename
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
         raise RecipeError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
+    require_intact_adapter(run)
     if target.exists():
         raise RecipeError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
@@ -40,7 +43,7 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     try:
         shutil.rmtree(building, ignore_errors=True)
         _write(settings, run, building, progress)
-        building.rename(target)
+        rename(building, target)
     except Exception as error:
         if not isinstance(error, OSError) and not is_disk_full(error):
             raise
@@ -54,8 +57,8 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
 
 def _write(settings: Any, run: RunDirectory, folder: Path, progress: Callable[[str], None]) -> None:
     from peft import PeftModel
-    from transformers import AutoTokenizer
 
+    from finetune.data.tokenizer import run_tokenizer
     from finetune.model.build import build_base, load_config
     from finetune.model.language_model import is_multimodal
     from finetune.model.quiet import quiet_libraries
@@ -73,7 +76,7 @@ def _write(settings: Any, run: RunDirectory, folder: Path, progress: Callable[[s
             return  # the model's own tokenizer and processor are there
     else:
         merged.save_pretrained(str(folder), safe_serialization=True)
-    AutoTokenizer.from_pretrained(str(run.adapter)).save_pretrained(str(folder))
+    run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
 
 
 def _folder_of(settings: Any) -> Path:

@@ -159,8 +159,12 @@ def _simulated(
 
 
 def _first_layer_saves_less(settings: Settings) -> bool:
-    """Whether the first layer saves less: its input needs no gradient and is not offloaded, nor fp32 with DoRA."""
-    return settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
+    """Whether the first layer saves less: its input needs no gradient and is not offloaded, nor fp32 with DoRA.
+
+    With `activation_offloading` no copies of an earlier layer are on their way yet.
+    """
+    kept = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
+    return kept or settings.activation_offloading
 
 
 def _recomputing(settings: Settings, all_layers: bool) -> Settings:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from finetune.forecast.tracker import Rule, StorageTracker
+from finetune.model.varlen_attention import flash_trains
 from finetune.units import KIB, MIB
 
 Capability = tuple[int, int]
@@ -126,8 +127,12 @@ def _attention_backward(capability: Capability) -> Rule:
 
 
 def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capability) -> bool:
-    """Whether scaled dot product attention uses the flash kernel (sdp_utils.cpp); if not, the memory-efficient one."""
-    return capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not masked
+    """Whether scaled dot product attention uses the flash kernel (sdp_utils.cpp); if not, the memory-efficient one.
+
+    cuDNN's comes last: a run sets TORCH_CUDNN_SDPA_DEPRIORITIZED (finetune.run.supervise).
+    """
+    supported = dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and flash_trains(head_dim, capability)
+    return capability >= (8, 0) and supported and not masked
 
 
 def _flash_scratch(query: torch.Tensor, key: torch.Tensor) -> list[int]:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
+from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.transformers import build_modules, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
@@ -193,6 +194,9 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
     restore_master_precision(peft_model)
+    # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: these keep PEFT's cast.
+    if settings.lora_dropout == 0 and not settings.use_dora:
+        leave_casts_to_autocast(peft_model)
     return peft_model
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.compat.transformers import disable_checkpointing, enable_checkpointing, wrap_checkpoint
 from finetune.errors import RecipeError
+from finetune.model.offload import offload_in_order
 from finetune.model.saved_activations import SavedActivations
 
 
@@ -66,5 +67,5 @@ def _keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: A
 def _checkpoint_with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
     # Inside the layer the checkpoint's own hooks are active: these see only the layer's inputs.
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
-    with SavedActivations(offload=True, pinned=on_cuda):
+    with SavedActivations(offload=offload_in_order(pinned=on_cuda)):
         return checkpoint(function, *inputs, **arguments)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import urllib.error
 import urllib.request
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.errors import RecipeError
+from finetune.model.catalogue import catalogue
+from finetune.model.names import resolve, suggestions
+from finetune.recipe import resolved
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -28,7 +29,6 @@ _EAGER_ONLY = {
     "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_CATALOGUE = Path(__file__).resolve().parent / "configurations.json"
 
 
 def resolve_model_path(settings: Recipe) -> str:
@@ -52,7 +52,7 @@ def resolve_model_path(settings: Recipe) -> str:
     if name.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(name) or path.is_file():
         raise RecipeError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
-            "Give a folder, or an id such as Qwen/Qwen3-8B.",
+            f"{_meant(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
         )
     return name
 
@@ -71,21 +71,37 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     known = catalogue()
     if path in known:
         return dict(known[path])
-    close = difflib.get_close_matches(path, known, n=2, cutoff=0.6)
-    hint = f"Did you mean {' or '.join(close)}? Or give" if close else "Give the hub id in full, or"
-    fix = f"{hint} a local folder."
+    fix = f"{_meant(path)}Give the hub id in full, or a folder that holds its config.json."
     raise RecipeError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
+
+
+def named_model(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe with the model's hub id in place of a name like it, and a sentence that says so, or nothing.
+
+    What is a folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
+    """
+    typed, revision = recipe.model_name_or_path, recipe.model_revision
+    if typed == "tiny" or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
+        return recipe, ""
+    match = resolve(typed)
+    if match is None or (_HUB_ID.fullmatch(typed) and _exists(typed)):
+        return recipe, ""
+    return resolved(recipe, model_name_or_path=match.name), match.note
+
+
+def _exists(repo: str) -> bool:
+    return _cached_on_disk(repo, None) is not None or _fetch(repo, "main")[0] is not None
+
+
+def _meant(name: str) -> str:
+    """`Did you mean A or B? `, or nothing."""
+    close = suggestions(name)
+    return f"Did you mean {' or '.join(close)}? " if close else ""
 
 
 def default_attention(values: dict[str, Any]) -> str:
     """Default `attn_implementation` for a config.json: sdpa where the model type supports it, else eager."""
     return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
-
-
-@cache
-def catalogue() -> dict[str, dict[str, Any]]:
-    """Hub id -> dimensions of common open models, as in config.json (facts from public registries)."""
-    return json.loads(_CATALOGUE.read_text(encoding="utf-8"))
 
 
 def _parsed(text: str, path: str) -> dict[str, Any]:

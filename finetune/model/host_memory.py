@@ -20,15 +20,3 @@ def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: 
     if is_forecast(like):
         return torch.empty(like.shape, dtype=dtype, device="meta")
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
-
-
-def to_host(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
-    """A copy in host memory; asynchronous from CUDA to pinned memory, ordered by the stream."""
-    copy = host_empty(tensor, pinned=pinned)
-    copy.copy_(tensor, non_blocking=True)
-    return copy
-
-
-def to_device(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device`; asynchronous from pinned memory to CUDA."""
-    return torch.empty(copy.shape, dtype=copy.dtype, device=device).copy_(copy, non_blocking=True)

@@ -1,15 +1,31 @@
-"""Hides the libraries' progress bars and deprecation warnings, which the user can do nothing about."""
+"""Hides the libraries' progress bars and the warnings that the user can do nothing about."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 
 def quiet_libraries() -> None:
-    """Switch off transformers' and datasets' progress bars, and FutureWarnings, in this process."""
+    """Switch off transformers' and datasets' progress bars, FutureWarnings, and repeats of int8's warning, in this process."""
     from datasets import disable_progress_bars
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    if not any(isinstance(known, _CastToHalfOnce) for known in logger.filters):
+        logger.addFilter(_CastToHalfOnce())
+
+
+class _CastToHalfOnce(logging.Filter):
+    """Lets bitsandbytes say once that int8 casts its inputs to fp16: in bf16 it says so at every layer of every micro-batch."""
+
+    said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("MatMul8bitLt: inputs will be cast"):
+            return True
+        first, self.said = not self.said, True
+        return first

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from finetune.model.host_memory import to_device, to_host
 from finetune.model.int8_activations import Int8Blocks, dequantise, is_compressible, quantise
+from finetune.model.offload import Moved, Offload
 
 #: Smaller tensors are not moved: a copy would cost more than it frees.
 _MIN_BYTES = 4096
@@ -19,9 +19,13 @@ _MIN_BYTES = 4096
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Stored:
-    """The stored form of one storage (or one view of it) until backward; `restore` returns its values, flat."""
+    """The stored form of one storage (or one view of it) until backward; `restore` returns its values, flat.
+
+    `moved` are the parts in host memory.
+    """
 
     restore: Callable[[], torch.Tensor]
+    moved: tuple[Moved, ...] = ()
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -35,14 +39,14 @@ class _Handle:
 
 class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
     """Context manager around forward and backward. `offload` moves every saved tensor to host memory, exactly; `int8`
-    quantises those that are compressible. With both, the int8 values are moved. `pinned` is for tensors on CUDA.
+    quantises those that are compressible. With both, the int8 values are moved.
 
     Parameters, quantised weights and casts of them are untouched. A storage that several operations save (the input of q, k
     and v) is stored once.
     """
 
-    def __init__(self, *, offload: bool = False, int8: bool = False, pinned: bool = False) -> None:
-        self._offload, self._int8, self._pinned = offload, int8, pinned
+    def __init__(self, *, offload: Offload | None = None, int8: bool = False) -> None:
+        self._offload, self._int8 = offload, int8
         self._stored: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
         super().__init__(self._pack, self._unpack)
 
@@ -53,10 +57,12 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *arguments: Any) -> None:
         super().__exit__(*arguments)
         self._stored.clear()
+        if self._offload is not None:
+            self._offload.close()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         compress = self._int8 and is_compressible(tensor)
-        if not (compress or self._offload) or not _is_activation(tensor):
+        if not (compress or self._offload is not None) or not _is_activation(tensor):
             return tensor
         with torch.no_grad():
             return self._handle(tensor.detach(), compress)
@@ -72,22 +78,23 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         stored = known[1]() if known is not None else None  # the weak reference keeps the address from being reused
         if stored is None:
             flat = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor.reshape(-1)
-            stored = _Stored(self._store(flat, compress))
+            stored = self._store(flat, compress)
             self._stored[key] = (reference, weakref.ref(stored))
+        if self._offload is not None:
+            self._offload.used(stored.moved)
         return _Handle(stored, tensor.shape, tensor.stride() if whole else _contiguous(tensor.shape))
 
-    def _store(self, flat: torch.Tensor, compress: bool) -> Callable[[], torch.Tensor]:
+    def _store(self, flat: torch.Tensor, compress: bool) -> _Stored:
+        offload = self._offload
         if not compress:
-            return self._moved(flat)
+            assert offload is not None
+            moved = offload.move(flat)
+            return _Stored(lambda: offload.back(moved), (moved,))
         blocks = quantise(flat)
-        if not self._offload:
-            return lambda: dequantise(blocks)
-        codes, scales, count, dtype = self._moved(blocks.codes), self._moved(blocks.scales), blocks.count, blocks.dtype
-        return lambda: dequantise(Int8Blocks(codes(), scales(), count, dtype))
-
-    def _moved(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        copy, device = to_host(tensor, pinned=self._pinned), tensor.device
-        return lambda: to_device(copy, device)
+        if offload is None:
+            return _Stored(lambda: dequantise(blocks))
+        codes, scales, count, dtype = offload.move(blocks.codes), offload.move(blocks.scales), blocks.count, blocks.dtype
+        return _Stored(lambda: dequantise(Int8Blocks(offload.back(codes), offload.back(scales), count, dtype)), (codes, scales))
 
     @staticmethod
     def _unpack(saved: torch.Tensor | _Handle) -> torch.Tensor:

@@ -11,6 +11,7 @@ from finetune.compat.transformers import checkpointing_name
 from finetune.model.checkpointing import decoder_layers, keep_all, recompute
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_memory import is_forecast
+from finetune.model.offload import offload_beside
 from finetune.model.saved_activations import SavedActivations
 from finetune.recipe.compatibility import is_zero3
 
@@ -46,12 +47,13 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
     """Context for forward and backward of one micro-batch: hooks on saved activations, or none.
 
-    `device` is the batch's; for CUDA the host copies are pinned.
+    `device` is the batch's; for CUDA the host copies are pinned, and copied beside the computation.
     """
     offload = settings.activation_offloading or _offloads_compiled_layer_inputs(settings)
     if not (offload or settings.int8_activations):
         return contextlib.nullcontext()
-    return SavedActivations(offload=offload, int8=settings.int8_activations, pinned=torch.device(device).type == "cuda")
+    beside = offload_beside(torch.device(device)) if offload else None
+    return SavedActivations(offload=beside, int8=settings.int8_activations)
 
 
 def training_arguments(settings: Settings) -> dict[str, Any]:

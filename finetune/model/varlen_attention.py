@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -97,17 +98,38 @@ def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
         return given.to(query.device), int(arguments["max_length_q"])
     positions = arguments.get("position_ids")
     if positions is not None and positions.shape == (batch, tokens) and not is_forecast(query):
-        starts = (positions.flatten() == 0).nonzero().flatten().to(torch.int32)
-        starts = torch.cat([starts, starts.new_tensor([batch * tokens])])
-        return starts, int(starts.diff().max())
+        return _from_positions(positions)
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
+
+
+#: What the host has read of a micro-batch, for the other layers: reading waits for all computation so far.
+_BOUNDARIES, _OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+
+
+def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Boundaries by the zeros of the position ids, read once."""
+    if positions not in _BOUNDARIES:
+        offsets = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
+        starts = torch.tensor(offsets, dtype=torch.int32, device=positions.device)
+        _BOUNDARIES[positions] = starts, max(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        _OFFSETS[starts] = offsets
+    return _BOUNDARIES[positions]
+
+
+def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
+    """`starts` as numbers, read once; in a forecast, whose tensors have no values, rows of equal length."""
+    if is_forecast(starts):
+        rows = len(starts) - 1
+        return [row * tokens // rows for row in range(rows + 1)]
+    if starts not in _OFFSETS:
+        _OFFSETS[starts] = starts.tolist()
+    return _OFFSETS[starts]
 
 
 def _has_kernel(query: torch.Tensor) -> bool:
     """Whether flash attention has a kernel: 16 bit, head_dim a multiple of 8 up to 256, compute capability 8.0 or higher.
 
-    A forecast assumes such a card. Backward with head_dim over 192 needs the shared memory of data centre chips
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: sm86, sm89 and sm12x are excluded).
+    A forecast assumes such a card, and that the model's head_dim can be trained there.
     """
     head_dim = query.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
@@ -115,15 +137,18 @@ def _has_kernel(query: torch.Tensor) -> bool:
     if is_forecast(query):
         return True
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (0, 0)
-    return capability >= (8, 0) and (head_dim <= 192 or capability in ((8, 0), (9, 0), (10, 0)))
+    return capability >= (8, 0) and flash_trains(head_dim, capability)
 
 
-def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
-    """`starts` as numbers; in a forecast, whose tensors have no values, rows of equal length."""
-    if not is_forecast(starts):
-        return list(starts.tolist())
-    rows = len(starts) - 1
-    return [row * tokens // rows for row in range(rows + 1)]
+def flash_trains(head_dim: int, capability: tuple[int, int]) -> bool:
+    """Whether flash attention's backward, without dropout, supports `head_dim` (at most 256) at this compute capability.
+
+    Widths over 192 and up to 224 need more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a kernel of its own
+    for these (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+    check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120; flash_attn/flash_api.cpp, mha_varlen_bwd).
+    """
+    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return not (small and 192 < head_dim <= 224)
 
 
 def _row_by_row(

@@ -1,11 +1,20 @@
-"""Checks that a folder's safetensors files are complete before a run starts; only their headers are read."""
+"""A base model's safetensors files: complete before a run starts (only headers are read), and unchanged when it resumes."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.errors import RecipeError
+from finetune.files import cache_dir, sha256_of, write_text
+from finetune.model.configuration import resolve_model_path
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
 
 _AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
 
@@ -18,6 +27,40 @@ def check_weights(folder: Path) -> None:
     problems = [f"{folder / name}: {problem}" for name in names if (problem := _problem(folder / name))]
     if problems:
         raise RecipeError(problems, _AGAIN)
+
+
+def weights_fingerprint(settings: Settings) -> str | None:
+    """One hash of the base model's weight files; None when they are not on this disk.
+
+    A file is hashed again only when its size or its time has changed.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path := resolve_model_path(settings))
+    if not folder.is_dir():
+        found = try_to_load_from_cache(path, "config.json", revision=settings.model_revision)
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    hashes = "".join(f"{name} {_hash(folder / name)}\n" for name in _files(folder))
+    return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    """The file's SHA-256, from the hub's cache (which names large files by it), this project's cache, or the content."""
+    path = path.resolve()
+    if re.fullmatch("[0-9a-f]{64}", path.name):
+        return path.name
+    stat = path.stat()
+    key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
+    known = cache_dir() / "weights" / key
+    with contextlib.suppress(OSError):
+        return known.read_text(encoding="utf-8")
+    made = sha256_of(path)
+    with contextlib.suppress(OSError):  # without a cache it is hashed again
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_text(known, made)
+    return made
 
 
 def _files(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import DataError, RecipeError
 from finetune.forecast.cache import LIBRARIES
+from finetune.model.configuration import named_model
 from finetune.plan.make import make_plan
 from finetune.plan.plan import DataProblem, DataStatistics
 from finetune.recipe import AUTO, Recipe
@@ -44,9 +45,10 @@ def plan_recipe(
     refuse_other_versions(LIBRARIES)
     if problems := address_problems(recipe.launch):
         raise RecipeError(problems)
+    recipe, renamed = named_model(recipe)
     read = rows(recipe)
     plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare)
-    return dataclasses.replace(plan.noting(read.note), data_problem=read.problem)
+    return dataclasses.replace(plan.noting(renamed).noting(read.note), data_problem=read.problem)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.forecast.forecast import Forecast
-from finetune.model.configuration import catalogue
+from finetune.model.catalogue import entries
 from finetune.plan.plan import Shortfall, Suggestion
 from finetune.plan.shape import shape_of
 from finetune.recipe import AUTO, Settings, resolved
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 Forecasts = Callable[[Settings], Forecast]
 #: At most this many catalogue models are forecast, from the largest down.
 MOST_MODELS = 4
+#: Families that are suggested.
+_FAMILIES = (
+    "HuggingFaceTB/", "Qwen/Qwen2.5-", "Qwen/Qwen3-", "google/gemma-", "meta-llama/Llama-3", "microsoft/", "mistralai/Mistral-",
+)  # fmt: skip
 
 
 def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> Shortfall:
@@ -96,12 +100,14 @@ def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
 ) -> str | None:
     """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
-    ranked = sorted(catalogue().items(), key=lambda item: -rough_parameters(item[1]))
+    known = [item for item in entries().items() if item[1].first and item[0].startswith(_FAMILIES)]
+    ranked = [item for item in sorted(known, key=lambda item: -item[1].parameters) if "text_config" not in item[1].config]
     tried = 0
-    for name, values in ranked:
+    for name, entry in ranked:
+        values = entry.config
         own_code = {"model_revision": None, "trust_remote_code": False}
         other = resolved(settings, model_name_or_path=name, **own_code, load_in_4bit=True, load_in_8bit=False)
-        if 0.5 * rough_parameters(values) > budget_bytes or name == recipe.model_name_or_path:
+        if 0.5 * entry.parameters > budget_bytes or name == recipe.model_name_or_path:
             continue
         try:
             shape = shape_of(values, other)
@@ -116,13 +122,3 @@ def largest_model(
         if tried >= MOST_MODELS:
             break
     return None
-
-
-def rough_parameters(values: dict[str, Any]) -> float:
-    """Parameters of a decoder from its dimensions, close enough to rank the catalogue."""
-    hidden, layers, heads = values["hidden_size"], values["num_hidden_layers"], values["num_attention_heads"]
-    head = values.get("head_dim") or hidden // heads
-    attention = 2 * hidden * head * (heads + (values.get("num_key_value_heads") or heads))
-    experts = values.get("num_experts") or 0
-    mlp = 3 * hidden * (values["moe_intermediate_size"] * experts if experts else values["intermediate_size"])
-    return layers * (attention + mlp) + values["vocab_size"] * hidden * (1 if values.get("tie_word_embeddings") else 2)

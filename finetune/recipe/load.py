@@ -15,7 +15,9 @@ from finetune.recipe.schema import ALIASES, DatasetRecipe, LaunchRecipe, Recipe
 
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
-_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9]{20,})\b")
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b"
+)
 
 
 def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
@@ -136,9 +138,10 @@ def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]
     renamed: dict[str, Any] = {}
     for key, value in values.items():
         where, canonical = origin.get(key, key), ALIASES.get(key, key)
-        if _SECRET_NAME.search(key) or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+        if secret := _secret_in(key, value):
             problems.append(
-                f"{where.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; remove '{key}'"
+                f"{where.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; "
+                f"remove '{secret}'"
             )
             continue
         if canonical in renamed:
@@ -155,6 +158,15 @@ def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]
             origin[canonical] = origin[key]
         renamed[canonical] = value
     return renamed
+
+
+def _secret_in(key: str, value: Any) -> str | None:
+    """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
+    if _SECRET_NAME.search(key) or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+        return key
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = (_secret_in(str(name), part) for name, part in parts)
+    return next((f"{key}.{name}" for name in found if name), None)
 
 
 def _known(section: str, value: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:

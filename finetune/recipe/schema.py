@@ -10,7 +10,7 @@ import operator
 from enum import Flag, auto
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from finetune.recipe import compatibility
 
@@ -22,8 +22,18 @@ def _auto_or(value: Any, handler: Any) -> Any:
     return AUTO if isinstance(value, str) and value.lower() == AUTO else handler(value)
 
 
+def _in_gib(value: Any) -> Any:
+    if type(value) not in (int, float):
+        return value
+    return f"{value:g}GiB" if value < 10_000 else str(round(value))
+
+
 #: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
 AutoOr = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value, return_type=Any)]
+#: Text that may look like a number: `gpu: 4090`, `output_dir: 2024`.
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+#: A size in bytes with its unit; a bare number of up to four digits is GiB.
+Size = Annotated[str, BeforeValidator(_in_gib)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Rows = Annotated[int, Field(ge=1, le=2**20)]
@@ -118,6 +128,11 @@ class LaunchRecipe(_Strict):
     )
     nvme_path: str | None = _launch(None, NOTHING, "Directory for NVMe offload.")
 
+    @property
+    def processes_here(self) -> int:
+        """Training processes on this machine."""
+        return max(1, self.num_processes // self.num_machines)
+
 
 class Recipe(_Strict):
     """What the user wants. `auto` leaves a setting to the planner, which gives a reason for its choice."""
@@ -191,12 +206,15 @@ class Recipe(_Strict):
     activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
-    gpu: str = _memory(
-        AUTO, COST | EXACTNESS, "Card: auto (this machine's), cpu, or a catalogue name, e.g. rtx-4090.", min_length=1
+    gpu: Text = _memory(
+        AUTO,
+        COST | EXACTNESS,
+        "Card: auto (this machine's), cpu, an index or UUID of nvidia-smi, or a catalogue name, e.g. rtx-4090.",
+        min_length=1,
     )
-    memory_budget: AutoOr[str] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
+    memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
     # -- run
-    output_dir: AutoOr[str] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
+    output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
     eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, BYTES, "Steps between evaluations; 0 is never.")
     sample_answers: Annotated[int, Field(ge=0, le=16)] = _run(3, NOTHING, "Held-out prompts answered at each evaluation.")
     save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 is only at the end.")

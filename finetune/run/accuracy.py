@@ -1,9 +1,9 @@
-"""Compares measured memory with the plan's forecast after the first step and at the end, and records it for later plans."""
+"""Compares measured memory with the plan's forecast after two steps and at the end, and records it for later plans."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from finetune.card.context import record_measurement
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.events import Step
     from finetune.plan.plan import Plan
 
-#: A first step that allocates more than this share over the forecast ends the run.
+#: First steps that allocate more than this share over the forecast are worth a warning.
 MARGIN = 0.10
 _WARM_UP_STEPS = 2
 
@@ -32,28 +32,44 @@ def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> 
     )  # fmt: skip
 
 
-def refuse_excess(plan: Plan, check: ForecastCheck) -> None:
-    """Raise DoesNotFit when the first step allocated far more than forecast, unless the run was started with --force."""
+def excess(plan: Plan, check: ForecastCheck) -> str | None:
+    """A warning when the run allocated far more than forecast, None when it did not or was started with --force.
+
+    Raises DoesNotFit when that is more than the budget, which takes memory from other programs.
+    """
     error = check.allocated_error
     if error is None or error <= MARGIN or plan.verdict == "does not fit":
-        return
-    raise DoesNotFit(
-        f"the first step allocated {format_bytes(check.measured_allocated_bytes)}, but the forecast was "
-        f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%})",
-        "This is a bug in the forecast: please report it with plan.json. To run anyway: --force.",
+        return None
+    allocated, budget = check.measured_allocated_bytes or 0, budget_bytes(plan)
+    what = (
+        f"the first steps allocated {format_bytes(allocated)}, but the forecast was "
+        f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%})"
     )
+    bug = "This is a bug in the forecast: please report it with plan.json."
+    if allocated + (plan.card.context_bytes or 0) > budget:
+        over = f"{what}, and with the CUDA context that is more than the budget of {format_bytes(budget)}"
+        raise DoesNotFit(over, f"{bug} To run anyway: --force.")
+    return f"{what}; it still fits the budget of {format_bytes(budget)}. {bug}"
+
+
+def budget_bytes(plan: Plan) -> int:
+    """Memory of the card that the run may take, with the CUDA context."""
+    return plan.card.free_bytes if plan.budget_bytes is None else plan.budget_bytes
 
 
 def at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
     """The comparison for the peaks of the whole run; None without a step."""
-    if not steps:
-        return None
-    highest = Memory(
-        peak_allocated_bytes=_highest(step.peak_allocated_bytes for step in steps),
-        peak_reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
-        card_used_bytes=_highest(_own_card_bytes(step) for step in steps),
+    return compare_with_forecast(plan, highest(steps), at="end", step=steps[-1].step) if steps else None
+
+
+def highest(memories: Sequence[Memory]) -> Memory:
+    """The highest of each peak; the card's without other programs."""
+    return Memory(
+        peak_allocated_bytes=_highest(memory.peak_allocated_bytes for memory in memories),
+        peak_reserved_bytes=_highest(memory.peak_reserved_bytes for memory in memories),
+        card_used_bytes=_highest(_own_card_bytes(memory) for memory in memories),
+        other_processes_bytes=0,
     )
-    return compare_with_forecast(plan, highest, at="end", step=steps[-1].step)
 
 
 def record_measurements(plan: Plan, steps: list[Step]) -> None:
@@ -78,9 +94,9 @@ def _highest(values: Iterable[int | None]) -> int | None:
 
 
 def _own_card_bytes(memory: Memory) -> int | None:
-    """Memory in use on the card without other programs; with them where the driver does not report them."""
-    used = memory.card_used_bytes
-    return None if used is None else used - (memory.other_processes_bytes or 0)
+    """Memory in use on the card without other programs; None where the driver does not report them."""
+    used, others = memory.card_used_bytes, memory.other_processes_bytes
+    return None if used is None or others is None else used - others
 
 
 def _context_bytes(memory: Memory) -> int | None:

@@ -15,30 +15,34 @@ from transformers import TrainerCallback
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.events import RunWarning, Step
-from finetune.run.accuracy import compare_with_forecast, refuse_excess
+from finetune.run.accuracy import compare_with_forecast, excess, highest
 from finetune.run.memory_watch import MemoryWatch
+from finetune.run.stopping import asked
 
 if TYPE_CHECKING:
-    from finetune.events import EventWriter
+    from finetune.events import EventWriter, Memory
+    from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
     from finetune.run.training import RunTrainer
 
 
+_COMPARED_STEP = 2  # the first with optimizer states; finetune.run.training.LongestEarly puts the longest row into it
 _SPIKE_WINDOW = 5  # losses that the watchdog compares with
 _MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; after 16 it is 1
 
 
 class StopRequest:
-    """SIGTERM and SIGINT request a stop after the current optimizer step; the first signal counts."""
+    """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
         self.signal: int | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def agreed(self) -> int | None:
         """The signal, when any rank has received one; all ranks ask after the same step."""
-        self.signal = all_reduce_max(self.signal or 0) or None
+        self.signal = all_reduce_max(self.signal or next(iter(asked(self._run)), 0)) or None
         return self.signal
 
     def _remember(self, number: int, frame: Any) -> None:
@@ -55,7 +59,7 @@ class RunCallback(TrainerCallback):
         self.spike: str | None = None
         self.trainer: RunTrainer | None = None
         self.diverged: str | None = None
-        self._compared = False
+        self._first: list[Memory] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the step's clock."""
@@ -98,11 +102,7 @@ class RunCallback(TrainerCallback):
             self._events.emit(RunWarning(message=message))
         self._check_finite(state.global_step, logs, control)
         self._check_spike(state.global_step, logs["loss"], control)
-        if not self._compared:
-            self._compared = True
-            check = compare_with_forecast(self.trainer.plan, memory, at="first step", step=state.global_step)
-            self._events.emit(check)
-            refuse_excess(self.trainer.plan, check)
+        self._compare(state, memory)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Apply the plan's learning rate to a resumed schedule: it may have been lowered since the checkpoint."""
@@ -119,6 +119,17 @@ class RunCallback(TrainerCallback):
         """Look for a leak: between epochs only long-lived tensors are allocated."""
         for message in self._watch.epoch(self._memory.sample()):
             self._events.emit(RunWarning(message=message))
+
+    def _compare(self, state: Any, memory: Memory) -> None:
+        """After step 2 (or the only one) compare the peak so far with the forecast; a run resumed later has passed it."""
+        if self.trainer is None or state.global_step > _COMPARED_STEP:
+            return
+        self._first.append(memory)
+        if state.global_step == min(_COMPARED_STEP, state.max_steps):
+            check = compare_with_forecast(self.trainer.plan, highest(self._first), at="first steps", step=state.global_step)
+            self._events.emit(check)
+            if message := excess(self.trainer.plan, check):
+                self._events.emit(RunWarning(message=message))
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:
         """Opt-in watchdog: a loss far above its recent median ends the attempt without a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.files import cache_dir, write_json
@@ -12,17 +13,17 @@ from finetune.run.state import process_is, process_record
 
 
 class Queue:
-    """The queue of one card. `folder` is shared by all runs of this user on this machine."""
+    """The queue of the runs that share a card with this one. `folder` is all runs' of this user on this machine."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, cards: Sequence[str]) -> None:
+        self.folder, self.cards = folder, list(cards)
         self._ticket: Path | None = None
 
     def join(self, run: Path) -> None:
         """Add the calling process to the end of the queue."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ticket = self.folder / f"{time.time_ns():020d}-{os.getpid()}.json"
-        write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve())})
+        write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve()), "cards": self.cards})
 
     def ahead(self) -> list[str]:
         """Run directories ahead in the queue, in order; empty when it is the caller's turn."""
@@ -38,17 +39,16 @@ class Queue:
         living = []
         for ticket in sorted(self.folder.glob("*.json")):
             try:
-                record = json.loads(ticket.read_text())
-            except (FileNotFoundError, ValueError):  # just removed, or being written
+                record = json.loads(ticket.read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # just removed, or being written
                 continue
-            if process_is(record):
-                living.append((ticket, record["run"]))
-            else:
+            if not process_is(record):
                 ticket.unlink(missing_ok=True)
+            elif not set(self.cards).isdisjoint(record.get("cards", self.cards)):  # earlier versions named none
+                living.append((ticket, record["run"]))
         return living
 
 
-def card_queue(card_name: str) -> Queue:
-    """The queue of a card of this machine."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in card_name.lower())
-    return Queue(cache_dir() / "queue" / name)
+def card_queue(cards: Sequence[str]) -> Queue:
+    """The queue for cards of this machine, by UUID or name."""
+    return Queue(cache_dir() / "queue", cards)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -14,8 +12,10 @@ from finetune.files import write_json
 from finetune.forecast.cache import LIBRARIES
 from finetune.plan.plan import read_plan
 from finetune.requirements import refuse_other_versions
+from finetune.run import stopping
 from finetune.run.directory import require_data
 from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
+from finetune.system import start_detached
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -28,11 +28,9 @@ def start(run: RunDirectory) -> int:
     """
     if is_alive(run):
         raise RecipeError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
+    stopping.forget(run)
     with run.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "finetune.run.supervise", str(run.path)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env={**os.environ},
-        )  # fmt: skip
+        process = start_detached([sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)], log)
     write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
     return process.pid
 
@@ -54,10 +52,10 @@ def resume(run: RunDirectory) -> int:
 def stop(run: RunDirectory, number: int = signal.SIGTERM) -> bool:
     """Stop a run after its step, with a checkpoint; the second call ends it at once. False when it was not running."""
     processes = read_processes(run)
-    for role in ("supervisor", "worker"):  # without a supervisor the worker gets the signal itself
+    for role in ("supervisor", "worker"):  # without a supervisor the worker is asked itself
         record = processes.get(role)
         if record and process_is(record):
-            os.kill(int(record["pid"]), number)
+            stopping.ask(run, int(record["pid"]), number)
             return True
     return False
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import DiskFull, RecipeError
+from finetune.run.seal import changes_in
+from finetune.system import rename
 
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -64,8 +66,18 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Lock file (flock), held while a process of the run lives."""
+        """Lock file of the supervisor."""
         return self.path / "lock"
+
+    @property
+    def worker_lock(self) -> Path:
+        """Lock file of the training process, which may outlive its supervisor."""
+        return self.path / "worker.lock"
+
+    @property
+    def stop_requests(self) -> Path:
+        """Requests to stop, where there are no signals: a line for each."""
+        return self.path / "stop"
 
     @property
     def data(self) -> Path:
@@ -119,7 +131,7 @@ def _rename_to_free_name(building: Path, path: Path) -> Path:
         if target.exists():
             continue
         try:
-            building.rename(target)
+            rename(building, target)
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process took the name
                 continue
@@ -142,9 +154,21 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
 
 
 def require_data(run: RunDirectory) -> None:
-    """Raise RecipeError when the run's tokenised rows or tokenizer are missing."""
+    """Raise RecipeError when the run's tokenised rows or tokenizer are missing or have changed."""
+    again = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
-        raise RecipeError(f"{run.data} is missing or incomplete", f"Start a new run: finetune run {run.recipe}")
+        raise RecipeError(f"{run.data} is missing or incomplete", again)
+    if changes := changes_in(run.data):
+        raise RecipeError([f"{run.data}: {change}" for change in changes[:5]], again)
+
+
+def require_intact_adapter(run: RunDirectory) -> None:
+    """Raise RecipeError when the finished adapter is not what the run wrote."""
+    if changes := changes_in(run.adapter):
+        raise RecipeError(
+            [f"{run.adapter}: {change}" for change in changes[:5]],
+            f"Delete or rename {run.adapter} to use the newest sealed checkpoint, or train again.",
+        )
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:

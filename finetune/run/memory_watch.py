@@ -6,12 +6,13 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING
 
+from finetune.card.allocator import has_windows_driver
 from finetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from finetune.events import Memory
 
-_SLOW_FACTOR = 5.0  # Windows and WSL spill to host memory silently; steps are reported to be 10 to 1000 times slower
+_SLOW_FACTOR = 5.0  # a spill to host memory is silent; steps are reported to be 10 to 1000 times slower
 _OTHERS_GREW_BYTES = 512 * MIB
 _LEAK_EPOCHS, _LEAK_BYTES = 3, 32 * MIB
 _FRAGMENTED_SHARE, _FRAGMENTED_BYTES = 0.25, GIB
@@ -20,7 +21,9 @@ _FRAGMENTED_SHARE, _FRAGMENTED_BYTES = 0.25, GIB
 class MemoryWatch:
     """Takes each step's memory sample and returns warnings, each of them once."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_spill: bool | None = None) -> None:
+        """`may_spill`: whether a full card spills to host memory; None asks this machine."""
+        self._may_spill = has_windows_driver() if may_spill is None else may_spill
         self._said: set[str] = set()
         self._step_s: deque[float] = deque(maxlen=50)
         self._others_bytes: int | None = None
@@ -48,7 +51,7 @@ class MemoryWatch:
 
     def _spill(self, memory: Memory, step_s: float) -> tuple[str, str]:
         reserved, total, others = memory.reserved_bytes, memory.card_total_bytes, memory.other_processes_bytes or 0
-        if reserved is None or total is None or reserved + others <= total:
+        if not self._may_spill or reserved is None or total is None or reserved + others <= total:
             return "spill", ""
         slow = len(self._step_s) >= 5 and step_s > _SLOW_FACTOR * statistics.median(self._step_s)
         speed = f"; this step took {step_s:.1f} s, the median is {statistics.median(self._step_s):.1f} s" if slow else ""

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
+from finetune.card.compiler import COMPILER_FIX
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
 from finetune.files import existing_parent, free_disk_bytes, write_json
-from finetune.model.configuration import resolve_model_path
+from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.recipe import write_recipe
+from finetune.run.card import triton_needs
 from finetune.run.directory import create
+from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
 
@@ -42,7 +45,9 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
-    card = find_card(recipe.gpu, here=True)  # first: a missing card is an error before anything is loaded
+    recipe, _ = named_model(recipe)
+    # first: a missing card is an error before anything is loaded
+    card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
     rows = _Rows(progress)
     plan = plan_recipe(recipe, card, rows)
@@ -56,6 +61,8 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         )
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))
+    if not card.is_cpu and (lacking := triton_needs()):
+        plan = plan.noting(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)
 
 
@@ -84,8 +91,10 @@ def _shorter(settings: Settings, plan: Plan) -> int | None:
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
-    """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers."""
+    """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers, Triton."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
+    if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
+        problems.append(f"torch_compile needs Triton: {lacking}. {COMPILER_FIX}, or set torch_compile=false")
     if problems:
         raise RecipeError(problems)
 
@@ -113,8 +122,9 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
         prepared.data.eval.save_to_disk(str(run.data / "eval"))
     write_json(run.data / "report.json", prepared.data.report.as_json())
     write_json(run.data / "eval_examples.json", _questions(prepared))
-    (run.data / "fingerprint").write_text(prepared.data.fingerprint)
+    (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
+    write_manifest(run.data, {})
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
 

@@ -11,8 +11,11 @@ from finetune.files import write_json
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from finetune.plan.plan import Plan
     from finetune.run.directory import RunDirectory
 
@@ -38,9 +41,12 @@ def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     """Changes that need less memory at the same effective batch size; None when nothing is left to try.
 
-    In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload.
+    In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload. None of
+    them makes loading smaller.
     """
     settings = plan.settings
+    if phase == "load":
+        return None
     if phase == "evaluate" and settings.per_device_eval_batch_size > 1:
         return {"per_device_eval_batch_size": max(1, settings.per_device_eval_batch_size // 2)}
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
@@ -54,5 +60,20 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     return None
 
 
+def nothing_smaller(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
+    """The message when no smaller plan is left. `holders`: other processes on the card, with their bytes."""
+    again = f"finetune plan {recipe}"
+    if phase != "load":
+        less = "a shorter max_length or a smaller model needs less memory"
+        return f"out of memory in phase {phase}, and no smaller plan is left to try; {less}: {again}"
+    needs = f" ({format_bytes(plan.forecast.peaks['load'])} by the forecast)" if plan.forecast else ""
+    close = f"close other programs on the card ({', '.join(holders[:6])}), or " if holders else ""
+    quantise = "" if plan.settings.load_in_4bit else "load_in_4bit=true or "
+    return (
+        f"out of memory while the model was loaded{needs}, which no smaller micro-batch changes; {close}plan again with "
+        f"{quantise}a smaller model: {again}"
+    )
+
+
 def _adjustments(run: RunDirectory) -> dict[str, Any]:
-    return json.loads(run.adjustments.read_text()) if run.adjustments.exists() else {}
+    return json.loads(run.adjustments.read_text(encoding="utf-8")) if run.adjustments.exists() else {}

@@ -1,4 +1,7 @@
-"""Sealed checkpoints: a checkpoint is valid only if its manifest has the hash of every file and all are synced to disk."""
+"""Manifests: the hash of every file of a folder, so that a change is found before the files are used.
+
+A checkpoint is valid only with its manifest. The prepared data and the finished adapter have one, too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.files import sha256_of
+from finetune.system import WINDOWS, rename, sync_file, sync_folder
+
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
+#: Files that a library would load if they were added to a folder; others (README.md) may be.
+_LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
+#: Facts that are hashes, in words.
+_HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed"}
 
 
 @dataclass(frozen=True)
@@ -31,49 +41,69 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
     `facts`: settings and data that a resumed run is compared with. Raises OSError when the disk is full; then `target` does not
     exist.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    write_manifest(folder, {"step": step, "facts": facts})
+    if target.exists():  # written by an attempt that died between sealing and its next step
+        shutil.rmtree(target)
+    rename(folder, target)
+    sync_folder(target.parent)
+    return target
+
+
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    """Hash and sync every file of `folder` and write its manifest, with `values`, last. Raises OSError."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(1) as disk:  # hash while the disk syncs
-        synced = [disk.submit(_sync, path) for path in paths]
-        files = {str(path.relative_to(folder)): {"sha256": _sha256(path), "bytes": path.stat().st_size} for path in paths}
+        synced = [disk.submit(sync_file, path) for path in paths]
+        files = {
+            path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in paths
+        }
         for done in synced:
             done.result()
-    manifest = {"step": step, "files": files, "facts": facts}
+    manifest = {**values, "files": files}
     manifest["seal"] = _seal_of(manifest)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
-    if target.exists():  # written by an attempt that died between sealing and its next step
-        shutil.rmtree(target)
-    folder.rename(target)
-    _sync(target.parent)
-    return target
+    sync_folder(folder)
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line each; empty when every file is unchanged."""
+    """What is wrong with a checkpoint, one line each; empty when every file is unchanged and none was added."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, step = dict(manifest["files"]), int(manifest["step"])
-        if manifest.pop("seal") != _seal_of(manifest):
-            return ["its manifest has changed since it was sealed"]
+        step = int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
     except FileNotFoundError:
         return ["it is incomplete (no manifest): the run died while writing it"]
     except (ValueError, KeyError, TypeError, OSError):
         return ["its manifest can't be read"]
-    problems = []
+    problems = changes_in(folder)
     if folder.name != f"checkpoint-{step}":
         problems.append(f"its manifest is for step {step}")
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size:,} bytes, not the {expected['bytes']:,} in the manifest")
-        elif _sha256(path) != expected["sha256"]:
-            problems.append(f"{name} has changed since it was sealed")
     return problems
+
+
+def changes_in(folder: Path) -> list[str]:
+    """How a folder differs from its manifest, one line for each file; empty without a manifest (runs of older versions)."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+        if manifest.pop("seal") != _seal_of(manifest):
+            return ["its manifest has changed since it was sealed"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, OSError):
+        return ["its manifest can't be read"]
+    problems = [problem for name, expected in files.items() if (problem := _change(folder / name, name, expected))]
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
+    return problems + [f"{name} is not in its manifest" for name in found if name not in files and name != MANIFEST]
+
+
+def _change(path: Path, name: str, expected: dict[str, Any]) -> str:
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{name} has {path.stat().st_size:,} bytes, not the {expected['bytes']:,} in the manifest"
+    return f"{name} has changed since it was sealed" if sha256_of(path) != expected["sha256"] else ""
 
 
 def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
@@ -96,13 +126,14 @@ def rotate(checkpoints: Path, keep: int) -> list[Path]:
     if len(sealed) <= keep or verify(sealed[0]):
         return []
     for path in sealed[keep:]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=WINDOWS)  # which keeps what a virus scanner has open
     return sealed[keep:]
 
 
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Facts of a checkpoint that differ `now`, one line each. Facts that an earlier version did not write are skipped."""
-    return [f"{name} was {was} and is now {now[name]}" for name, was in sealed.items() if name in now and was != now[name]]
+    changed = {name: was for name, was in sealed.items() if name in now and was != now[name]}
+    return [_HASHED.get(name) or f"{name} was {was} and is now {now[name]}" for name, was in changed.items()]
 
 
 def _seal_of(manifest: dict[str, Any]) -> str:
@@ -113,16 +144,3 @@ def _seal_of(manifest: dict[str, Any]) -> str:
 def _by_step(checkpoints: Path) -> list[tuple[int, Path]]:
     found = [(int(match[1]), path) for path in checkpoints.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     return sorted(found, reverse=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

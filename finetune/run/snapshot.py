@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.compat.torch import dump_memory_history, record_memory_history
+from finetune.card import cuda
 
 _MOST_ENTRIES = 100_000
 
@@ -13,14 +13,14 @@ _MOST_ENTRIES = 100_000
 def start_recording(on_cuda: bool) -> None:
     """Record every allocation with its stack from now on; costs some host memory and a few per cent of time."""
     if on_cuda:
-        record_memory_history(_MOST_ENTRIES)
+        cuda.start_history(_MOST_ENTRIES)
 
 
 def write_snapshot(path: Path, on_cuda: bool) -> Path | None:
     """Write the history; None without a card."""
     if not on_cuda:
         return None
-    dump_memory_history(str(path))
+    cuda.write_history(str(path))
     return path
 
 
@@ -28,9 +28,5 @@ def free_blocks(on_cuda: bool) -> dict[str, Any]:
     """Size of the largest free block in reserved memory, and number of free blocks; null without a card. Slow."""
     if not on_cuda:
         return {"largest_free_block_bytes": None, "free_blocks": None}
-    import torch
-
-    sizes = [
-        block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"] if block["state"] == "inactive"
-    ]
+    sizes = list(cuda.free_block_sizes())
     return {"largest_free_block_bytes": max(sizes, default=0), "free_blocks": len(sizes)}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from finetune.events import EventReader, Start, State, Step
+from finetune.system import is_locked
 
 if TYPE_CHECKING:
     from finetune.events import Event
@@ -68,15 +67,16 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
 
 
 def is_alive(run: RunDirectory) -> bool:
-    """True while a process of the run holds its lock or one of its recorded processes is alive."""
-    return _is_locked(run.lock) or any(process_is(record) for record in read_processes(run).values())
+    """True while one of the run's recorded processes is alive or a process holds one of its locks."""
+    recorded = any(process_is(record) for record in read_processes(run).values())
+    return recorded or is_locked(run.lock) or is_locked(run.worker_lock)
 
 
 def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
     """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`; empty when there are none."""
     try:
-        values = json.loads(run.process.read_text())
-    except (FileNotFoundError, ValueError):
+        values = json.loads(run.process.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return {role: record for role, record in values.items() if isinstance(record, dict) and "pid" in record}
 
@@ -91,38 +91,13 @@ def process_is(record: dict[str, float]) -> bool:
     try:
         process = psutil.Process(int(record["pid"]))
         return abs(process.create_time() - record["started_s"]) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's has taken the number
         return False
-
-
-def take_lock(run: RunDirectory) -> int | None:
-    """Lock the run; returns the open file descriptor, to keep and pass to children, or None when it is locked."""
-    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _started_since(run: RunDirectory, time_s: float) -> bool:
     """True when a live process of the run started after `time_s`: resumed, with no event yet."""
     return any(process_is(record) and record["started_s"] > time_s for record in read_processes(run).values())
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # no lock file, or no permission to open it
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _last_events(path: Path) -> list[Event]:

@@ -22,12 +22,18 @@ from finetune.distributed.processes import launcher_for
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
+from finetune.run.card import cards_of, holders_of
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
-from finetune.run.state import ENDED, process_record, take_lock
+from finetune.run.state import ENDED, process_record
+from finetune.run.stopping import asked
+from finetune.system import WINDOWS, outlive_terminal, take_lock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.distributed.processes import Launcher
     from finetune.events import Event
     from finetune.run.card_queue import Queue
 
@@ -37,33 +43,38 @@ _POLL_S = 0.1
 def main() -> int:
     """Entry point of the process; returns the run's exit status."""
     run = RunDirectory(Path(sys.argv[1]))
-    lock = take_lock(run)
+    lock = take_lock(run.lock, wait_s=1)  # whoever looks whether it is held holds it for a moment
     if lock is None:
         print(f"{run.path} is already running", file=sys.stderr)  # noqa: T201
         return 2
-    return Supervisor(run, lock).main()
+    try:
+        return Supervisor(run).main()
+    finally:
+        lock.release()
 
 
 class Supervisor:
     """Runs attempts of one run until it ends."""
 
-    def __init__(self, run: RunDirectory, lock: int) -> None:
-        self.run, self.lock = run, lock
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
         self.signals: list[int] = []
+        self.requests = 0  # read from the run's file
         self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
         self.seen: list[Event] = []
         self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
+        self.cards = cards_of(read_plan(run.plan))
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
     def main(self) -> int:
         """Wait for the card, then run attempts; returns the run's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self.signals.append(number))
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        outlive_terminal()
         card = read_plan(self.run.plan).card
         if card.is_cpu:
             return self._attempts()
-        queue = card_queue(card.name)
+        queue = card_queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
             return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
@@ -74,6 +85,7 @@ class Supervisor:
         """Wait for other runs on the card; False when a signal came first."""
         told: list[str] | None = None
         while ahead := queue.ahead():
+            self._read_requests()
             if self.signals:
                 return False
             if ahead != told:
@@ -104,12 +116,12 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**worker_environment(), **(launcher.environment() if launcher is not None else {})},
-                pass_fds=[self.lock],
+                env={**worker_environment(self.cards), **(launcher.environment() if launcher is not None else {})},
             )
         write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
         began_s, told, asked_s, ended = time.time(), 0, 0.0, False
         while worker.poll() is None:
+            self._read_requests()
             if len(self.signals) > told:
                 told += 1  # one at a time: the next may come while this one is acted on
                 if told > 1 or not self._has_started():  # the second signal, or nothing to save yet
@@ -117,7 +129,7 @@ class Supervisor:
                     ended = True
                 else:
                     self._emit(State(state="stopping"))
-                    launcher.send(worker, self.signals[0]) if launcher is not None else worker.send_signal(self.signals[0])
+                    self._ask(worker, launcher)
                     asked_s = time.monotonic()
             if asked_s and time.monotonic() - asked_s > self.stop_deadline_s:
                 _kill_tree(worker)
@@ -130,6 +142,19 @@ class Supervisor:
         if launcher is None or ended:
             return worker.returncode
         return launcher.exit_status(worker.returncode, self._emit)
+
+    def _read_requests(self) -> None:
+        """Count requests of the run's file as signals."""
+        found = asked(self.run)
+        self.signals += found[self.requests :]
+        self.requests = max(self.requests, len(found))
+
+    def _ask(self, worker: subprocess.Popen[bytes], launcher: Launcher | None) -> None:
+        """Ask the worker to stop, which reads the run's file itself; Windows can't signal it."""
+        if launcher is not None:
+            launcher.send(worker, self.signals[0])
+        elif not (self.requests or WINDOWS):
+            worker.send_signal(self.signals[0])
 
     def _has_started(self) -> bool:
         self.seen += self.reader.new()
@@ -144,17 +169,14 @@ class Supervisor:
 
     def _smaller_plan(self, attempt: int) -> bool:
         """Prepare the next attempt after out of memory; False when nothing is left to try."""
-        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller
+        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller, nothing_smaller
 
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
         if changes is None:
-            self._end(
-                "failed", 5, f"out of memory in phase {phase}, and no smaller plan is left to try; a shorter max_length or "
-                f"a smaller model needs less memory: finetune plan {self.run.recipe}",
-            )  # fmt: skip
+            self._end("failed", 5, nothing_smaller(plan, phase, holders_of(self.cards), self.run.recipe))
             return False
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))
@@ -186,7 +208,7 @@ class Supervisor:
             self._end("stopped", code, f"killed without a new checkpoint; {resume}")
         elif code == 7:
             self._end("paused", 7, f"the disk is full; free some space, then {resume}")
-        elif code == -signal.SIGKILL:
+        elif code == -9:  # SIGKILL, a name that Windows lacks
             self._end("failed", 1, f"the process was killed (often: out of host memory); {resume}")
         else:
             self._end("failed", 1, f"the process ended with status {code}, see {self.run.log}; {resume}")
@@ -211,10 +233,19 @@ def worker_command(run: RunDirectory) -> list[str]:
     return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
 
 
-def worker_environment() -> dict[str, str]:
-    """The worker's environment, which must be set before torch is imported."""
+def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
+    """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the only ones that it may see.
+
+    Without them all visible cards: torch would count in another order than the driver, and the trainer would use them all.
+    """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+    environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding
+    environment["PYTHONSAFEPATH"] = "1"  # a datasets.py or torch.py in the working folder must not be imported
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and it plans anew for each length
+    environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    if cards:
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {**allocator_environment(), **environment}
 
 

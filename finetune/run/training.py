@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import shutil
 import time
 from collections.abc import Iterator
@@ -76,12 +77,18 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
     )
 
 
-class LongestFirst(Sampler[int]):
-    """Random order by seed and epoch; in the first epoch the longest row comes first, so that out of memory happens at step 1
-    and not at step 2,321. Independent of all that an out-of-memory retry changes."""
+class LongestEarly(Sampler[int]):
+    """Random order by seed and epoch, except that the two longest rows train in the first two optimizer steps, so that out of
+    memory happens there and not at step 2,321.
 
-    def __init__(self, lengths: list[int], seed: int) -> None:
-        self._lengths, self._seed, self._epoch = lengths, seed, 0
+    The second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
+    gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
+    change places with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
+    the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps.
+    """
+
+    def __init__(self, lengths: list[int], seed: int, batch: int, steps: int) -> None:
+        self._lengths, self._seed, self._batch, self._steps, self._epoch = lengths, seed, batch, steps, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which selects the order."""
@@ -93,15 +100,23 @@ class LongestFirst(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order = torch.randperm(len(self._lengths), generator=generator).tolist()
-        if self._epoch == 0 and order:
-            longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
-            place = order.index(longest)
-            order[0], order[place] = order[place], order[0]
+        places = self._places()
+        longest = heapq.nlargest(len(places), range(len(order)), key=self._lengths.__getitem__)
+        for row, place in zip(longest, places, strict=True):
+            other = order.index(row)
+            order[place], order[other] = row, order[place]
         return iter(order)
+
+    def _places(self) -> tuple[int, ...]:
+        """Places of the longest rows in this epoch, the longest first."""
+        rows = len(self._lengths)
+        if self._epoch == 0:
+            return (0,)[:rows] if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)
+        return (rows - 1,) if self._epoch == 1 and 0 < rows <= self._batch else ()  # one step an epoch
 
 
 class RunTrainer(SFTTrainer):
-    """SFTTrainer that counts tokens, runs the longest row first and seals its checkpoints."""
+    """SFTTrainer that counts tokens, runs the longest rows early and seals its checkpoints."""
 
     def __init__(
         self,
@@ -146,7 +161,8 @@ class RunTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
-        return LongestFirst([len(ids) for ids in rows["input_ids"]], self.args.seed)
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        return LongestEarly(lengths, self.args.seed, self.plan.settings.effective_batch_size, self.plan.total_steps or 0)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Evaluate the loss, as a phase with its own memory peak."""
@@ -195,7 +211,7 @@ class RunTrainer(SFTTrainer):
             target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
             seal_s = time.perf_counter() - began
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-            path = str(target.relative_to(self.run.path))
+            path = target.relative_to(self.run.path).as_posix()
             self.events.emit(Checkpoint(step=step, path=path, bytes=size, save_s=save_s, seal_s=seal_s))
         rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
 

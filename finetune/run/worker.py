@@ -1,13 +1,12 @@
 """The training process, the only one that opens the GPU: `python -m finetune.run.worker RUN`, started by the supervisor.
 
-Exit status: 0 finished, 5 out of memory, 6 diverged, 7 disk, 130/143 stopped with a checkpoint, 1 anything else.
+Exit status: 0 finished, 3 card can't be used, 5 out of memory, 6 diverged, 7 disk, 130/143 stopped with a checkpoint, else 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -15,18 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import events
+from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
+from finetune.model.weights import weights_fingerprint
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
-from finetune.run.directory import RunDirectory
+from finetune.run.card import kernel_problem, limit_card, open_card
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import facts_differ, newest_verified
+from finetune.run.seal import facts_differ, newest_verified, write_manifest
 from finetune.run.snapshot import start_recording, write_snapshot
 from finetune.run.trackers import Trackers
+from finetune.system import outlive_terminal, rename, take_lock
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -42,9 +45,8 @@ class Worker:
 
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
-        self.device: str | int = "cpu" if self.plan.card.is_cpu else self.rank.local
-        ranks.set_up(self.rank, self.plan.card.is_cpu)
-        self.stop = StopRequest()
+        ranks.set_up(self.rank)
+        self.stop = StopRequest(run)
         self.events = ranks.event_writer(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
@@ -61,6 +63,7 @@ class Worker:
 
     def _attempt(self) -> int:
         try:
+            self._open_card()
             return self._train()
         except LossSpike as error:
             self.events.emit(events.LossSpike(message=error.problems[0], learning_rate=self.plan.settings.learning_rate))
@@ -125,9 +128,10 @@ class Worker:
 
     def _build(self) -> tuple[Any, Any]:
         from datasets import load_from_disk
-        from transformers import AutoTokenizer, set_seed
+        from transformers import set_seed
 
         from finetune.compat.transformers import keep_fsdp_wrap_policy
+        from finetune.data.tokenizer import run_tokenizer
         from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
@@ -135,16 +139,17 @@ class Worker:
         from finetune.run.training import RunTrainer, sft_config
 
         collect_as_usual()
+        require_data(self.run)
         settings = self.plan.settings
         quiet_libraries()
         set_seed(settings.seed)
-        self._limit_card()
         if settings.launch.strategy == "fsdp":
             keep_fsdp_wrap_policy()
         if settings.record_memory_history:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()
-        base = build_base(settings, load_config(settings), device=self.device, weights=True)
+        device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
+        base = build_base(settings, load_config(settings), device=device, weights=True)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)
@@ -156,7 +161,7 @@ class Worker:
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
             seal_facts={**seal_facts(self.plan, self.run), "num_processes": self.rank.world},
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
-            processing_class=AutoTokenizer.from_pretrained(str(self.run.data / "tokenizer")), callbacks=[callback],
+            processing_class=run_tokenizer(self.run.data / "tokenizer", settings), callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
         )  # fmt: skip
         callback.trainer = trainer
@@ -193,16 +198,19 @@ class Worker:
         ))  # fmt: skip
         self.events.emit(events.State(state="running"))
 
-    def _limit_card(self) -> None:
-        """Cap the process at its memory budget, so that exceeding it is out of memory at once and not a slow spill."""
+    def _open_card(self) -> None:
+        """Open the card, limit it to the budget and try its kernels, before anything is loaded. Raises CardError."""
         if self.plan.card.is_cpu:
             return
-        import torch
+        open_card(self.plan, self.rank.local)
+        warnings = [limit_card(self.plan)]
+        if problem := kernel_problem(self.plan):
+            from finetune.compat.trl import compute_loss_without_triton
 
-        card = self.plan.card
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        share = min(1.0, max(0.0, (card.free_bytes - (card.context_bytes or 0)) / total))
-        torch.cuda.set_per_process_memory_fraction(share)
+            compute_loss_without_triton()
+            warnings.append(f"{problem}; the loss is computed without Triton's kernels, which is slower")
+        for message in filter(None, warnings):
+            self.events.emit(events.RunWarning(message=message))
 
     def _end_load(self, took_s: float) -> None:
         """Emit the load phase, free its cached memory and reset the peak for the first step."""
@@ -212,9 +220,7 @@ class Worker:
         gc.collect()
         self.memory.reset_peak()
         if not self.plan.card.is_cpu:
-            import torch
-
-            torch.cuda.empty_cache()
+            cuda.release_cached()
 
     def _save_adapter(self, trainer: Any) -> None:
         """Save the adapter atomically: write to a hidden folder, then rename it."""
@@ -231,8 +237,9 @@ class Worker:
         (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
         trainer.processing_class.save_pretrained(str(building))
         shutil.copy(self.run.plan, building / "plan.json")
+        write_manifest(building, {})
         shutil.rmtree(self.run.adapter, ignore_errors=True)
-        building.rename(self.run.adapter)
+        rename(building, self.run.adapter)
 
     def _after_divergence(self) -> str:
         good, _ = newest_verified(self.run.checkpoints)
@@ -242,18 +249,20 @@ class Worker:
 
 
 _STATE_OF = {6: "diverged", 7: "paused"}
+_PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 
 def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
-    """Facts in a checkpoint's manifest: every setting that changes the result, and the data's fingerprint."""
+    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and base model."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    return {**facts, "data": (run.data / "fingerprint").read_text()}
+    base, data = weights_fingerprint(plan.settings), (run.data / "fingerprint").read_text(encoding="utf-8")
+    return {**facts, "data": data, **({"base": base} if base else {})}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data"} - {"dataset"}  # the fingerprint stands for the dataset
+    names = {*settings_that_decide(Decides.RESULT), "data", "base"} - {"dataset"}  # the fingerprint stands for the dataset
     return {name: value for name, value in facts.items() if name in names}
 
 
@@ -283,9 +292,15 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run outlives the terminal
+    outlive_terminal()
     collect_rarely()  # until everything is imported
-    worker = Worker(RunDirectory(Path(sys.argv[1])))
+    run = RunDirectory(Path(sys.argv[1]))
+    writes = ranks.this_rank().is_local_rank_0
+    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
+    if writes and lock is None:
+        print(f"a training process of {run.path} is still alive", file=sys.stderr)  # noqa: T201 - log.txt is its output
+        return 1
+    worker = Worker(run)
     code = worker.main()
     leave_all()
     return ranks.tear_down(worker.rank, code)

@@ -30,7 +30,8 @@ def app(tmp_path_factory):
     from app.web.server import build
 
     before, root = Path.cwd(), tmp_path_factory.mktemp("workspace")
-    (root / "secret.txt").write_text(SECRET)
+    for name in ("secret.txt", "secret.yaml", "secret.jsonl"):
+        (root / name).write_text(SECRET)
     bound = listen("127.0.0.1", 0)
     port = bound.getsockname()[1]
     application, context = build(Workspace(root, root / "runs"), make_access("127.0.0.1", port, TOKEN))
@@ -185,6 +186,12 @@ def test_a_foreign_origin_is_refused_and_never_echoed(app, origin, method):
     assert not [name for name in answered if name.startswith("access-control-")]
 
 
+def test_headers_of_other_digits_are_refused_like_any_foreign_one(app):
+    assert send(app, "GET", "/", host="127.0.0.1:\xb2")[0] == 421
+    assert send(app, "GET", "/", host="127.0.0.1:" + "9" * 5000)[0] in (421, 431)
+    assert send(app, "GET", "/", {"Origin": "http://["})[0] == 403
+
+
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
 def test_posts_from_other_sites_are_refused(app, site):
     body, headers = multipart("a.jsonl", b"{}")
@@ -302,7 +309,7 @@ def test_a_file_given_by_path_or_address_is_not_taken(app):
     chosen = [item for config in configs(app) for item in config["dependencies"] if item["targets"][0][1] == "upload"]
     assert len(chosen) == 2
     for source in (
-        {"path": str(app[2] / "secret.txt")},
+        *({"path": str(app[2] / name)} for name in ("secret.txt", "secret.yaml", "secret.jsonl")),
         {"path": "/etc/passwd"},
         {"url": "http://127.0.0.1:1/x", "path": "http://127.0.0.1:1/x"},
     ):
@@ -313,7 +320,8 @@ def test_a_file_given_by_path_or_address_is_not_taken(app):
     time.sleep(1.0)
     draft = app[2] / "runs/.app/draft/recipe.yaml"
     assert not draft.exists() or SECRET not in draft.read_text()
-    assert (app[2] / "secret.txt").read_text() == SECRET
+    assert all((app[2] / name).read_text() == SECRET for name in ("secret.txt", "secret.yaml", "secret.jsonl"))
+    assert not list((app[2] / "runs/.app").glob("uploads/secret*"))
 
 
 def test_a_body_over_the_limit_is_refused_with_and_without_a_length(app):

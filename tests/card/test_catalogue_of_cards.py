@@ -31,6 +31,21 @@ def test_a_typo_is_answered_with_the_card_that_was_meant(typo, meant):
     assert meant in error.value.fix
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("4090 24GB", "rtx-4090"), ("3060ti", "rtx-3060-ti"), ("4070s", "rtx-4070-super"), ("4090 mobile", "rtx-4090-laptop"),
+     ("3080 12gb", "rtx-3080-12gb"), ("A100 80GB", "a100-80gb")],
+)  # fmt: skip
+def test_short_names_of_variants_are_understood(typed, meant):
+    assert find_card(typed).name == meant
+
+
+def test_a_size_alone_suggests_cards_of_that_size():
+    with pytest.raises(RecipeError) as error:
+        find_card("24GB")
+    assert "rtx-3090" in error.value.fix and "rtx-4090" in error.value.fix and "rtx-3060" not in error.value.fix
+
+
 def test_a_name_like_no_other_is_answered_with_all_of_them():
     with pytest.raises(RecipeError) as error:
         find_card("potato")
@@ -39,9 +54,9 @@ def test_a_name_like_no_other_is_answered_with_all_of_them():
 
 def test_every_card_of_the_catalogue_is_whole_and_says_where_its_numbers_are_from():
     cards = catalogue()
-    assert len(cards) > 50 and {"rtx-3060", "rtx-4090", "t4", "l4", "a100-80gb", "rtx-5090"} <= set(cards)
+    assert len(cards) > 90 and {"rtx-3060", "rtx-4090", "t4", "l4", "a100-80gb", "rtx-5090", "h200", "b200"} <= set(cards)
     for card in cards.values():
-        assert 7 * GIB < card.free_bytes <= card.total_bytes <= 80 * GIB
+        assert 5 * GIB < card.free_bytes <= card.total_bytes <= 180 * GIB
         assert card.bf16_flops and card.bandwidth_bytes_s and card.pcie_bytes_s and card.context_bytes
         assert 0 < card.context_uncertainty_bytes <= card.context_bytes and "memory" in card.reason
 
@@ -73,10 +88,28 @@ def test_a_measured_context_takes_the_catalogues_place():
 
 
 def test_a_damaged_cache_is_the_same_as_none():
-    (cache_dir() / "cards.json").write_text('{"rtx-4090": "large"')
+    (cache_dir() / "contexts.json").write_text('{"rtx-4090": "large"')
     assert measured_context("rtx-4090") is None
     record_measurement("rtx-4090", 300 * MIB)
     assert measured_context("rtx-4090") == (300 * MIB, 40 * MIB)
+
+
+def test_a_context_with_other_programs_in_it_is_not_kept():
+    record_measurement("rtx-4090", 2 * GIB)
+    assert measured_context("rtx-4090") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "instead"),
+    [
+        ("gtx-1080", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
+        ("arc-a770", "XPU", "gpu=cpu"), ("jetson-orin", "shared", "gpu=cpu"),
+    ],
+)  # fmt: skip
+def test_a_card_that_cannot_train_is_told_what_is_in_the_way_and_what_can_be_done(name, words, instead):
+    with pytest.raises(RecipeError, match=words) as error:
+        find_card(name)
+    assert instead in error.value.fix
 
 
 def test_an_empty_context_is_not_a_measurement():

@@ -89,6 +89,7 @@ RESOLVED = {
 
 
 def training(folder):
+    from finetune.compat.trl import compute_loss_without_triton
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.training import RunTrainer
@@ -108,6 +109,7 @@ def training(folder):
         "per_device_train_batch_size=1",
     ]
     run = create_run(prepare(load_recipe("tiny-cpu", [*short, f"output_dir={folder / 'run'}"])))
+    compute_loss_without_triton()
     assert Worker(run).main() == 0
 
 

@@ -137,6 +137,12 @@ def test_a_template_that_never_ends_is_ended(write, monkeypatch):
         prepare(recipe(write("rows.jsonl", [GOOD])), build_tokenizer(endless), max_length=None)
 
 
+@pytest.mark.parametrize("bomb", ["{{ 9**(9**9) }}", "{{ 'a' * 10000000000 }}", "{{ 'a' * 99999 * 99999 }}"])
+def test_a_template_that_fills_the_memory_while_it_compiles_is_refused(write, bomb):
+    with pytest.raises(RecipeError, match="line 1 of the chat template multiplies to more than"):
+        prepare(recipe(write("rows.jsonl", [GOOD])), build_tokenizer(bomb), max_length=None)
+
+
 def test_a_tool_call_that_the_template_does_not_write_is_a_bad_row(write):
     call = {"type": "function", "function": {"name": "find_order", "arguments": "{}"}}
     path = write("rows.jsonl", [{"messages": [U, {"role": "assistant", "content": None, "tool_calls": [call]}]}])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from small_data import recipe, talk
 
 from finetune.data import read_examples
+from finetune.data.readers import read_file
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 
@@ -302,3 +303,14 @@ def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path)
             if broken:
                 broken[chance.randrange(len(broken))] = chance.randrange(256)
         _never_a_traceback(write("damaged.parquet", bytes(broken)))
+
+
+def test_a_parquet_row_of_millions_of_values_in_a_kilobyte_is_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(pa.table({"text": pa.array([["a"] * 2_000_000])}), path, compression="zstd")
+    assert path.stat().st_size < 2_000
+    with pytest.raises(DataError, match="its rows have 2,000,000 values each"):
+        list(read_file(path, "bomb.parquet"))

@@ -9,7 +9,8 @@ import typer.main
 from doc_pages import NOT_RUN, ROOT, commands, every_command, fences, generate
 
 from finetune.cli.app import cli
-from finetune.recipe import load_recipe, parse_recipe
+from finetune.cli.source import recipe_of
+from finetune.recipe import parse_recipe
 
 PAGES = generate.pages()
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,7 +90,7 @@ def check_finetune(arguments):
     command = typer.main.get_command(cli).commands[name]
     given = command.make_context(name, rest).params
     if given.get("recipe"):
-        load_recipe(given["recipe"], given.get("overrides") or [])
+        recipe_of(given["recipe"], given.get("overrides") or [])
 
 
 def test_a_block_is_split_into_its_commands():

@@ -84,6 +84,8 @@ def test_which_attention_kernel():
     assert not uses_flash(torch.bfloat16, 128, True, AMPERE)  # a mask
     assert not uses_flash(torch.float32, 128, False, AMPERE)
     assert not uses_flash(torch.float16, 128, False, TURING)
+    assert uses_flash(torch.bfloat16, 256, False, (8, 9))
+    assert not uses_flash(torch.bfloat16, 224, False, (8, 9))
 
 
 def test_a_4bit_matmul_dequantises_the_whole_weight():

@@ -12,7 +12,6 @@ from finetune.distributed.configuration import (
     deepspeed_configuration,
     fsdp_configuration,
     is_distributed,
-    machine_problems,
 )
 from finetune.errors import RecipeError
 from finetune.plan.planning import plan_recipe, without_rows
@@ -145,14 +144,6 @@ def test_a_strategy_that_needs_cards_is_refused_on_a_processor_before_anything_i
 
     with pytest.raises(RecipeError, match="needs NVIDIA cards"):
         load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
-
-
-def test_missing_cards_are_a_problem(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert machine_problems(settings(num_processes=2), on_cpu=False) == []
-    (problem,) = machine_problems(settings(num_processes=4), on_cpu=False)
-    assert "needs 4 cards on this machine; 2 can be used" in problem
-    assert machine_problems(settings(num_processes=4), on_cpu=True) == []
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ def test_a_small_model_waits_for_the_launching_of_kernels():
     assert time_step(dataclasses.replace(JOB, shape=small, batches=Batches(128, False, None)), QLORA).parts["launching"] > 0
 
 
+def test_selective_checkpointing_costs_the_host_more_where_it_is_the_bottleneck():
+    small = dataclasses.replace(LLAMA_8B, linear=100_000_000, linear_width=200_000, head=0, adapter_per_rank=200_000)
+    job = dataclasses.replace(JOB, shape=small, batches=Batches(128, False, None))
+    plain, selective = (time_step(job, dataclasses.replace(QLORA, checkpointing=kind)).step_s for kind in (True, "selective"))
+    assert selective == pytest.approx(1.7 * plain, rel=0.01)
+
+
+def test_offloading_takes_no_longer_than_the_slower_of_transfer_and_computation_in_each_direction():
+    kept = dataclasses.replace(QLORA, checkpointing=False)
+    computing = time_step(JOB, kept).step_s
+    offloading = time_step(dataclasses.replace(JOB, offloading=True), kept)
+    one_way = 16 * 45.4 * 4096 * 32 * 2048 / JOB.card.pcie_bytes_s
+    assert one_way < offloading.step_s < computing + 2 * one_way
+    assert offloading.step_s == pytest.approx(max(one_way, computing / 2) + max(one_way, computing / 2), rel=0.01)
+
+
 def test_every_optimizer_takes_time_and_offload_the_most_of_adamw():
     seconds = {optim: time_step(JOB, dataclasses.replace(QLORA, optim=optim)).parts["optimizer"] for optim in OPTIMIZERS}
     assert min(seconds.values()) > 0 and seconds["adamw_cpu_offload"] > seconds["adamw_8bit"] > seconds["adamw_torch_fused"]

@@ -79,6 +79,14 @@ def test_a_secret_is_not_repeated_in_the_message():
     assert not any("hf_abcdefgh" in problem for problem in problems_of(SHORT, "seed=hf_abcdefghijklmnopqrstuvwxyz"))
 
 
+@pytest.mark.parametrize("key", ["dataset.name", "dataset.token", "lora_target", "dataset.path"])
+@pytest.mark.parametrize("secret", ["hf_" + "abcdefghij" * 3, "sk-proj-" + "Abc-d_1234" * 4])
+def test_a_secret_at_any_depth_is_refused_and_not_repeated(key, secret):
+    problems = problems_of(SHORT, f"{key}=[{secret}]" if key == "lora_target" else f"{key}={secret}")
+    assert any("secrets don't belong" in problem for problem in problems)
+    assert not any(secret[8:] in problem for problem in problems)
+
+
 @pytest.mark.parametrize("data", [b"", b"   \n", b"\xff\xfeb\x00", b"- 1\n- 2\n", b"just text", b"a: [", b"\x00", b"a: b: c"])
 def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, data):
     path = tmp_path / "broken.yaml"
@@ -138,3 +146,11 @@ def test_lone_surrogates_and_zero_bytes_are_refused_with_their_line(value):
 def test_an_override_that_is_not_utf8_is_refused():
     with pytest.raises(RecipeError, match="UTF-8"):
         parse_recipe("model_name_or_path: tiny\ndataset: support\n", "r.yaml", ["output_dir=\udcff"])
+
+
+def test_text_that_looks_like_a_number_is_text_and_a_bare_budget_is_gib():
+    typed = ["gpu=4090", "output_dir=2024", "memory_budget=20"]
+    recipe = parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=typed)
+    assert (recipe.gpu, recipe.output_dir, recipe.memory_budget) == ("4090", "2024", "20GiB")
+    with pytest.raises(RecipeError, match="gpu is True"):
+        parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=["gpu=true"])

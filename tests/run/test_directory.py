@@ -11,7 +11,8 @@ from finetune.errors import DiskFull, RecipeError
 from finetune.events import EventWriter, State
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory, create, list_runs, open_run
-from finetune.run.state import is_alive, process_is, process_record, read_state, take_lock
+from finetune.run.state import is_alive, process_is, process_record, read_state
+from finetune.system import take_lock
 
 
 def fill(run):
@@ -93,15 +94,16 @@ def test_a_living_process_is_running(run):
 def test_the_lock_is_held_by_one_and_dies_with_its_process(run):
     code = (
         "import sys, time; from pathlib import Path; from finetune.run.directory import RunDirectory; "
-        "from finetune.run.state import take_lock; print(take_lock(RunDirectory(Path(sys.argv[1]))), flush=True); "
+        "from finetune.system import take_lock; lock = take_lock(RunDirectory(Path(sys.argv[1])).lock); "
+        "print(lock, flush=True); "
         "time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE)
     assert holder.stdout.readline().strip() != b"None"
-    assert take_lock(run) is None and is_alive(run)
+    assert take_lock(run.lock) is None and is_alive(run)
     holder.kill()
     holder.wait()
-    assert not is_alive(run) and take_lock(run) is not None
+    assert not is_alive(run) and take_lock(run.lock) is not None
 
 
 def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():

@@ -1,6 +1,8 @@
 """Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from forked import supervise
 from finetune.events import OutOfMemory, Retry, RunWarning, Step, read_events
 from finetune.run import control
 from finetune.run.state import is_alive, read_processes, read_state
+from finetune.system import take_lock
 
 pytestmark = pytest.mark.slow
 #: Out of memory, a run goes on with one row at a time in place of two.
@@ -34,7 +37,7 @@ def unbroken(make_run, train):
     return run
 
 
-@pytest.mark.parametrize("fault", ["load:oom", "step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
+@pytest.mark.parametrize("fault", ["step1:oom", "step5:driver_oom", "evaluate:oom", "save:oom"])
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
     run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, fault).wait() == 0, run.log.read_text()[-2000:]
@@ -46,6 +49,15 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
         again = steps(run)[step]
         assert again.loss == pytest.approx(event.loss, abs=1e-5)
         assert (again.supervised_tokens, again.real_tokens) == (event.supervised_tokens, event.real_tokens)
+
+
+def test_out_of_memory_while_loading_is_not_tried_again_and_the_message_says_what_would_help(make_run):
+    run = make_run(*TWO_ROWS)
+    assert supervise(run, "load:oom").wait() == 5
+    events = read_events(run.events)
+    assert not any(isinstance(event, Retry) for event in events) and not run.adjustments.exists()
+    message = read_state(run).message
+    assert "while the model was loaded" in message and "by the forecast" in message and "load_in_4bit=true" in message
 
 
 def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
@@ -65,14 +77,22 @@ def test_a_hanging_worker_is_ended_after_the_deadline(make_run):
     assert not is_alive(run)
 
 
-def test_a_second_signal_ends_a_run_that_does_not_stop(make_run):
+@pytest.mark.parametrize("by", ["signal", "file"])
+def test_a_second_request_ends_a_run_that_does_not_stop(make_run, by):
+    def ask():
+        if by == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            with run.stop_requests.open("a") as file:
+                file.write("15\n")
+
     run = make_run()
     process = supervise(run, "step5:hang", FINETUNE_STOP_DEADLINE_S="100000")
     wait_for_step(process, run, 4)
-    process.send_signal(signal.SIGTERM)
+    ask()
     while not any(getattr(event, "state", None) == "stopping" for event in read_events(run.events)):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    ask()
     assert process.wait() == 143
     assert read_state(run).state == "stopped" and not is_alive(run)
 
@@ -86,6 +106,15 @@ def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     assert read_state(run).state == "running"  # the worker goes on, and every command sees it
     assert control.stop(run) and control.wait(run, 900)
     assert read_state(run).state == "stopped"
+
+
+def test_no_second_training_process_starts_beside_one_that_outlived_its_supervisor(make_run):
+    run = make_run()
+    lock = take_lock(run.worker_lock)
+    code = "import sys, finetune.run.worker as worker; worker._PREDECESSOR_S = 0; sys.exit(worker.main())"
+    assert is_alive(run) and subprocess.run([sys.executable, "-c", code, str(run.path)]).returncode == 1
+    assert not run.events.exists()
+    lock.release()
 
 
 def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):

@@ -1,11 +1,13 @@
-"""Measured memory is compared with the forecast after the first step, and for the peak of all steps at the end."""
+"""Measured memory is compared with the forecast after the first two steps, and for the peak of all steps at the end."""
+
+from dataclasses import replace
 
 import pytest
 
 from finetune.errors import DoesNotFit
 from finetune.events import Step
 from finetune.plan.plan import read_plan
-from finetune.run.accuracy import MARGIN, at_end, compare_with_forecast, refuse_excess
+from finetune.run.accuracy import MARGIN, at_end, compare_with_forecast, excess, highest
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
@@ -22,9 +24,9 @@ def step(number, allocated, used=None, others=None):
 
 def test_the_error_is_measured_over_forecast_less_one(plan):
     forecast = plan.forecast.allocated_bytes
-    check = compare_with_forecast(plan, step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB), at="first step", step=1)
+    check = compare_with_forecast(plan, step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB), at="first steps", step=1)
     assert check.allocated_error == pytest.approx(0.25) and check.predicted_allocated_bytes == forecast
-    assert (check.measured_card_bytes, check.at, check.step) == (3 * GIB, "first step", 1)
+    assert (check.measured_card_bytes, check.at, check.step) == (3 * GIB, "first steps", 1)
 
 
 def test_at_the_end_the_highest_of_all_steps_counts(plan):
@@ -36,11 +38,25 @@ def test_at_the_end_the_highest_of_all_steps_counts(plan):
 def test_what_was_not_measured_has_no_error(plan):
     check = at_end(plan, [step(1, None)])
     assert check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
-    refuse_excess(plan, check)
+    assert excess(plan, check) is None
 
 
-def test_far_more_than_forecast_ends_the_run(plan):
+def test_memory_is_not_called_the_runs_own_where_other_programs_are_unknown(plan):
+    assert compare_with_forecast(plan, step(1, GIB, used=3 * GIB), at="end", step=1).measured_card_bytes is None
+
+
+def checked(plan, allocated):
+    return compare_with_forecast(plan, highest([step(1, allocated // 2), step(2, allocated)]), at="first steps", step=2)
+
+
+def test_more_than_forecast_is_a_warning_while_it_is_within_the_budget(plan):
     forecast = plan.forecast.allocated_bytes
-    refuse_excess(plan, compare_with_forecast(plan, step(1, round((1 + MARGIN) * forecast) - 1), at="first step", step=1))
-    with pytest.raises(DoesNotFit, match="the first step allocated"):
-        refuse_excess(plan, compare_with_forecast(plan, step(1, 2 * forecast), at="first step", step=1))
+    assert excess(plan, checked(plan, round((1 + MARGIN) * forecast) - 1)) is None
+    assert "but the forecast was" in excess(plan, checked(plan, 2 * forecast))
+
+
+def test_more_than_the_budget_ends_the_run_unless_it_was_forced(plan):
+    tight = replace(plan, budget_bytes=2 * plan.forecast.allocated_bytes, card=replace(plan.card, context_bytes=GIB))
+    with pytest.raises(DoesNotFit, match="more than the budget"):
+        excess(tight, checked(tight, 2 * plan.forecast.allocated_bytes))
+    assert excess(replace(tight, verdict="does not fit"), checked(tight, 2 * plan.forecast.allocated_bytes)) is None

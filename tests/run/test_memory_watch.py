@@ -16,13 +16,18 @@ def test_without_a_card_there_is_nothing_to_say():
 
 
 def test_more_in_use_than_the_card_has_is_a_spill_and_said_once():
-    watch = MemoryWatch()
+    watch = MemoryWatch(may_spill=True)
     full = sample(reserved=9 * GIB, peak_allocated=9 * GIB, card_total=8 * GIB, other_processes=0)
     for _ in range(6):
         assert watch.step(sample(reserved=7 * GIB, peak_allocated=7 * GIB, card_total=8 * GIB, other_processes=0), 1.0) == []
     (said,) = watch.step(full, 60.0)
     assert "spills" in said and "60.0 s" in said and "the median is 1.0 s" in said
     assert watch.step(full, 60.0) == []
+
+
+def test_without_windows_driver_a_full_card_is_no_spill():
+    full = sample(reserved=9 * GIB, peak_allocated=9 * GIB, card_total=8 * GIB, other_processes=0)
+    assert MemoryWatch().step(full, 60.0) == [] != MemoryWatch(may_spill=True).step(full, 60.0)
 
 
 def test_another_program_that_takes_the_card_is_named_as_such():

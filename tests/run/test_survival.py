@@ -34,7 +34,8 @@ def twin(unbroken, tmp_path):
 
 
 def fresh_copy(run, path):
-    shutil.copytree(run.path, path, ignore=shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "lock"))
+    leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "*lock")
+    shutil.copytree(run.path, path, ignore=leave)
     return type(run)(path)
 
 
@@ -134,7 +135,7 @@ def test_what_is_not_finite_ends_as_diverged_and_is_never_sealed(twin, train, wh
 )
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroken, tmp_path, train, fault_in):
     run = type(unbroken)(tmp_path / "run")
-    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "lock"))
+    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
     path = run.checkpoints / "checkpoint-8" / fault_in
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -156,7 +157,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
 @pytest.mark.parametrize("name, value", [("lora_r", 8), ("lora_alpha", 1), ("model_name_or_path", "other")])
 def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train, name, value):
     run = type(unbroken)(tmp_path / "run")
-    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "lock"))
+    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
     (run.path / "adjustments.json").write_text(json.dumps({name: value}))
     if name == "model_name_or_path":  # found before anything is loaded under another name
         (run.path / "adjustments.json").unlink()

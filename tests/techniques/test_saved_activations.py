@@ -17,8 +17,13 @@ from tiny_training import (
 )
 
 from finetune.model.int8_activations import BLOCK, dequantise, is_compressible, quantise
+from finetune.model.offload import InOrder, Offload
 from finetune.model.saved_activations import SavedActivations
 from finetune.model.techniques import step_context
+
+
+def at_once() -> Offload:
+    return Offload(InOrder(), pinned=False)
 
 
 class Seen(SavedActivations):
@@ -89,7 +94,7 @@ def test_neither_weights_nor_their_casts_nor_integers_are_touched(base):
     model = adapted(settings_for(base, **BASES["nf4"]))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     shapes = {tuple(parameter.shape) for parameter in trained(model)}
-    for arguments in ({"int8": True}, {"offload": True}):
+    for arguments in ({"int8": True}, {"offload": at_once()}):
         with Seen(**arguments) as seen, autocast(settings_for(base, **BASES["nf4"])):
             model(**batch(0)).loss.backward()
         assert seen.taken
@@ -120,7 +125,7 @@ def test_a_tensor_kept_by_several_operations_is_stored_once():
 
 def test_a_tensor_changed_in_place_is_stored_again():
     x = torch.randn(4, 32, 128, requires_grad=True) * 1
-    with SavedActivations(offload=True) as hooks:
+    with SavedActivations(offload=at_once()) as hooks:
         before = hooks._pack(x)
         old = x.detach().clone()
         x.add_(1)
@@ -130,7 +135,7 @@ def test_a_tensor_changed_in_place_is_stored_again():
 
 
 def test_a_freed_storage_is_not_mistaken_for_a_new_one_at_its_address():
-    with SavedActivations(offload=True) as hooks:
+    with SavedActivations(offload=at_once()) as hooks:
         pairs = []
         for value in range(50):
             x = torch.full((64, 128), float(value), requires_grad=True) * 1
@@ -140,7 +145,7 @@ def test_a_freed_storage_is_not_mistaken_for_a_new_one_at_its_address():
 
 
 def test_nothing_stays_behind_after_the_backward():
-    with SavedActivations(offload=True, int8=True) as hooks:
+    with SavedActivations(offload=at_once(), int8=True) as hooks:
         x = torch.randn(64, 64, 128, requires_grad=True)
         (x * 1).sin().sum().backward()
         assert all(stored() is None for _, stored in hooks._stored.values())

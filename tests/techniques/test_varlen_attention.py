@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
-from finetune.model.varlen_attention import register, varlen_attention
+from finetune.model.varlen_attention import flash_trains, register, varlen_attention
 
 LENGTHS = [5, 17, 1, 30, 12]  # 65 tokens, unlike any dimension of the model
 
@@ -83,6 +84,24 @@ def test_boundaries_are_found_from_the_positions_when_the_collator_gave_none():
     assert summed_loss(model, bare).item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("names", [("position_ids",), ("position_ids", "cu_seq_lens_q", "max_length_q")], ids=str)
+def test_the_host_reads_the_boundaries_once_a_micro_batch(names, monkeypatch):
+    model, inputs, reads = model_for("torch_varlen"), packed(), []
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or read(tensor))
+    for micro_batches in (1, 2):
+        given = {name: inputs[name].clone() if name != "max_length_q" else inputs[name] for name in ("input_ids", *names)}
+        model(**given)
+        assert len(reads) == micro_batches
+
+
+def test_flash_trains_every_head_dimension_but_some_that_small_chips_have_no_room_for():
+    consumer, data_centre = [(8, 6), (8, 9), (12, 0), (12, 1)], [(8, 0), (9, 0), (10, 0), (10, 3)]
+    assert all(flash_trains(head, capability) for head in (64, 192, 256) for capability in consumer + data_centre)
+    assert not any(flash_trains(head, capability) for head in (200, 224) for capability in consumer)
+    assert all(flash_trains(head, capability) for head in (200, 224) for capability in data_centre)
+
+
 def test_a_later_row_does_not_see_an_earlier_one():
     model, inputs = model_for("torch_varlen").eval(), packed()
     arguments = {name: value for name, value in inputs.items() if name != "labels"}
@@ -120,7 +139,10 @@ class Operators(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("shares_keys", [True, False], ids=["torch 2.12", "torch 2.11"])
+NEWER = pytest.mark.skipif(not varlen_shares_keys(), reason="needs torch 2.12")
+
+
+@pytest.mark.parametrize("shares_keys", [pytest.param(True, marks=NEWER), False], ids=["torch 2.12", "torch 2.11"])
 def test_on_a_card_packed_rows_take_the_kernel_and_make_no_mask(shares_keys, monkeypatch):
     monkeypatch.setattr("finetune.model.varlen_attention.varlen_shares_keys", lambda: shares_keys)
     inputs = packed()

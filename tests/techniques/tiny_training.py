@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def batch(step: int, rows: int = 2, tokens: int = 64) -> dict[str, torch.Tensor]
 
 
 def autocast(settings: Recipe) -> contextlib.AbstractContextManager:
-    return torch.autocast("cpu", torch.bfloat16) if settings.dtype == "bfloat16" else contextlib.nullcontext()
+    return contextlib.nullcontext() if settings.dtype == "float32" else torch.autocast("cpu", model_dtype(settings))
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -109,11 +110,18 @@ def kept_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
     return kept
 
 
-def forecast_kept_bytes(base: str, kind: str, *forms: dict, **changes) -> list[int]:
-    """The same for each of `forms` on fake tensors, without host memory."""
-    settings = settings_for(base, **BASES[kind], **changes)
+@contextlib.contextmanager
+def forecast_model(settings: Recipe) -> Iterator[torch.nn.Module]:
+    """The model of a forecast, with fake tensors."""
     model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=False), settings)
     with FakeTensorMode(), own_quantisation_maps():
         materialise(model, StorageTracker(), dtype=model_dtype(settings))
         model.train()
-        return [kept_bytes(settings_for(base, **BASES[kind], **changes, **form), model) for form in forms]
+        yield model
+
+
+def forecast_kept_bytes(base: str, kind: str, *forms: dict, **changes) -> list[int]:
+    """The same for each of `forms` on fake tensors, without host memory."""
+    changes = BASES[kind] | changes
+    with forecast_model(settings_for(base, **changes)) as model:
+        return [kept_bytes(settings_for(base, **changes, **form), model) for form in forms]

@@ -1,0 +1,214 @@
+"""Facts of the card that the forecast and the speed model assume: `python -m benchmarks.gpu.probe`, a JSON line for each.
+
+Runs once with torch's own choice of attention. A part that fails is recorded with its error; without a card most say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from benchmarks.gpu import card_watch
+
+GIB = 2**30
+NEEDS_CARD = "needs a card"
+PACKAGES = (
+    "torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "tokenizers", "pydantic",
+    "nvidia-cudnn-cu13",
+)  # fmt: skip
+
+
+def versions() -> dict[str, Any]:
+    """Versions and the machine; None for what is not installed."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    facts = {"python": platform.python_version(), "cores": os.cpu_count(), "system": platform.platform(), "packages": found}
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        facts |= {
+            "card": card.name, "capability": [card.major, card.minor], "total_bytes": card.total_memory,
+            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+            "cards": torch.cuda.device_count(), "uuid": str(card.uuid),
+        }  # fmt: skip
+    return facts
+
+
+def context() -> dict[str, Any]:
+    """Bytes of the card in use before a context, with one, after a matmul and after bitsandbytes, by NVML's two calls."""
+    import torch
+
+    need_card()
+    stages = {"before": nvml()}
+    torch.zeros(1, device="cuda")
+    stages["context"] = nvml()
+    matrix = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
+    matrix @ matrix
+    torch.cuda.synchronize()
+    stages["after_matmul"] = nvml()
+    import bitsandbytes.functional as quantisation
+
+    codes, state = quantisation.quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+    quantisation.dequantize_4bit(codes, state)
+    torch.cuda.synchronize()
+    stages["after_bitsandbytes"] = nvml()
+    return stages
+
+
+def nvml() -> dict[str, int]:
+    """What NVML's two memory calls report for the first visible card, and what torch has reserved; makes no CUDA context."""
+    import torch
+
+    handle = card_watch.handles()[0]
+    reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+    first, second = card_watch.first_call(handle), card_watch.second_call(handle)
+    return {
+        "v1_used_bytes": first.used, "v1_total_bytes": first.total,
+        "v2_used_bytes": second.used, "v2_total_bytes": second.total, "v2_reserved_bytes": second.reserved,
+        "torch_reserved_bytes": reserved, "outside_torch_bytes": second.used - reserved,
+    }  # fmt: skip
+
+
+def matmul() -> dict[str, float]:
+    """FLOP/s of bf16 products of random matrices."""
+    import torch
+
+    device, size, count = ("cuda", 8192, 20) if torch.cuda.is_available() else ("cpu", 512, 2)
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    took_s = timed(lambda: left @ right, count)
+    return {"size": size, "bf16_flops": 2 * size**3 / took_s}
+
+
+def copies() -> dict[str, float]:
+    """Bytes a second between host and card, 1 GiB at a time; on the card read and written bytes count."""
+    import torch
+
+    need_card()
+    card, pinned = torch.empty(GIB, dtype=torch.uint8, device="cuda"), torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+    other, pageable = torch.empty_like(card), torch.ones(GIB // 4, dtype=torch.uint8)
+    return {
+        "host_to_device_pinned_bytes_s": GIB / timed(lambda: card.copy_(pinned, non_blocking=True), 5),
+        "device_to_host_pinned_bytes_s": GIB / timed(lambda: pinned.copy_(card, non_blocking=True), 5),
+        "host_to_device_pageable_bytes_s": GIB / 4 / timed(lambda: card[: GIB // 4].copy_(pageable), 2),
+        "on_the_card_bytes_s": 2 * GIB / timed(lambda: other.copy_(card), 10),
+    }
+
+
+def attention() -> dict[str, Any]:
+    """The attention that torch picks: kernel, milliseconds, scratch bytes of the backward pass, by head width and form."""
+    import torch
+
+    found = {}
+    for choice in ("default", "without cuDNN"):
+        if choice != "default":
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        for width in (64, 128, 256):
+            for form in ("plain", "grouped", "masked", "grouped and masked"):
+                found[f"{choice}, {form}, {width}"] = _or_error(lambda width=width, form=form: one_attention(width, form))
+    return found
+
+
+def one_attention(width: int, form: str) -> dict[str, Any]:
+    """One scaled dot product attention, forward and backward."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens, heads = (2048, 16) if device == "cuda" else (64, 4)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(2, count, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    query, key, value = draw(heads), *(draw(heads // 4 if "grouped" in form else heads) for _ in range(2))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None] if "masked" in form else None
+
+    def forward() -> torch.Tensor:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa="grouped" in form
+        )
+
+    out = forward()
+    picked = type(out.grad_fn).__name__.removeprefix("ScaledDotProduct").removesuffix("Backward0")
+    gradient = torch.ones_like(out)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (query, key, value), gradient)
+
+    took_s = timed(both, 3)
+    scratch = None
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(out, (query, key, value), gradient)
+        scratch = torch.cuda.max_memory_allocated() - before - sum(grad.nbytes for grad in grads)
+    return {"kernel": picked, "ms": 1000 * took_s, "backward_scratch_bytes": scratch}
+
+
+def varlen() -> dict[str, Any]:
+    """Variable-length attention over 8 packed rows, with fewer heads for the keys."""
+    import torch
+
+    from finetune.model.varlen_attention import varlen_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = torch.arange(0, 9 * 64, 64, device=device, dtype=torch.int32)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(1, heads, 512, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    out, _ = varlen_attention(torch.nn.Module(), draw(8), draw(2), draw(2), None, cu_seq_lens_q=rows, max_length_q=64)
+    out.sum().backward()
+    return {"finite": bool(out.isfinite().all())}
+
+
+def timed(work: Callable[[], Any], count: int) -> float:
+    """Mean seconds of `work`, after one that does not count."""
+    import torch
+
+    on_card = torch.cuda.is_available()
+    work()
+    if on_card:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    if on_card:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count
+
+
+def need_card() -> None:
+    """Raise LookupError without a card."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise LookupError(NEEDS_CARD)
+
+
+def _or_error(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - recorded
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def main() -> None:
+    """Print each part as soon as it is there."""
+    for part in (context, versions, matmul, copies, attention, varlen):  # the first must find no CUDA context
+        began = time.perf_counter()
+        found = _or_error(part)
+        print(json.dumps({"part": part.__name__, "took_s": time.perf_counter() - began, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The results file as the tables of the documentation: `python -m benchmarks.gpu.report [RESULTS.jsonl]`, one JSON object.
+
+Only what ran on a card counts; of several results of a cell the newest. A cell without one is "not measured".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cells import CELLS, Cell
+from benchmarks.gpu.results import read_results
+
+RESULTS = Path(__file__).resolve().parents[1] / "reference" / "gpu_results.jsonl"
+GIB = 2**30
+NONE = "not measured"
+COLUMNS = (
+    "run", "forecast, GiB", "measured, GiB", "error", "reserved, GiB", "card: forecast, GiB", "card, GiB", "tokens/s", "MFU",
+    "ended",
+)  # fmt: skip
+
+
+def table(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """The columns of each cell, by card; one card that is not there without results."""
+    cards = sorted({line["card"] for line in lines if line["card"]}) or [None]
+    rows = []
+    for card in cards:
+        newest = {line["cell"]: line for line in lines if line["card"] == card} if card else {}
+        rows += [_row(cell, newest.get(cell.name), card if len(cards) > 1 else None) for cell in CELLS]
+    return rows
+
+
+def _row(cell: Cell, line: dict[str, Any] | None, card: str | None) -> list[str]:
+    what = f"{card}: {cell.what}" if card else cell.what
+    if line is None or line["state"] == "skipped":
+        reason = f": {line['error']}" if line else ""
+        return [what, *["-"] * (len(COLUMNS) - 2), f"{NONE}{reason}"]
+    forecast, measured = line.get("forecast") or {}, line.get("measured") or {}
+    said, was = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
+    interval = [_gib(forecast.get(name)) for name in ("peak_low_bytes", "peak_high_bytes")]
+    as_expected = "" if line.get("as_expected") else ", which it should not"
+    return [
+        what, _gib(said), _gib(was), _percent(said / was - 1, "+") if said and was and _compares(cell, line) else "-",
+        _gib(measured.get("reserved_bytes")), "-" if "-" in interval else " to ".join(interval),
+        _gib(measured.get("card_bytes")),
+        f"{measured['tokens_per_s']:,.0f}" if measured.get("tokens_per_s") else "-",
+        _percent(measured["mfu"]) if measured.get("mfu") else "-", f"{line['state']}{as_expected}",
+    ]  # fmt: skip
+
+
+def _compares(cell: Cell, line: dict[str, Any]) -> bool:
+    """Whether the forecast is of what ran: not of TRL alone, of PEFT switched otherwise, or of a run that ended early."""
+    return line["state"] == "finished" and not cell.plain_trl and not cell.peft_cast
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Cards, number of runs compared, and mean and worst error of their allocated bytes; None without any."""
+    cells, errors = {cell.name: cell for cell in CELLS}, {}
+    for line in lines:
+        said, was = (line.get("forecast") or {}).get("allocated_bytes"), (line.get("measured") or {}).get("allocated_bytes")
+        if line["card"] and line["cell"] in cells and said and was and _compares(cells[line["cell"]], line):
+            errors[line["card"], line["cell"]] = said / was - 1
+    values = list(errors.values())
+    return {
+        "cards": sorted({card for card, _ in errors}), "runs": len(values),
+        "mean": _percent(sum(map(abs, values)) / len(values)) if values else None,
+        "worst": _percent(max(values, key=abs), "+") if values else None,
+    }  # fmt: skip
+
+
+def _gib(size: int | None) -> str:
+    return f"{size / GIB:.3f}" if size else "-"
+
+
+def _percent(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.2%}".replace("%", " %")
+
+
+def main() -> None:
+    """Print columns, rows and summary."""
+    lines = read_results(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    print(json.dumps({"columns": COLUMNS, "rows": table(lines), **summary(lines)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Whether a C compiler makes Python extensions here, as Triton needs for its launchers: $CC, else gcc, else clang."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+COMPILER_FIX = "Install a compiler and Python's headers; on Debian or Ubuntu: sudo apt install gcc libc6-dev python3-dev"
+_EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLong(1); }\n"
+
+
+def find_compiler() -> str | None:
+    """The compiler that Triton would call; None when there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def compiler_problem(include: str | None = None) -> str:
+    """Compile an extension; why that failed, or empty. `include`: where Python.h is."""
+    compiler = find_compiler()
+    if compiler is None:
+        return "no C compiler"
+    headers = include or sysconfig.get_paths()["include"]
+    name = Path(compiler).name
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(_EXTENSION, encoding="utf-8")
+        command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=8, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{name} can't be run: {error}"
+    if done.returncode == 0:
+        return ""
+    if "Python.h" in done.stderr:
+        return f"{name} is installed, Python's headers are not (Python.h)"
+    reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]).strip()
+    return f"{name} can't compile: {reason}"

@@ -1,0 +1,109 @@
+"""Choose one of this machine's cards, and say whether the installed torch can use it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pynvml
+
+from finetune.card.nvidia import Device, Lost, driver_versions, in_container, read_devices, said
+from finetune.card.usable import problem_of, problem_of_card, torch_build
+from finetune.card.visible import in_cuda_order, visible
+from finetune.errors import RecipeError
+from finetune.units import format_bytes
+
+_NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
+#: Cards are alike with this share of the most free memory, and of the highest speed: one model's clocks differ a little.
+ALIKE = 0.9
+LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A card of this machine, why this one (empty when it is the only one), and why torch can't use it with the fix."""
+
+    device: Device
+    reason: str
+    problem: tuple[str, str] | None
+
+
+def cards_here() -> list[tuple[str, str]]:
+    """Label and index of each card that this process may use; empty without a driver."""
+    try:
+        devices = visible(read_devices()[0])
+    except pynvml.NVMLError:
+        return []
+    return [(f"{device.index}: {device.name}", device.index) for device in devices]
+
+
+def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
+    """The card to plan for, of those that this process may use; `wanted`: of those that it accepts.
+
+    The fastest of the cards with about the most free memory; with several `processes`, which take CUDA's first cards, the one
+    of these with the least. Raises RecipeError, which names `gpu`, when there is none.
+    """
+    try:
+        devices, lost = read_devices()
+        driver = driver_versions()
+    except pynvml.NVMLError as error:
+        raise RecipeError(
+            f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({said(error)})", _driver_fix(error)
+        ) from None
+    allowed = visible(devices)
+    open_ = [device for device in allowed if wanted is None or wanted(device)]
+    if not open_:
+        raise RecipeError(*_none(gpu, devices, lost, allowed, [device for device in devices if wanted and wanted(device)]))
+    enough = ALIKE * max(device.free_bytes for device in open_)
+    near = [device for device in open_ if device.free_bytes >= enough]
+    fastest = max(device.speed for device in near)
+    chosen = max((device for device in near if device.speed >= ALIKE * fastest), key=lambda device: device.free_bytes)
+    reason = _reason(chosen, allowed, devices, lost)
+    if processes > 1:
+        used = allowed[:processes]
+        chosen = min(used, key=lambda device: device.free_bytes)
+        reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
+    build = torch_build()
+    problem = problem_of(build, driver) or problem_of_card(build, chosen.name, chosen.capability)
+    return Choice(chosen, reason, problem)
+
+
+def _driver_fix(error: pynvml.NVMLError) -> str:
+    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        return f"The driver was updated: restart the machine. {_NO_CARD}"
+    return f"In a container: was it started with --gpus all? {_NO_CARD}" if in_container() else _NO_CARD
+
+
+def _none(
+    gpu: str, devices: tuple[Device, ...], lost: tuple[Lost, ...], allowed: tuple[Device, ...], hidden: list[Device]
+) -> tuple[str, str]:
+    """Why no card can be used, and what to do."""
+    if not devices and lost:
+        cards = " or ".join(f"card {card.index} ({card.why})" for card in lost)
+        return f"gpu: {gpu}, but the driver can't describe {cards}", f"{LOST_FIX} {_NO_CARD}"
+    if not devices:
+        return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
+    found = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
+    there = ", ".join([*found, *(f"{card.index}, which does not answer ({card.why})" for card in lost)])
+    setting = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+    if not allowed or hidden:
+        which = f"card {hidden[0].index}" if hidden else "every card"
+        return f"gpu: {gpu}, but {setting} hides {which}", f"This machine's cards: {there}."
+    return f"gpu: {gpu}, but this machine has {there}", "Set gpu=auto, or the number of one of these cards."
+
+
+def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost: tuple[Lost, ...]) -> str:
+    """Which of several cards this is."""
+    words = ""
+    others = [device for device in allowed if device != chosen]
+    if others:
+        rest = ", ".join(
+            f"gpu={device.index} is {device.name} with {format_bytes(device.free_bytes)} free" for device in others
+        )
+        words += f"; card {chosen.index} of {len(allowed)} ({rest})"
+    elif len(devices) > 1:
+        words += f"; card {chosen.index}, as CUDA_VISIBLE_DEVICES says"
+        if in_cuda_order(devices) != devices and not os.environ["CUDA_VISIBLE_DEVICES"][:1].isalpha():
+            words += ", counted from the fastest as CUDA does"
+    return words + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost)

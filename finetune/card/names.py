@@ -1,0 +1,47 @@
+"""From a card's name as people type it to its name in the catalogue: `4090`, `RTX 4090 24GB`, `3060ti`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+
+_SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
+_MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|graphics|corporation|generation")
+_SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
+
+
+def catalogue_name(typed: str, sizes: Mapping[str, int]) -> str | None:
+    """The one card that `typed` names, ignoring case, spaces, dashes and maker. `sizes`: name -> GB on the box."""
+    names = {_short(name): name for name in sizes}
+    if found := names.get(_short(typed)):
+        return found
+    size = _SIZE.search(typed.lower())
+    without = names.get(_short(_SIZE.sub("", typed.lower()))) if size else None
+    return without if without and size and sizes[without] == int(size[1]) else None
+
+
+def close_names(typed: str, sizes: Mapping[str, int], most: int = 4) -> list[str]:
+    """Cards that may be meant: those with the memory, of which `typed` is the beginning, or with a name like it."""
+    size = _SIZE.fullmatch(typed.strip().lower())
+    if size:
+        return sorted((name for name in sizes if sizes[name] == int(size[1])), key=_place)[:most]
+    wanted, names = _short(typed), {_short(name): name for name in sizes}
+    starting = [name for short, name in names.items() if wanted and short.startswith(wanted)]
+    return (starting or [names[short] for short in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)])[:most]
+
+
+def _place(name: str) -> tuple[bool, str]:
+    return (not name.startswith("rtx-"), name)
+
+
+def plain(name: str) -> str:
+    """A name without maker, spaces and dashes."""
+    return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
+
+
+def _short(name: str) -> str:
+    text = re.sub(r"(\d\d)s$", r"\1super", plain(name))
+    for given, ours in _SPELT:
+        text = re.sub(rf"{given.replace('-', '')}$", ours, text)
+    return re.sub(r"^(rtx|gtx)", "", text)

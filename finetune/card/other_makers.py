@@ -1,0 +1,43 @@
+"""Cards that can't train here, by name: what is in the way, and what can be done."""
+
+from __future__ import annotations
+
+import re
+
+_TRY = "To see what an NVIDIA card would do: finetune plan RECIPE --gpu rtx-3060. A tiny model trains on the CPU: gpu=cpu."
+#: Pattern of a name, what is in the way, and what can be done besides `_TRY`.
+_OTHERS = (
+    (
+        r"gtx ?-?(9|10)\d\d|\bp100\b|\bp40\b|\bp4\b|quadro p\d|titan x",
+        "cards before Volta (GTX 10, Tesla P, Quadro P) have no tensor cores, and CUDA 13 no longer supports them",
+        "Trained adapters still run on it.",
+    ),
+    (
+        r"\bamd\b|radeon|\brx ?-?\d{4}|instinct|\bmi ?-?\d{3}|\bvega|ryzen",
+        "an AMD card needs torch's ROCm build, for which forecasts and kernels are not tested here",
+        "",
+    ),
+    (
+        r"apple|mac|\bm[1-9]( |-)?(pro|max|ultra)?$|metal|\bmps\b",
+        "Apple's chips have no CUDA, which 4-bit training and the forecast need",
+        "MLX (mlx-lm) trains LoRA adapters on them.",
+    ),
+    (
+        r"intel|\barc\b|iris|\b[ab](3[18]0|5[78]0|7[57]0)m?$",
+        "an Intel card needs torch's XPU build, which is not tested here",
+        "",
+    ),
+    (
+        r"jetson|orin|xavier|gb10|dgx.?spark",
+        "its memory is shared between processor and card, which the forecast does not know",
+        "",
+    ),
+)
+
+
+def why_not(name: str) -> tuple[str, str] | None:
+    """What keeps a card of this name from training, and what can be done; None for names that don't say."""
+    for pattern, why, instead in _OTHERS:
+        if re.search(pattern, name.strip().lower()):
+            return why, f"{instead} {_TRY}".strip()
+    return None

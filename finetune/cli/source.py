@@ -1,0 +1,56 @@
+"""The recipe that a command is about: a recipe file or name, or a model's name with the defaults for everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from finetune.errors import RecipeError
+from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe
+
+#: The dataset of a plan that is made without one.
+NO_DATASET = "none"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
+    """The recipe `source` with overrides; where `source` or `model` is a model, the default recipe with it.
+
+    Raises RecipeError. The dataset is NO_DATASET when none is given.
+    """
+    if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
+        overrides, source = [source, *overrides], None
+    given = [*([f"dataset.path={json.dumps(data)}"] if data else []), *overrides]
+    if source is None and model is None:
+        raise RecipeError("a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name.")
+    if source is not None and (model or not _is_model(source)):
+        return load_recipe(source, [*([f"model_name_or_path={json.dumps(model)}"] if model else []), *given])
+    name = model or str(source)
+    return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, given)
+
+
+def require_dataset(recipe: Recipe) -> None:
+    """Raise RecipeError when no dataset is given."""
+    if recipe.dataset.path == NO_DATASET:
+        raise RecipeError("no dataset is given", "Add --data FILE, or a hub dataset's id.")
+
+
+def _is_model(source: str) -> bool:
+    """Whether `source` is a model and no recipe. Raises RecipeError when it is neither."""
+    path = Path(source).expanduser()
+    if (path / "config.json").is_file():
+        return True
+    try:
+        find_recipe(source)
+    except RecipeError as error:
+        from finetune.model.names import is_known, suggestions
+
+        if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
+            raise
+        if is_known(source) or (_HUB_ID.fullmatch(source) and not path.parent.exists()):
+            return True
+        close = suggestions(source)
+        models = f" Or the model {' or '.join(close)}?" if close else ""
+        raise RecipeError(error.problems, f"{error.fix}{models}") from None
+    return False

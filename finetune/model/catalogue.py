@@ -1,0 +1,50 @@
+"""The packaged catalogue of models: dimensions as in config.json, and the published number of parameters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).resolve().parent / "configurations.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of the catalogue. `parameters`: as published, of the language model alone.
+
+    `first`: no earlier entry has the same values. `pretrained`: there is no chat model of this size. `source`: keys of
+    `sources` in configurations.json.
+    """
+
+    config: dict[str, Any]
+    parameters: float
+    first: bool
+    pretrained: bool
+    source: str
+
+
+def catalogue() -> dict[str, dict[str, Any]]:
+    """Hub id -> content of config.json, as far as planning needs it."""
+    return {name: entry.config for name, entry in entries().items()}
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Hub id -> entry, for every model of the catalogue."""
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
+    found: dict[str, Entry] = {}
+    for name, row in rows.items():
+        values = dict(row)
+        origin = found[values.pop("same_as")] if "same_as" in values else None
+        others, source = values.pop("also", []), values.pop("source", origin.source if origin else "")
+        billions = values.pop("parameters", None)
+        parameters = billions * 1e9 if billions else origin.parameters if origin else 0.0
+        pretrained = values.pop("pretrained", False)
+        config = {**(origin.config if origin else {}), **values}
+        config = {key: value for key, value in config.items() if value is not None}
+        for place, other in enumerate([name, *others]):
+            found[other] = Entry(config, parameters, origin is None and place == 0, pretrained, source)
+    return found

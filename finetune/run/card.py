@@ -1,0 +1,120 @@
+"""The run's card: which of the machine's it is, opened and limited to the plan's budget before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+import pynvml
+
+from finetune.card import cuda
+from finetune.card.allocator import has_windows_driver
+from finetune.card.compiler import COMPILER_FIX, compiler_problem
+from finetune.card.nvidia import driver_versions, read_devices
+from finetune.card.usable import problem_of, problem_of_card, torch_build
+from finetune.card.visible import visible
+from finetune.errors import CardError
+from finetune.run.accuracy import budget_bytes
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.card import Card
+    from finetune.plan.plan import Plan
+
+_ERROR_FIX = "Try the parts that a run needs: finetune doctor"
+
+
+def cards_of(plan: Plan) -> tuple[str, ...]:
+    """UUIDs of the cards that the run uses on this machine, of those that CUDA_VISIBLE_DEVICES leaves.
+
+    One process: the planned card; when it is gone another one of its name, else the first. Several: the first ones in CUDA's
+    order, of which the plan is for the fullest. Empty on a CPU, and for a plan without a UUID.
+    """
+    wanted = plan.card
+    if wanted.is_cpu or wanted.uuid is None:
+        return ()
+    try:
+        devices = [device for device in visible(read_devices()[0]) if device.uuid]
+    except pynvml.NVMLError:
+        return ()
+    processes = plan.settings.launch.processes_here
+    if processes == 1:
+        devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
+    return tuple(device.uuid or "" for device in devices[:processes])
+
+
+def holders_of(cards: tuple[str, ...]) -> list[str]:
+    """Processes that use these cards, with their bytes, largest first."""
+    try:
+        devices, _ = read_devices()
+    except pynvml.NVMLError:
+        return []
+    return [holder for device in devices if device.uuid in cards for holder in device.holders]
+
+
+def open_card(plan: Plan, number: int) -> None:
+    """Create the CUDA context of card `number` and run a kernel. Raises CardError with what would help."""
+    try:
+        cuda.open_card(number)
+    except (RuntimeError, AssertionError) as error:
+        raise CardError(*_why_not(plan.card, error)) from error
+
+
+def limit_card(plan: Plan) -> str:
+    """Limit the allocator to the budget less the context; returns a warning when less is free, else an empty text.
+
+    More is then out of memory at once. With the driver of Windows, which would spill to host memory, what is free limits, too.
+    """
+    wanted, free = max(0, budget_bytes(plan) - (plan.card.context_bytes or 0)), cuda.free_bytes()
+    allowed = min(wanted, free) if has_windows_driver() else wanted
+    cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
+    if free >= wanted:
+        return ""
+    return f"{format_bytes(free)} of {plan.card.name} are free, {format_bytes(wanted)} were when the run was planned"
+
+
+def kernel_problem(plan: Plan) -> str:
+    """Why Triton's kernels can't be compiled and run on the open card; empty when they can.
+
+    Raises CardError when the plan can't do without them. They are used by TRL's loss and by torch_compile; bitsandbytes
+    has kernels of its own.
+    """
+    problem = _triton_problem()
+    if problem and plan.settings.torch_compile:
+        raise CardError(f"torch_compile needs Triton: {problem}", f"{COMPILER_FIX}. Or set torch_compile=false.")
+    return problem
+
+
+def triton_needs() -> str:
+    """What Triton lacks on this machine, found without a card; empty when nothing is missing. Windows' wheel has a compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return compiler_problem() if sys.platform == "linux" else ""
+
+
+def _triton_problem() -> str:
+    if problem := triton_needs():
+        return problem
+    try:
+        cuda.try_kernel()
+    except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver each have errors of their own
+        return f"Triton can't compile: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+    return ""
+
+
+def _why_not(card: Card, error: Exception) -> tuple[str, str]:
+    """Why a card can't be opened, and the fix."""
+    build = torch_build()
+    try:
+        driver = driver_versions()
+    except pynvml.NVMLError:
+        driver = None
+    known = problem_of(build, driver) or problem_of_card(build, card.name, card.capability)
+    if known is not None:
+        return known
+    text = str(error).strip().splitlines()[0]
+    if "out of memory" in text:
+        users = ", ".join(holders_of((card.uuid or "",))[:6])
+        return f"{card.name} has no memory for a CUDA context", f"Close programs that use it{f': {users}' if users else ''}."
+    return f"{card.name} can't be used: {text}", _ERROR_FIX

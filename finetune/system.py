@@ -1,0 +1,148 @@
+"""What differs between Linux and Windows: processes, locks, and files that another process has open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+#: Native Windows; WSL is Linux.
+WINDOWS = sys.platform == "win32"
+#: Seconds for which Windows may refuse to rename what a reader or a virus scanner has open.
+_IN_USE_S = 5.0
+#: Seconds for which somebody who only looks may hold a lock.
+_LOOK_S = 0.05
+
+
+def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that outlives this one and its terminal, with its output in `log`. `options`: as Popen's."""
+    if sys.platform == "win32":  # a console of its own that isn't shown, so that its children open none
+        options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
+    else:
+        options["start_new_session"] = True
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **options)
+
+
+def become(command: list[str]) -> int:
+    """Run a command in place of this process; returns its exit status only on Windows, which has no exec."""
+    sys.stdout.flush()
+    if sys.platform == "win32":
+        process = subprocess.Popen(command)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, too, which ends in its own way
+        return process.wait()
+    return os.execv(command[0], command)
+
+
+def outlive_terminal() -> None:
+    """Go on when the terminal is closed."""
+    if sys.platform != "win32":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def peak_rss_bytes() -> int:
+    """Peak of this process's memory in use, in bytes."""
+    if sys.platform == "win32":
+        import psutil
+
+        used = psutil.Process().memory_info()
+        return int(getattr(used, "peak_wset", used.rss))
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
+    """Lock a file until the returned object is released or the process ends, however; None while another process has it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=wait_s, poll_interval=0.01)
+    except Timeout:
+        return None
+    return lock
+
+
+def is_locked(path: Path) -> bool:
+    """True while a process holds the lock file. False when the file can't be opened."""
+    if not path.exists():
+        return False
+    try:
+        lock = take_lock(path, _LOOK_S)
+    except OSError:
+        return False
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
+    """Held while one line is appended to `path`: only Linux appends a write as a whole when two processes write."""
+    if not WINDOWS:
+        return contextlib.nullcontext()
+    from filelock import FileLock
+
+    return FileLock(path.with_name(f".{path.name}.lock"))
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file over another one. Raises OSError."""
+    _again_while_in_use(source.replace, target)
+
+
+def rename(source: Path, target: Path) -> Path:
+    """Rename a folder or file to a free name; returns the name. Raises OSError."""
+    _again_while_in_use(source.rename, target)
+    return target
+
+
+def _again_while_in_use(move: Any, target: Path) -> None:
+    end = time.monotonic() + (_IN_USE_S if WINDOWS else 0.0)
+    while True:
+        try:
+            move(target)
+            return
+        except PermissionError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.02)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows syncs only what may be written
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until a folder's names are on disk; Windows can't open folders, its file system logs names."""
+    if not WINDOWS:
+        sync_file(path)
+
+
+def port_socket(family: int = socket.AF_INET) -> socket.socket:
+    """A socket for a port of a server that ended a moment ago; on Windows SO_REUSEADDR would share it with another program."""
+    found = socket.socket(family, socket.SOCK_STREAM)
+    if not WINDOWS:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return found
+
+
+def typed(words: list[str]) -> str:
+    """Words as they are typed in the shell."""
+    return subprocess.list2cmdline(words) if WINDOWS else shlex.join(words)

@@ -1,0 +1,138 @@
+"""benchmarks/gpu end to end on the CPU with the bundled model, and what its parts make."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import carry, random_model, report, rows  # noqa: E402
+from benchmarks.gpu.cells import CELLS, FINISHED  # noqa: E402
+from benchmarks.gpu.measure import NEEDS_CARD, _cap_problem  # noqa: E402
+from benchmarks.gpu.results import read_results  # noqa: E402
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def lines(warm_python, tmp_path_factory):
+    """The results of one call, by cell."""
+    results = tmp_path_factory.mktemp("gpu") / "results.jsonl"
+    command = [warm_python, "-m", "benchmarks.gpu.measure", "--gpu", "cpu", "--model", "tiny", "--minutes", "15"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--results", results], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {line["cell"]: line for line in read_results(results)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_each_cell_has_a_result_or_a_reason(lines, cell):
+    line = lines[cell.name]
+    if cell.card_only:
+        assert (line["state"], line["error"]) == ("skipped", NEEDS_CARD)
+    else:
+        assert (line["state"], line["error"]) == (FINISHED, None)
+        assert line["measured"]["tokens_per_s"] > 0
+        assert len(line["losses"]) == 3
+        assert {"forward", "backward", "optimizer"} <= set(line["phases"])
+
+
+@pytest.mark.slow
+def test_a_run_has_its_forecast_and_the_memory_of_each_phase(lines):
+    line = lines["nf4-keep"]
+    assert {"load", "evaluate", "save"} <= set(line["phases"])
+    assert line["forecast"]["allocated_bytes"] > 0
+    assert all(peaks["process_rss_bytes"] > 2**20 for name, peaks in line["phases"].items() if name in ("forward", "optimizer"))
+
+
+@pytest.mark.slow
+def test_trl_alone_begins_with_the_loss_of_the_run_it_is_compared_with(lines):
+    assert lines["16bit-trl"]["losses"][0] == pytest.approx(lines["16bit-keep"]["losses"][0], rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_probe_says_which_attention_is_used_and_what_needs_a_card(lines):
+    assert "Flash" in lines["probe attention"]["default, plain, 128"]["kernel"]
+    assert lines["probe matmul"]["bf16_flops"] > 1e6
+    assert lines["probe context"]["state"] == lines["probe copies"]["state"] == "skipped"
+    assert lines["second card"]["error"] == NEEDS_CARD
+
+
+def test_rows_have_half_of_the_longest_length_to_all_of_it(tmp_path):
+    from transformers import AutoTokenizer
+
+    from finetune.bundled import model_path
+
+    rows.write_rows(tmp_path / "rows.jsonl", 64, 8)
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path("tiny")))
+    texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]  # and EOS
+    assert max(lengths) == 64 and min(lengths) >= 32 and len(set(lengths)) > 4
+
+
+def test_a_model_of_a_shape_is_complete_and_random(tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from finetune.bundled import model_path
+
+    random_model.make_model(str(Path(model_path("tiny")) / "config.json"), tmp_path / "model", layers=2)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    matrices = [tensor for tensor in tensors.values() if tensor.dim() == 2]
+    assert all(0.01 < tensor.float().std() < 0.03 for tensor in matrices)
+    assert not any(torch.equal(one, other) for one, other in zip(matrices, matrices[1:], strict=False))
+    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+
+
+def test_a_cap_that_does_not_bite_is_a_wrong_result():
+    plan = {"budget_bytes": 8 * GIB, "context_bytes": GIB // 2}
+    assert _cap_problem({"cap_bytes": int(7.5 * GIB)}, plan) is None
+    assert "140.00 GiB" in _cap_problem({"cap_bytes": 140 * GIB}, plan)
+
+
+def test_a_cell_without_a_result_on_a_card_is_not_measured():
+    on_a_cpu = {"cell": "nf4-keep", "card": None, "state": "finished", "forecast": {"allocated_bytes": GIB}}
+    assert {row[-1] for row in report.table([on_a_cpu])} == {"not measured"}
+    assert report.summary([on_a_cpu])["runs"] == 0
+
+
+def test_the_newest_result_on_a_card_is_shown_with_its_error():
+    old, new = (
+        {
+            "cell": "nf4-keep", "card": "A", "state": "finished", "as_expected": True,
+            "forecast": {"allocated_bytes": GIB, "peak_low_bytes": GIB, "peak_high_bytes": 2 * GIB},
+            "measured": {"allocated_bytes": measured, "tokens_per_s": 1234.0},
+        }
+        for measured in (2 * GIB, 1.25 * GIB)
+    )  # fmt: skip
+    row = report.table([old, new])[[cell.name for cell in CELLS].index("nf4-keep")]
+    assert row == [
+        "NF4, nothing recomputed", "1.000", "1.250", "-20.00 %", "-", "1.000 to 2.000", "-", "1,234", "-", "finished",
+    ]  # fmt: skip
+    assert report.summary([old, new]) == {"cards": ["A"], "runs": 1, "mean": "20.00 %", "worst": "-20.00 %"}
+
+
+def test_a_pruned_wheel_has_one_cuda_library_and_a_record_of_what_is_left(tmp_path):
+    wheel, kept = tmp_path / "bitsandbytes-1-py3-none-any.whl", "libbitsandbytes_cuda130.so"
+    names = [f"bitsandbytes/{name}" for name in ("__init__.py", "libbitsandbytes_cpu.so", kept, "libbitsandbytes_cuda118.so")]
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in names:
+            file.writestr(name, "x")
+        file.writestr("bitsandbytes-1.dist-info/RECORD", "".join(f"{name},,\n" for name in names))
+    carry.prune(wheel, kept)
+    with zipfile.ZipFile(wheel) as file:
+        assert file.namelist() == [*names[:3], "bitsandbytes-1.dist-info/RECORD"]
+        assert file.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines() == [f"{name},," for name in names[:3]]
+
+
+def test_each_carried_package_is_pinned():
+    assert all("==" in name for name in carry.pinned(list(carry.PACKAGES)))

@@ -1,0 +1,298 @@
+"""What training does on a card: which one it opens, how much of it, and what it says when it can't."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+from recorded_card import RESERVED, RecordedCard
+
+from finetune.card import find_card, measured_context
+from finetune.errors import CardError
+from finetune.events import ForecastCheck, RunWarning, Step, read_events
+from finetune.plan.plan import read_plan
+from finetune.recipe import load_recipe
+from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card
+from finetune.run.memory import MemorySampler
+from finetune.run.prepare import create_run, prepare
+from finetune.run.retry import next_smaller, nothing_smaller
+from finetune.run.state import read_state
+from finetune.run.supervise import worker_environment
+from finetune.units import GIB, MIB
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+DESKTOP, OTHER = "GPU-30900000-aaaa-4bbb-8ccc-000000000001", "GPU-30911111-aaaa-4bbb-8ccc-000000000002"
+SHORT = [
+    "gpu=auto", "max_steps=3", "save_steps=0", "eval_steps=0", "effective_batch_size=2", "per_device_train_batch_size=1",
+    "dataset.max_rows=16", "lora_r=4", "lora_alpha=8",
+]  # fmt: skip
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """make_run(*overrides) -> a run of the bundled model for the card of the machine that this process is on."""
+
+    def make(*overrides, force=False):
+        return create_run(prepare(load_recipe("tiny-cpu", [*SHORT, *overrides, f"output_dir={tmp_path / 'run'}"]), force=force))
+
+    return make
+
+
+@pytest.fixture
+def card(tmp_path, monkeypatch):
+    """card(plan) -> the plan's card, recorded."""
+
+    def insert(plan, free_bytes=None, **more):
+        known = {"uuid": plan.card.uuid, "total_bytes": plan.card.total_bytes, "free_bytes": free_bytes or plan.card.free_bytes}
+        return RecordedCard(tmp_path / "calls.jsonl", **known, **more).insert(monkeypatch)
+
+    return insert
+
+
+def train(run):
+    """Exit status of a forked worker, which keeps this process's machine and recorded card."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 99
+    try:
+        log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from finetune.run.worker import Worker
+
+        code = Worker(run).main()
+    except BaseException:  # noqa: BLE001 - a child must never return into pytest
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def supervised(run, environment, tmp_path):
+    """Run the real supervisor to its end; the environment that its real worker started with."""
+    told = tmp_path / "told"
+    told.mkdir()
+    (told / "sitecustomize.py").write_text(
+        "import json, os, sys\n"
+        "if 'finetune.run.worker' in sys.orig_argv:\n"
+        f"    open({str(told / 'environment.json')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
+    )
+    path = os.pathsep.join([str(told), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "finetune.run.supervise", str(run.path)]
+    done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    return done.returncode, json.loads((told / "environment.json").read_text())
+
+
+def test_with_two_cards_the_worker_sees_the_planned_one_and_no_other(machine, make_run, tmp_path):
+    environment = machine("two-3090")
+    run = make_run()
+    assert read_plan(run.plan).card.uuid == OTHER
+    _, worker = supervised(run, environment, tmp_path)
+    assert (worker["CUDA_VISIBLE_DEVICES"], worker["CUDA_DEVICE_ORDER"]) == (OTHER, "PCI_BUS_ID")
+
+
+def test_a_torch_that_cannot_use_the_card_ends_the_run_with_the_fix_before_loading(machine, make_run, tmp_path):
+    environment = machine("two-3090")
+    run = make_run()
+    code, _ = supervised(run, environment, tmp_path)  # in the worker, torch is what it is: a build for the CPU
+    state = read_state(run)
+    assert (code, state.exit_code, state.state) == (3, 3, "failed")
+    assert "is a CPU-only build" in state.message and "torch-backend=auto" in state.message
+    assert not any(event.kind == "phase" for event in read_events(run.events))
+
+
+def test_preparation_refuses_an_old_driver_with_the_same_exit_code(machine, make_run):
+    machine("old-driver")
+    with pytest.raises(CardError, match="supports CUDA up to") as refused:
+        make_run()
+    assert refused.value.exit_code == 3 and "Update the driver" in refused.value.fix
+
+
+def test_cuda_visible_devices_of_the_user_is_kept(machine, make_run):
+    machine("two-3090", CUDA_VISIBLE_DEVICES=DESKTOP)
+    assert cards_of(read_plan(make_run().plan)) == (DESKTOP,)
+
+
+def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
+    machine("two-3090", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    plan = read_plan(make_run().plan)
+    launch = plan.settings.launch.model_copy(update={"num_processes": 2})
+    assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
+
+
+def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monkeypatch):
+    machine("two-3090")
+    plan = read_plan(make_run().plan)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
+    assert cards_of(plan) == (DESKTOP,)
+
+
+def test_without_a_planned_card_the_environment_is_left_as_it_is(machine, make_run):
+    machine("two-3090")
+    plan = read_plan(make_run().plan)
+    unknown = dataclasses.replace(plan, card=dataclasses.replace(plan.card, uuid=None))
+    assert cards_of(unknown) == cards_of(dataclasses.replace(plan, card=find_card("cpu"))) == ()
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment()
+
+
+def test_an_instance_of_a_split_card_is_named_by_its_own_uuid(machine, make_run):
+    machine("mig")
+    assert cards_of(read_plan(make_run().plan))[0].startswith("MIG-")
+
+
+def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_run, card):
+    machine("4090-desktop")
+    run = make_run()
+    plan = read_plan(run.plan)
+    recorded = card(plan)
+    assert train(run) == 0, run.log.read_text()[-3000:]
+    names = [name for name, *_ in recorded.calls()]
+    assert names[0] == "open_card" and recorded.calls()[0] == ["open_card", 0]
+    order = [names.index(name) for name in ("limit_reserved", "place_of", "release_cached")]
+    assert order == sorted(order) and names.count("limit_reserved") == 1
+    assert names.count("reset_peak") >= 3  # after loading, and after each step
+    assert recorded.limit_bytes() == pytest.approx(plan.budget_bytes - plan.card.context_bytes)
+    assert [event.step for event in read_events(run.events) if isinstance(event, Step)] == [1, 2, 3]
+    (first, end) = [event for event in read_events(run.events) if isinstance(event, ForecastCheck)]
+    assert (first.at, first.step, end.at) == ("first steps", 2, "end")
+
+
+def test_a_budget_below_the_forecast_runs_out_of_memory_and_one_of_its_upper_end_does_not(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    forecast, context, unsure = plan.forecast, plan.card.context_bytes, plan.card.context_uncertainty_bytes
+    least_reserved, most_reserved = forecast.peak_low_bytes - (context - unsure), forecast.peak_high_bytes - context - unsure
+    recorded = card(plan)
+    limit_card(dataclasses.replace(plan, budget_bytes=round(0.9 * forecast.peak_low_bytes)))
+    assert recorded.limit_bytes() < 0.95 * least_reserved
+    limit_card(dataclasses.replace(plan, budget_bytes=forecast.peak_high_bytes))
+    assert recorded.limit_bytes() >= most_reserved
+
+
+def test_memory_budget_of_the_recipe_is_what_limits(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run("memory_budget=3GiB").plan)
+    recorded = card(plan)
+    assert limit_card(plan) == ""
+    assert plan.card.free_bytes > 20 * GIB and recorded.limit_bytes() == pytest.approx(3 * GIB - plan.card.context_bytes)
+
+
+def test_a_card_that_others_have_filled_since_is_a_warning_and_under_wsl_the_limit(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    recorded = card(plan, free_bytes=2 * GIB)
+    assert "2.00 GiB of NVIDIA GeForce RTX 4090 are free" in limit_card(plan)
+    assert recorded.limit_bytes() > 20 * GIB
+    machine("wsl")
+    limit_card(plan)
+    assert recorded.limit_bytes() == pytest.approx(2 * GIB)
+
+
+def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
+    held, context = 3000 * MIB, 300 * MIB
+    used = f"used_mib = {(held + RESERVED + context) // MIB}"
+    machine("h200", used, f"graphics = 1 {held // MIB}", f"compute = self {(RESERVED + context) // MIB}")
+    run = make_run()
+    recorded = card(read_plan(run.plan))
+    for variable in ("before", "after"):
+        assert train(run) == 0, run.log.read_text()[-3000:]
+        assert measured_context("NVIDIA H200")[0] == context, variable
+        shutil.rmtree(run.adapter)
+        run.events.unlink()
+    shutil.rmtree(run.path)
+    machine("h200")
+    plan = read_plan(make_run().plan)
+    limit_card(plan)
+    assert plan.card.context_bytes == context
+    assert recorded.limit_bytes() == pytest.approx(plan.card.free_bytes - context, abs=GIB / 100)
+
+
+def sampled(machine, card, name, *more):
+    machine(name, *more)
+    plan_card = dataclasses.make_dataclass("Planned", ["card"])(find_card("auto"))
+    card(plan_card)
+    return MemorySampler(on_cuda=True).sample()
+
+
+def test_the_drivers_reserve_is_neither_the_runs_nor_anyones(machine, card):
+    memory = sampled(machine, card, "4090-desktop", "compute = self 62")
+    assert memory.card_total_bytes == (24564 - 452) * MIB and memory.card_used_bytes == 1612 * MIB
+    assert memory.other_processes_bytes == 1550 * MIB  # the desktop's graphics processes
+
+
+@pytest.mark.parametrize("name", ["container", "wsl"])
+def test_process_ids_that_mean_nothing_here_make_nobody_another_program(machine, card, name):
+    memory = sampled(machine, card, name)
+    assert memory.card_used_bytes > 0 and memory.other_processes_bytes is None
+
+
+def test_a_process_that_the_driver_does_not_list_makes_others_unknown(machine, card):
+    assert sampled(machine, card, "4090-desktop").other_processes_bytes is None
+
+
+def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    card(plan, broken={"open_card": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")})
+    with pytest.raises(CardError, match="no memory for a CUDA context") as refused:
+        open_card(plan, 0)
+    assert "(pid 1) 1.07 GiB" in refused.value.fix
+
+
+def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
+    machine("4090-desktop")
+    plan = read_plan(make_run("load_in_4bit=false").plan)
+    assert next_smaller(plan, "load") is None
+    message = nothing_smaller(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
+    assert "(pid 1) 1.07 GiB" in message and "load_in_4bit=true or a smaller model" in message
+
+
+@pytest.fixture
+def with_triton(tmp_path, monkeypatch):
+    """A package named triton can be imported; its kernels are what the recorded card says."""
+    (tmp_path / "packages" / "triton").mkdir(parents=True)
+    (tmp_path / "packages" / "triton" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+
+
+def test_without_a_compiler_the_run_is_planned_and_trained_without_triton(machine, make_run, card, with_triton, monkeypatch):
+    machine("4090-desktop")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    run = make_run()
+    plan = read_plan(run.plan)
+    assert any("no C compiler" in note for note in plan.forecast.notes)
+    recorded = card(plan)
+    assert train(run) == 0, run.log.read_text()[-3000:]
+    warnings = [event.message for event in read_events(run.events) if isinstance(event, RunWarning)]
+    assert any("no C compiler; the loss is computed without Triton's kernels" in message for message in warnings)
+    assert "try_kernel" not in [name for name, *_ in recorded.calls()]
+
+
+def test_with_a_compiler_a_kernel_is_tried_and_its_error_is_told(machine, make_run, card, with_triton):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    assert plan.forecast.notes == () or not any("Triton" in note for note in plan.forecast.notes)
+    recorded = card(plan)
+    assert kernel_problem(plan) == "" and [name for name, *_ in recorded.calls()] == ["try_kernel"]
+    card(plan, broken={"try_kernel": RuntimeError("cannot find -lcuda")})
+    assert "cannot find -lcuda" in kernel_problem(plan)
+
+
+def test_torch_compile_without_a_compiler_is_refused_before_anything_is_loaded(
+    machine, make_run, card, with_triton, monkeypatch
+):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    card(plan)
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    compiled = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"torch_compile": True}))
+    with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
+        kernel_problem(compiled)
+    assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix

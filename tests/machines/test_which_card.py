@@ -1,0 +1,233 @@
+"""Which card of a machine is planned, with how much memory, and in which words."""
+
+import pytest
+
+from finetune.card import find_card
+from finetune.card.nvidia import read_devices
+from finetune.card.visible import visible
+from finetune.distributed.configuration import machine_problems
+from finetune.errors import RecipeError
+from finetune.recipe import parse_recipe
+from finetune.units import GIB, MIB
+
+pytestmark = pytest.mark.compiler
+
+ON_DESKTOP, OTHER = "GPU-30900000-aaaa-4bbb-8ccc-000000000001", "GPU-30911111-aaaa-4bbb-8ccc-000000000002"
+
+
+def test_a_desktop_is_not_counted_as_free(machine):
+    machine("4090-desktop")
+    card = find_card("auto")
+    assert card.total_bytes == (24564 - 452) * MIB and card.free_bytes == card.total_bytes - 1612 * MIB
+    assert card.bf16_flops == find_card("rtx-4090").bf16_flops and card.context_bytes == find_card("rtx-4090").context_bytes
+
+
+def test_graphics_processes_are_named_with_what_they_hold(machine):
+    machine("4090-desktop", "graphics = self 77")
+    assert "(pid 1) 1.07 GiB" in find_card("auto").reason and "77 MiB" in find_card("auto").reason
+
+
+def test_of_two_equal_cards_the_one_with_more_free_memory_is_taken(machine):
+    machine("two-3090")
+    card = find_card("auto")
+    assert (card.uuid, card.free_bytes) == (OTHER, (24576 - 300 - 12) * MIB)
+    assert "card 1 of 2 (gpu=0 is NVIDIA GeForce RTX 3090 with 21.9 GiB free)" in card.reason
+
+
+def test_of_two_free_cards_the_larger_and_faster_one_is_taken(machine):
+    machine("3060-and-4090")
+    assert find_card("auto").name == "NVIDIA GeForce RTX 4090"
+
+
+def test_a_fast_card_in_use_gives_way_to_a_free_one(machine):
+    machine("3060-and-4090", "used_mib = 20000")
+    assert find_card("auto").name == "NVIDIA GeForce RTX 3060"
+
+
+@pytest.mark.parametrize(
+    ("setting", "order", "uuids"),
+    [
+        ("0", None, [OTHER]),  # the fastest
+        ("0", "PCI_BUS_ID", [ON_DESKTOP]),
+        ("1,0", "PCI_BUS_ID", [OTHER, ON_DESKTOP]),
+        ("1,7,0", "PCI_BUS_ID", [OTHER]),
+        ("0,-1,1", "PCI_BUS_ID", [ON_DESKTOP]),
+        ("0,0", None, []),
+        ("", None, []),
+        ("-1", None, []),
+        ("GPU-30900000", None, [ON_DESKTOP]),
+        (OTHER, "PCI_BUS_ID", [OTHER]),
+        ("GPU-309", None, []),  # begins both
+        ("NoDevFiles", None, []),
+    ],
+)
+def test_cuda_visible_devices_means_what_it_means_to_cuda(machine, setting, order, uuids):
+    machine("two-3090", CUDA_VISIBLE_DEVICES=setting, **({"CUDA_DEVICE_ORDER": order} if order else {}))
+    assert [device.uuid for device in visible(read_devices()[0])] == uuids
+
+
+def test_a_hidden_card_is_not_planned(machine):
+    machine("two-3090", CUDA_VISIBLE_DEVICES=ON_DESKTOP)
+    assert find_card("auto").uuid == ON_DESKTOP and "as CUDA_VISIBLE_DEVICES says" in find_card("auto").reason
+
+
+def test_hiding_every_card_is_an_error_that_names_them(machine):
+    machine("two-3090", CUDA_VISIBLE_DEVICES="")
+    with pytest.raises(RecipeError, match="hides every card") as error:
+        find_card("auto")
+    assert "0 (NVIDIA GeForce RTX 3090, 23.7 GiB), 1 (" in error.value.fix
+
+
+@pytest.mark.parametrize(("gpu", "uuid"), [("0", ON_DESKTOP), ("1", OTHER), (OTHER, OTHER), ("gpu-30900000", ON_DESKTOP)])
+def test_a_card_is_named_by_its_index_in_nvidia_smi_or_its_uuid(machine, gpu, uuid):
+    machine("two-3090")
+    assert find_card(gpu).uuid == find_card(gpu, here=True).uuid == uuid
+
+
+def test_an_index_that_is_not_there_is_answered_with_those_that_are(machine):
+    machine("two-3090")
+    with pytest.raises(RecipeError, match=r"gpu: 2, but this machine has 0 \(NVIDIA GeForce RTX 3090"):
+        find_card("2")
+
+
+def test_an_index_that_is_hidden_is_told_as_hidden(machine):
+    machine("two-3090", CUDA_VISIBLE_DEVICES=OTHER)
+    with pytest.raises(RecipeError, match="hides card 0"):
+        find_card("0")
+
+
+def test_of_several_cards_for_one_run_the_one_with_the_least_free_memory_counts(machine):
+    machine("two-3090")
+    card = find_card("auto", processes=2)
+    assert (card.uuid, card.free_bytes) == (ON_DESKTOP, (24576 - 300 - 1800) * MIB)
+    assert "card 0 has the least free memory of the 2" in card.reason
+
+
+def test_a_run_of_several_takes_the_first_that_cuda_counts(machine):
+    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
+    assert find_card("auto", processes=2).name == "NVIDIA GeForce RTX 3090"
+    assert find_card("auto", processes=3).name == "Tesla T4"
+
+
+def test_more_processes_than_cards_are_a_problem(machine):
+    recipe = parse_recipe("{model_name_or_path: tiny, dataset: a.jsonl, launch: {num_processes: 2}}")
+    machine("two-3090")
+    assert machine_problems(recipe, on_cpu=False) == []
+    machine("two-3090", CUDA_VISIBLE_DEVICES="0,3")
+    (problem,) = machine_problems(recipe, on_cpu=False)
+    assert "needs 2 cards on this machine; 1 can be used" in problem
+    assert machine_problems(recipe, on_cpu=True) == []
+
+
+def test_training_on_a_named_card_takes_that_one_of_several(machine):
+    machine("3060-and-4090")
+    assert find_card("rtx-3060", here=True).name == "NVIDIA GeForce RTX 3060"
+    with pytest.raises(RecipeError, match="gpu: rtx-5090, but this machine has 0 "):
+        find_card("rtx-5090", here=True)
+
+
+def test_a_t4_trains_in_float16_over_pcie_3(machine):
+    machine("t4")
+    card = find_card("auto")
+    assert not card.supports_bf16 and card.pcie_bytes_s == pytest.approx(12.6e9, rel=0.01)
+    assert card.bandwidth_bytes_s == 320e9
+
+
+def test_an_h200_is_in_the_catalogue_with_the_memory_that_its_driver_shows(machine):
+    machine("h200")
+    card = find_card("auto")
+    assert card.bandwidth_bytes_s == 4.8e12 and card.free_bytes == pytest.approx(find_card("h200").free_bytes, rel=0.01)
+
+
+def test_of_a_split_card_the_largest_instance_is_planned(machine):
+    machine("mig")
+    card = find_card("auto")
+    assert (card.name, card.uuid) == ("NVIDIA H200 MIG 3g.71gb", "MIG-33333333-aaaa-4bbb-8ccc-000000000002")
+    assert card.total_bytes == (71424 - 60) * MIB and card.capability == (9, 0)
+
+
+def test_an_instance_has_not_the_speed_of_its_card(machine):
+    machine("mig")
+    assert find_card("auto").bf16_flops is None
+
+
+@pytest.mark.parametrize("setting", ["MIG-11111111-aaaa-4bbb-8ccc-000000000001", "0"])
+def test_an_instance_is_chosen_by_its_uuid_or_as_the_first_of_its_card(machine, setting):
+    machine("mig", CUDA_VISIBLE_DEVICES=setting)
+    assert find_card("auto").name == "NVIDIA H200 MIG 1g.18gb"
+
+
+def test_an_instance_is_named_by_card_and_place(machine):
+    machine("mig")
+    assert find_card("0:0").name == "NVIDIA H200 MIG 1g.18gb"
+
+
+def test_process_ids_of_the_host_are_not_taken_for_those_of_the_container(machine):
+    machine("container")
+    card = find_card("auto")
+    assert "pid" not in card.reason and "can't be named from here" in card.reason
+    assert card.free_bytes == (24564 - 452 - 9000) * MIB
+
+
+def test_a_process_without_bytes_is_told_as_unknown(machine):
+    machine("wsl")
+    assert "(bytes unknown)" in find_card("auto").reason and "0 B" not in find_card("auto").reason
+
+
+def test_an_old_driver_counts_its_reserve_as_used_and_is_read_all_the_same(machine):
+    machine("old-driver")
+    card = find_card("auto")
+    assert card.total_bytes == 24 * GIB and card.free_bytes == 24 * GIB - 300 * MIB
+
+
+def test_a_driver_too_old_for_torch_is_told_by_the_plan_and_refused_by_a_run(machine):
+    machine("old-driver")
+    assert "driver 470.256.02 supports CUDA up to 11.4" in find_card("auto").problem
+    with pytest.raises(RecipeError, match="is built for CUDA 13.0") as error:
+        find_card("auto", here=True)
+    assert "Update the driver to 580 or newer" in error.value.fix
+
+
+def test_an_older_wheel_runs_on_an_older_driver(machine):
+    machine("t4", "driver = 570.86.16", "cuda = 12080", cuda="12.9")
+    assert find_card("auto", here=True).problem == ""
+
+
+def test_torch_without_cuda_is_told_by_the_plan_and_refused_by_a_run(machine):
+    machine("4090-desktop", cuda=None)
+    assert "CPU-only build" in find_card("auto").problem
+    with pytest.raises(RecipeError, match="gpu: rtx-4090, but torch .* is a CPU-only build"):
+        find_card("rtx-4090", here=True)
+
+
+def test_a_card_too_old_for_torch_is_refused_with_the_wheel_that_has_kernels(machine):
+    machine("gtx-1080-ti")
+    with pytest.raises(RecipeError, match="compute capability 6.1, CUDA 13.0 of torch .* needs 7.5") as error:
+        find_card("auto", here=True)
+    assert "cu126" in error.value.fix
+
+
+def test_a_card_off_the_bus_leaves_the_other_one(machine):
+    machine("lost-card")
+    card = find_card("auto")
+    assert card.name == "NVIDIA GeForce RTX 3090" and "card 0 does not answer (gpu is lost)" in card.reason
+
+
+def test_naming_the_card_off_the_bus_says_that_it_does_not_answer(machine):
+    machine("lost-card")
+    with pytest.raises(RecipeError, match=r"gpu: 0, but this machine has 1 \(.*\), 0, which does not answer \(gpu is lost\)"):
+        find_card("0")
+
+
+def test_the_only_card_off_the_bus_is_an_error_that_says_so(machine):
+    machine("t4", "lost_after = 3")
+    with pytest.raises(RecipeError, match=r"can't describe card 0 \(gpu is lost\)") as error:
+        find_card("auto")
+    assert "Restart the machine" in error.value.fix
+
+
+def test_a_driver_updated_under_the_machine_asks_for_a_restart(machine):
+    machine("t4", "start = 18")
+    with pytest.raises(RecipeError, match="version mismatch") as error:
+        find_card("auto")
+    assert "restart the machine" in error.value.fix

@@ -1,0 +1,66 @@
+"""The packaged catalogue of models: sizes, sources, and what plans need."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.model import catalogue
+from finetune.model.catalogue import entries
+from finetune.plan.shape import shape_of
+from finetune.recipe import recipe_from
+
+FIRST = {name: entry for name, entry in entries().items() if entry.first}
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "gemma", "gemma2", "granite", "smollm3", "olmo2")
+
+
+def size_in(name):
+    """Billions in a hub id, such as 8B, 1_6b or 8x7B; None when it has none."""
+    found = re.search(r"(?:(\d+)x)?(\d+(?:[._]\d+)?)([bm])(?![a-z])", name.lower().rpartition("/")[2])
+    if not found:
+        return None
+    return float(found[1] or 1) * float(found[2].replace("_", ".")) / (1000 if found[3] == "m" else 1)
+
+
+def decoder_parameters(config):
+    """Weights of a decoder with a gated MLP; biases and norms are below 0.1 %."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    attention = 2 * hidden * config["head_dim"] * (heads + config["num_key_value_heads"])
+    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    mlp = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"]) * experts
+    embedded = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
+    return config["num_hidden_layers"] * (attention + mlp) + embedded
+
+
+def test_the_catalogue_has_the_models_that_are_fine_tuned_most():
+    assert len(entries()) > 200 and len(FIRST) > 80
+    families = {entry.config["model_type"] for entry in entries().values()}
+    assert {*PLAIN, "gemma3", "qwen3_5", "falcon", "gpt_oss", "cohere2", "stablelm", "phi"} <= families
+
+
+def test_every_entry_says_where_its_values_are_from():
+    sources = json.loads(Path(catalogue.__file__).with_name("configurations.json").read_text(encoding="utf-8"))["sources"]
+    for name, entry in entries().items():
+        assert entry.source and set(entry.source.split(", ")) <= set(sources), name
+
+
+@pytest.mark.parametrize("name", [name for name, entry in entries().items() if entry.config["model_type"] in PLAIN])
+def test_dimensions_give_the_published_number_of_parameters(name):
+    assert decoder_parameters(entries()[name].config) == pytest.approx(entries()[name].parameters, rel=0.015)
+
+
+def test_the_size_in_a_name_is_about_the_published_one():
+    for name, entry in entries().items():
+        said = size_in(name)  # embeddings make small models larger than their names; Mixtral's experts share attention
+        assert said is None or 0.8 < entry.parameters / 1e9 / said < 1.7, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIRST)
+def test_the_modules_have_the_published_number_of_parameters(name):
+    if "text_config" in FIRST[name].config and importlib.util.find_spec("finetune.model.language_model") is None:
+        pytest.skip("multimodal models are not built yet")
+    recipe = recipe_from({"model_name_or_path": name, "dataset": "d"})
+    assert shape_of(FIRST[name].config, recipe).parameters == pytest.approx(FIRST[name].parameters, rel=0.015)

@@ -1,0 +1,104 @@
+"""Names as people type them lead to the model that is meant, or to suggestions, and never to another model."""
+
+import pytest
+
+from finetune.errors import RecipeError
+from finetune.model.configuration import named_model, read_config
+from finetune.model.names import resolve, suggestions
+from finetune.recipe import recipe_from
+
+Q, L, M = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3"
+TYPED = {
+    "qwen2.5-7b-instruct": Q, "qwen 2.5 7b instruct": Q, "Qwen2.5 7B Chat": Q, "qwen/qwen2.5-7b-instruct": Q,
+    "unsloth/Qwen2.5-7B-Instruct-bnb-4bit": Q, "bartowski/Qwen2.5-7B-Instruct-GGUF": Q, "Qwen/Qwen2.5-7B-Instruct-AWQ": Q,
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": Q, "qwen2.5:7b": Q, "qwen2.5:7b-instruct-q4_K_M": Q, "Qwen2.5-7B": "Qwen/Qwen2.5-7B",
+    "qwen2.5-7b-base": "Qwen/Qwen2.5-7B", "qwen2.5-coder:7b": "Qwen/Qwen2.5-Coder-7B-Instruct",
+    "qwen2.5-coder-7b": "Qwen/Qwen2.5-Coder-7B", "qwen2.5 math 7b it": "Qwen/Qwen2.5-Math-7B-Instruct",
+    "llama3.1:8b": L, "llama-3.1-8b-instruct": L, "Llama 3.1 8B it": L, "meta-llama/Meta-Llama-3.1-8B-Instruct": L,
+    "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": L, "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": L,
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3-8b-instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama3.2:3b": "meta-llama/Llama-3.2-3B-Instruct", "llama 3.2 1b chat": "meta-llama/Llama-3.2-1B-Instruct",
+    "hf.co/unsloth/Llama-3.2-1B-Instruct-GGUF:Q4_K_M": "meta-llama/Llama-3.2-1B-Instruct",
+    "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct", "llama2:7b": "meta-llama/Llama-2-7b-chat-hf",
+    "meta-llama/Llama-2-7b": "meta-llama/Llama-2-7b-hf", "TheBloke/Llama-2-7B-Chat-GPTQ": "meta-llama/Llama-2-7b-chat-hf",
+    "mistral-7b-instruct-v0.3": M, "Mistral 7B v0.3 Instruct": M, "mistral 7b 0.1": "mistralai/Mistral-7B-v0.1",
+    "mistral-nemo-instruct": "mistralai/Mistral-Nemo-Instruct-2407",
+    "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1", "zephyr-7b-beta": "HuggingFaceH4/zephyr-7b-beta",
+    "qwen3:4b": "Qwen/Qwen3-4B", "qwen3-8b": "Qwen/Qwen3-8B", "Qwen3-8B-Instruct": "Qwen/Qwen3-8B",
+    "bartowski/Qwen_Qwen3-8B-GGUF": "Qwen/Qwen3-8B", "unsloth/Qwen3-8B-unsloth-bnb-4bit": "Qwen/Qwen3-8B",
+    "qwen3 0.6b base": "Qwen/Qwen3-0.6B-Base", "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "Qwen3-4B-Instruct-2507-FP8": "Qwen/Qwen3-4B-Instruct-2507", "https://huggingface.co/Qwen/Qwen3-14B": "Qwen/Qwen3-14B",
+    "gemma2:2b": "google/gemma-2-2b-it", "gemma-2-9b-instruct": "google/gemma-2-9b-it", "gemma-2-9b": "google/gemma-2-9b",
+    "gemma3:4b": "google/gemma-3-4b-it", "gemma-3-1b-it-GGUF": "google/gemma-3-1b-it", "phi4": "microsoft/phi-4",
+    "phi-4-instruct": "microsoft/phi-4", "phi4-mini": "microsoft/Phi-4-mini-instruct",
+    "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct", "smollm2-1.7b-chat": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "gpt-oss:20b": "openai/gpt-oss-20b",
+    "deepseek-r1-distill-llama-8b-gguf": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    "olmo-2-7b-instruct": "allenai/OLMo-2-1124-7B-Instruct", "falcon3 7b instruct": "tiiuae/Falcon3-7B-Instruct",
+    "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024", "hermes-3-llama-3.1-8b": "NousResearch/Hermes-3-Llama-3.1-8B",
+}  # fmt: skip
+#: Not one model of the catalogue; the first suggestion where there is a sensible one.
+AMBIGUOUS_OR_UNKNOWN = {
+    "gemma-3-4b": "google/gemma-3-4b-it", "gemma-4b-it": "google/gemma-3-4b-it",
+    "granite-3.3-8b": "ibm-granite/granite-3.3-8b-instruct",
+    "qwen3-4b-instruct": "Qwen/Qwen3-4B-Instruct-2507", "mistral-7b-instruct": M,
+    "mistral-small": "mistralai/Mistral-Small-Instruct-2409",
+    "deepseek-r1:8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Qwen/Qwen3-8": "Qwen/Qwen3-8B", "qwn2.5-7b-instruct": Q,
+    "lama-3.1-8b-instruct": L, "qwen2.5-9b-instruct": Q, "myorg/Qwen2.5-7B-Instruct": Q, "Qwen2.5-7B-Instruct-1M": Q,
+    "google/Qwen2.5-7B-Instruct": Q, "qwen2.5-vl-7b-instruct": Q, "my-llama-3.1-8b-finetune": "meta-llama/Llama-3.1-8B",
+    "dolphin-2.9-llama3-8b": "meta-llama/Meta-Llama-3-8B", "starcoder2-7b-instruct": "bigcode/starcoder2-7b",
+    "llama-3.1-405b": "meta-llama/Llama-3.1-70B", "llama3": "meta-llama/Meta-Llama-3-8B", "qwen3.5-2b": None,
+    "Qwen1.5-7B-Chat": None,
+    "phi-5": None, "gpt2": None, "bert-base-uncased": None, "unsloth": None, "--": None, "": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "meant"), TYPED.items())
+def test_a_name_typed_carelessly_is_the_model_that_is_meant(typed, meant):
+    match = resolve(typed)
+    assert match and match.name == meant and match.note.startswith(f"{typed} -> {meant}")
+
+
+@pytest.mark.parametrize(("typed", "first"), AMBIGUOUS_OR_UNKNOWN.items())
+def test_a_name_that_could_be_another_model_is_only_answered_with_suggestions(typed, first):
+    assert resolve(typed) is None
+    assert first is None or suggestions(typed)[0] == first
+
+
+def test_names_of_several_models_suggest_each_of_them():
+    assert suggestions("gemma-3-4b") == ["google/gemma-3-4b-it", "google/gemma-3-4b-pt"]
+    assert {"Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"} <= set(suggestions("qwen3-4b-instruct"))
+
+
+def test_quantised_weights_lead_to_the_original_with_a_sentence():
+    match = resolve("bartowski/Qwen2.5-7B-Instruct-GGUF")
+    assert match and "GGUF weights are packed for inference; LoRA trains the original" in match.note
+
+
+def test_a_recipe_gets_the_hub_id_and_an_ambiguous_name_is_an_error_that_names_both(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    recipe, note = named_model(recipe_from({"model_name_or_path": "llama3.1:8b", "dataset": "d", "lora_r": 8}))
+    assert (recipe.model_name_or_path, recipe.lora_r, note) == (L, 8, f"llama3.1:8b -> {L}")
+    assert named_model(recipe) == (recipe, "")
+    unclear, note = named_model(recipe_from({"model_name_or_path": "gemma-3-4b", "dataset": "d"}))
+    assert (unclear.model_name_or_path, note) == ("gemma-3-4b", "")
+    with pytest.raises(RecipeError) as caught:
+        read_config(unclear)
+    assert "google/gemma-3-4b-it or google/gemma-3-4b-pt" in caught.value.fix
+
+
+def test_a_folder_a_revision_and_a_model_that_the_hub_has_keep_their_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen2.5-7b-instruct").mkdir()
+    recipe = recipe_from({"model_name_or_path": "qwen2.5-7b-instruct", "dataset": "d"})
+    assert named_model(recipe) == (recipe, "")
+    pinned = recipe_from({"model_name_or_path": "qwen2.5-3b-instruct", "dataset": "d", "model_revision": "main"})
+    assert named_model(pinned) == (pinned, "")
+    kept = tmp_path / "hub" / "models--unsloth--Qwen3-8B-bnb-4bit" / "snapshots" / "0000"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    (kept.parents[1] / "refs").mkdir()
+    (kept.parents[1] / "refs" / "main").write_text("0000")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = recipe_from({"model_name_or_path": "unsloth/Qwen3-8B-bnb-4bit", "dataset": "d"})
+    assert named_model(cached) == (cached, "")

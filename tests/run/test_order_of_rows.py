@@ -1,0 +1,51 @@
+"""The longest rows train in the first two steps, and every row once an epoch, in an order that is the seed's."""
+
+import random
+
+import pytest
+
+from finetune.run.training import LongestEarly
+
+BATCH = 4
+
+
+def orders(lengths, epochs=2, seed=3, steps=1000):
+    sampler, found = LongestEarly(lengths, seed, BATCH, steps), []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        found.append(list(sampler))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 40])
+def test_every_row_trains_once_an_epoch(rows):
+    for seed in range(20):
+        lengths = random.Random(seed).choices(range(100), k=rows)
+        assert all(sorted(order) == list(range(rows)) for order in orders(lengths, seed=seed))
+
+
+def test_the_longest_row_ends_step_two_and_the_next_one_starts_step_one():
+    for seed in range(20):
+        lengths = random.Random(seed).sample(range(1000), 40)
+        first = orders(lengths, seed=seed)[0]
+        ranked = sorted(range(40), key=lambda row: -lengths[row])
+        assert (first[2 * BATCH - 1], first[0]) == tuple(ranked[:2])
+
+
+def test_step_two_of_a_short_epoch_has_the_longest_row_too():
+    assert orders([1, 9, 2, 3, 4])[0][-1] == 1  # step 2 is a single row
+    assert [orders([1, 9, 2])[0][0], orders([1, 9, 2])[1][-1]] == [1, 1]  # step 2 is the second epoch
+
+
+def test_a_run_of_one_step_has_the_longest_row_in_it():
+    assert orders(list(range(40)), steps=1)[0][0] == 39
+
+
+def test_the_order_is_a_function_of_the_seed_and_differs_by_epoch():
+    lengths = list(range(40))
+    assert orders(lengths) == orders(lengths) != orders(lengths, seed=4)
+    assert orders(lengths)[0] != orders(lengths)[1]
+
+
+def test_nothing_to_train_is_an_empty_order():
+    assert orders([]) == [[], []]

@@ -1,0 +1,96 @@
+"""LoRA inputs are cast by autocast alone: a seventh fewer bytes saved for backward, losses and gradients to the bit."""
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from tiny_training import (
+    adapted,
+    autocast,
+    batch,
+    forecast_kept_bytes,
+    forecast_model,
+    kept_bytes,
+    settings_for,
+    trained,
+)
+
+from finetune.model.techniques import apply_techniques, step_context
+
+EXACT = {
+    "16 bit": {},
+    "fp16": {"dtype": "float16"},
+    "nf4": {"load_in_4bit": True},
+    "rsLoRA": {"use_rslora": True},
+    "recomputed": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "inputs on host": {"activation_checkpointing": "offload"},
+    "int8": {"int8_activations": True},
+    "on host": {"activation_offloading": True},
+}
+KEPT_CAST = {"dropout": {"lora_dropout": 0.1}, "DoRA": {"use_dora": True}}
+
+
+def settings(base, **changes):
+    return settings_for(base, **{"dtype": "bfloat16"} | changes)
+
+
+def with_pefts_cast(model: torch.nn.Module) -> torch.nn.Module:
+    for module in model.modules():
+        module.__dict__.pop("_cast_input_dtype", None)
+    return model
+
+
+def step(model, wanted) -> tuple[float, torch.Tensor]:
+    """Loss and gradients of one step; lora_B isn't zero, so that every adapter weight has a gradient."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))
+    apply_techniques(model, wanted)
+    torch.manual_seed(2)
+    with step_context(wanted, "cpu"), autocast(wanted):
+        loss = model(**batch(0)).loss
+        loss.backward()
+    return loss.item(), torch.cat([parameter.grad.flatten() for parameter in trained(model)])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_and_gradients_are_those_with_pefts_cast_to_the_bit(base, name):
+    wanted = settings(base, **EXACT[name])
+    loss, gradients = step(adapted(wanted), wanted)
+    expected, expected_gradients = step(with_pefts_cast(adapted(wanted)), wanted)
+    assert loss == expected and torch.equal(gradients, expected_gradients)
+    assert gradients.count_nonzero() > 0.9 * gradients.numel()
+
+
+@pytest.mark.parametrize("name", ["16 bit", "nf4"])
+def test_at_least_14_percent_fewer_bytes_are_saved_in_a_step_and_in_its_forecast(base, name):
+    wanted = settings(base, **EXACT[name])
+    real, cast = kept_bytes(wanted, adapted(wanted)), kept_bytes(wanted, with_pefts_cast(adapted(wanted)))
+    assert real <= 0.86 * cast
+    with forecast_model(wanted) as model:
+        assert kept_bytes(wanted, model) <= 0.86 * kept_bytes(wanted, with_pefts_cast(model))
+
+
+def test_the_forecast_saves_the_same_bytes_as_the_run(base):
+    eager = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    assert forecast_kept_bytes(base, "lora", {}, **eager) == [kept_bytes(settings_for(base, **eager))]
+
+
+@pytest.mark.parametrize("name", KEPT_CAST)
+def test_pefts_cast_stays_where_results_would_change(base, name):
+    wanted = settings(base, **KEPT_CAST[name])
+    model = adapted(wanted)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert layers and not any("_cast_input_dtype" in vars(layer) for layer in layers)
+    expected = step(model, wanted)[0]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    model.zero_grad()
+    assert step(model, wanted)[0] != expected
+
+
+def test_outside_autocast_a_16_bit_model_still_answers(base):
+    model = adapted(settings(base)).eval()
+    ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, with_pefts_cast(model)(input_ids=ids).logits)

@@ -1,0 +1,159 @@
+"""Activations leave and return beside the computation: in order, with a bounded number in flight, and each only once."""
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from tiny_training import adapted, autocast, batch, settings_for, trained
+
+from finetune.model.offload import WINDOW, InOrder, Offload, SideStream
+from finetune.model.saved_activations import SavedActivations
+
+
+class LateCopies:
+    """Copies as late as the waits allow, as a busy PCIe bus does; what is not waited for is garbage.
+
+    A source that was freed before its copy was waited for has been overwritten by later computation.
+    """
+
+    def __init__(self):
+        self.pending, self.copied = [], 0
+
+    def copy(self, target, source):
+        target.fill_(torch.nan if target.is_floating_point() else 77)
+        self.pending.append((target, weakref.ref(source)))
+        self.copied += 1
+        return self.copied
+
+    def wait(self, copied):
+        while self.copied - len(self.pending) < copied:
+            target, source = self.pending.pop(0)
+            if source() is not None:
+                target.copy_(source())
+
+
+class Careless(LateCopies):
+    """Computation does not wait for the copies."""
+
+    def wait(self, copied):
+        pass
+
+
+class Hasty(Offload):
+    """Frees a tensor on the card before it has been copied."""
+
+    def _let_go(self, most_bytes):
+        self._leaving.clear()
+
+
+def gradients(settings, hooks) -> torch.Tensor:
+    model = adapted(settings)
+    with hooks, autocast(settings):
+        model(**batch(0)).loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in trained(model)])
+
+
+@pytest.mark.parametrize("kind", [{}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
+def test_late_copies_give_the_same_gradients_to_the_bit(base, kind, int8):
+    settings = settings_for(base, **kind)
+    plain = gradients(settings, SavedActivations(int8=True) if int8 else contextlib.nullcontext())
+    assert torch.equal(gradients(settings, SavedActivations(offload=Offload(LateCopies(), pinned=False), int8=int8)), plain)
+
+
+@pytest.mark.parametrize("wrong", [Offload(Careless(), pinned=False), Hasty(LateCopies(), pinned=False)])
+def test_without_a_wait_the_gradients_would_be_garbage(base, wrong):
+    assert gradients(settings_for(base), SavedActivations(offload=wrong)).isnan().any()
+
+
+class Stream:
+    """A CUDA stream that writes down what it is told."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        self.log.append(f"{self.name} records")
+        return "the copy"
+
+
+class Cuda:
+    """The part of torch.cuda that the copies use."""
+
+    def __init__(self):
+        self.log = []
+        self.compute, self.now = Stream("compute", self.log), None
+
+    def Stream(self, device):  # noqa: N802
+        return Stream("side", self.log)
+
+    def current_stream(self, device):
+        return self.now or self.compute
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+class Target:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.cuda.log.append(f"{self.cuda.current_stream(None).name} copies")
+
+
+def test_a_copy_waits_for_the_computation_and_the_computation_for_the_copy():
+    cuda = Cuda()
+    copies = SideStream(torch.device("cuda", 0), cuda)
+    copied = copies.copy(Target(cuda), torch.zeros(1))
+    assert cuda.log == ["side waits for compute", "side copies", "side records"]
+    copies.wait(copied)
+    assert cuda.log[3:] == ["compute waits for the copy"]
+
+
+def test_at_most_two_of_the_largest_tensor_are_in_flight_in_each_direction():
+    offload, largest = Offload(LateCopies(), pinned=False), 4000
+    tensors = [torch.full((size,), float(index)) for index, size in enumerate([1000, 10, 600, 1000, 1000, 300, 1000])]
+    alive, moved = [weakref.ref(tensor) for tensor in tensors], []
+    while tensors:
+        moved.append(offload.move(tensors.pop(0)))
+        offload.used((moved[-1],))
+        here = [tensor().nbytes for tensor in alive[: len(moved)] if tensor() is not None]
+        assert here[-1] == moved[-1].bytes and sum(here) <= WINDOW * largest
+    for index in reversed(range(len(moved))):
+        assert (offload.back(moved[index]) == index).all()
+        ahead = sum(each.bytes for each in moved[:index] if each.here is not None)
+        assert ahead <= WINDOW * largest and (ahead > 0 or index == 0)
+        moved.pop()
+    assert all(tensor() is None for tensor in alive)
+
+
+def test_a_tensor_used_thrice_goes_out_and_comes_back_once():
+    copies = LateCopies()
+    with SavedActivations(offload=Offload(copies, pinned=False)):
+        x = torch.randn(64, 128, requires_grad=True) * 1
+        sum(x.sin().sum() for _ in range(3)).backward()
+    assert copies.copied == 2
+
+
+def test_no_host_memory_stays_after_a_step(base):
+    made = []
+
+    class Watched(InOrder):
+        def copy(self, target, source):
+            made.append(weakref.ref(target))
+            super().copy(target, source)
+
+    gradients(settings_for(base), SavedActivations(offload=Offload(Watched(), pinned=False)))
+    assert len(made) > 50 and all(target() is None for target in made)
