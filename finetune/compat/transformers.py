@@ -39,7 +39,15 @@ TOUCHED = (
         _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
     ),
     Touched(
-        "transformers.AutoModelForCausalLM._model_mapping", "private call", "whether a model type has a causal language model",
+        "transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
+        "transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
+        "transformers.PreTrainedModel._from_config", "private call", "builds the modules of a class without weights",
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
     Touched(
@@ -113,11 +121,26 @@ def keep_fsdp_wrap_policy() -> None:
     replace(_WRAP_POLICY, updated)
 
 
-def is_causal_language_model(config: Any) -> bool:
-    """Whether transformers has a causal language model for a configuration."""
+def causal_class(config: Any) -> Any:
+    """transformers' class of causal language model for a configuration; None when it has none."""
     from transformers import AutoModelForCausalLM
 
-    return type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def image_text_class(config: Any) -> Any:
+    """transformers' class of model for images and text for a configuration; None when it has none."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText._model_mapping.get(type(config), None)
+
+
+def build_modules(kind: Any, config: Any, dtype: Any, attention: Any, remote_code: bool) -> Any:
+    """A model without weights of a class, or of AutoModelForCausalLM, which finds the class of remote code."""
+    arguments = {"dtype": dtype, "attn_implementation": attention}
+    if hasattr(kind, "from_config"):
+        return kind.from_config(config, trust_remote_code=remote_code, **arguments)
+    return kind._from_config(config, **arguments)
 
 
 def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:
