@@ -19,6 +19,8 @@ from finetune.run.accuracy import budget_bytes
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from finetune.card import Card
     from finetune.plan.plan import Plan
 
@@ -42,6 +44,11 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     if processes == 1:
         devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
     return tuple(device.uuid or "" for device in devices[:processes])
+
+
+def visibility(cards: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that sees these cards only, set before it first asks CUDA; empty without cards."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if cards else {}
 
 
 def holders_of(cards: tuple[str, ...]) -> list[str]:

@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
 from recorded_card import RESERVED, RecordedCard
 
 from finetune.card import find_card, measured_context
-from finetune.errors import CardError
+from finetune.cli.evaluate import chat_with, show_scores
+from finetune.errors import CardError, RecipeError
 from finetune.events import ForecastCheck, RunWarning, Step, read_events
 from finetune.plan.plan import read_plan
 from finetune.recipe import load_recipe
@@ -124,6 +126,16 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
     plan = read_plan(make_run().plan)
     launch = plan.settings.launch.model_copy(update={"num_processes": 2})
     assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
+
+
+@pytest.mark.parametrize("command", [show_scores, partial(chat_with, base=False, prompt="", system=None, max_new_tokens=1)])
+def test_eval_and_chat_use_the_card_that_the_run_was_planned_for(machine, make_run, command):
+    machine("two-3090", CUDA_VISIBLE_DEVICES=f"{DESKTOP},{OTHER}", CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    run = make_run("dataset.test_split_size=4")
+    more = {"rows": None} if command is show_scores else {}
+    with pytest.raises(RecipeError, match="no adapter"):  # but the process has opened no card yet
+        command(str(run.path), as_json=True, **more)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == OTHER
 
 
 def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monkeypatch):
