@@ -206,6 +206,17 @@ def test_a_card_that_others_have_filled_since_is_a_warning_and_under_wsl_the_lim
     assert recorded.limit_bytes() == pytest.approx(2 * GIB)
 
 
+def test_a_context_larger_than_planned_is_not_called_others_memory(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    wanted, unsure = plan.budget_bytes - plan.card.context_bytes, plan.card.context_uncertainty_bytes
+    assert unsure > 0
+    card(plan, free_bytes=wanted - unsure)
+    assert limit_card(plan) == ""
+    card(plan, free_bytes=wanted - unsure - 1)
+    assert "by its plan the run may take" in limit_card(plan)
+
+
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
     held, context = 3000 * MIB, 300 * MIB
     used = f"used_mib = {(held + RESERVED + context) // MIB}"
@@ -255,6 +266,9 @@ def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine
     with pytest.raises(CardError, match="no memory for a CUDA context") as refused:
         open_card(plan, 0)
     assert "(pid 1) 1.07 GiB" in refused.value.fix
+    card(plan, broken={"open_card": AssertionError()})
+    with pytest.raises(CardError, match="can't be used: AssertionError"):
+        open_card(plan, 0)
 
 
 def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
