@@ -11,3 +11,10 @@ def test_without_runs_the_named_recipe_is_a_shipped_one(tmp_path):
     with pytest.raises(RecipeError) as raised:
         open_run("latest", tmp_path)
     load_recipe(raised.value.fix.split()[-1])
+
+
+def test_a_data_file_in_place_of_a_recipe_is_told_how_to_be_read(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"instruction": "Say hi", "output": "hi"}]')
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(str(tmp_path / "rows.json"))
+    assert raised.value.fix == f"If it is data: finetune data tiny-cpu dataset.path={tmp_path / 'rows.json'}"
