@@ -2,6 +2,7 @@
 
 import pytest
 
+from finetune.cli.run import stop_all
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe
 from finetune.run.directory import open_run
@@ -18,3 +19,9 @@ def test_a_data_file_in_place_of_a_recipe_is_told_how_to_be_read(tmp_path):
     with pytest.raises(RecipeError) as raised:
         load_recipe(str(tmp_path / "rows.json"))
     assert raised.value.fix == f"If it is data: finetune data tiny-cpu dataset.path={tmp_path / 'rows.json'}"
+
+
+def test_stop_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert stop_all(as_json=False) == 0
+    assert capsys.readouterr().out == "No run is running.\n"
