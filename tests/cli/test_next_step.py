@@ -2,6 +2,7 @@
 
 import pytest
 
+from finetune.cli.plan import show_plan
 from finetune.cli.run import stop_all
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe
@@ -25,3 +26,12 @@ def test_stop_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert stop_all(as_json=False) == 0
     assert capsys.readouterr().out == "No run is running.\n"
+
+
+def _plan_of(*overrides, free, capsys):
+    show_plan("tiny-cpu", list(overrides), model=None, data=None, gpu="rtx-3060", free=free, as_json=False)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsys):
+    assert "memory_budget is 5.00 GiB of the 8.00 GiB free" in _plan_of("memory_budget=5", free="8", capsys=capsys)
