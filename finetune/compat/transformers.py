@@ -34,7 +34,11 @@ TOUCHED = (
         _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
     ),
     Touched(
-        "transformers.AutoModelForCausalLM._model_mapping", "private call", "whether a model type has a causal language model",
+        "transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
+        "transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
     Touched(
@@ -97,11 +101,18 @@ def keep_fsdp_wrap_policy() -> None:
     replace(_WRAP_POLICY, updated)
 
 
-def is_causal_language_model(config: Any) -> bool:
-    """Whether transformers has a causal language model for a configuration."""
+def causal_class(config: Any) -> Any:
+    """transformers' class of causal language model for a configuration; None when it has none."""
     from transformers import AutoModelForCausalLM
 
-    return type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def image_text_class(config: Any) -> Any:
+    """transformers' class of model for images and text for a configuration; None when it has none."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText._model_mapping.get(type(config), None)
 
 
 def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward
 from finetune.compat.transformers import keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.fake_model import fake_dora_weights, materialise
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
@@ -76,10 +77,27 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         observe(model, tracker)
         with _fake_tensors(settings, capability, batch), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
-            _run(model, tracker, settings, batch, on_cpu=capability is None)
+            with _explained(config):
+                _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
         del model
     return Simulation(tracker.peaks, tracker.host, notes)
+
+
+@contextmanager
+def _explained(config: PretrainedConfig) -> Iterator[None]:
+    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0][:300]
+        raise RecipeError(
+            f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
+            f"{type(error).__name__}: {text}",
+            "Give another model, or report it with its config.json.",
+        ) from error
 
 
 def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
