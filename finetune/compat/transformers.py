@@ -12,6 +12,7 @@ from finetune.compat.touched import Touched, replace, replaced
 _READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
+_EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
 _LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 
@@ -23,6 +24,10 @@ TOUCHED = (
     Touched(
         _PACKED, "patch", "it reads the position ids to detect packed rows; a forecast has no data",
         _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
+    ),
+    Touched(
+        _EXPERTS, "patch", "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
+        _READ_IN, "transformers.integrations.moe._grouped_mm", "input weight offs",
     ),
     Touched(
         _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
@@ -75,6 +80,17 @@ def _never(*_tensors: Any) -> bool:
 def without_packing_detection() -> Iterator[None]:
     """Inside, rows count as not packed: transformers detects packing from position ids, which have no data in a forecast."""
     with replaced(_PACKED, lambda position_ids: None):
+        yield
+
+
+@contextmanager
+def fake_experts() -> Iterator[None]:
+    """Inside, experts of another dtype than bf16 go through transformers' own grouped matmul, which has a fake form."""
+    import torch
+    from transformers.integrations import moe
+
+    usable = moe._can_use_grouped_mm
+    with replaced(_EXPERTS, lambda input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs)):
         yield
 
 

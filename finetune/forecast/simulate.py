@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward
-from finetune.compat.transformers import keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.compat.transformers import fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
 from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.fake_model import fake_dora_weights, materialise
@@ -171,7 +171,8 @@ def _forward(model: Any, settings: Settings, inputs: dict[str, Any], tracker: St
     given = {name: value for name, value in inputs.items() if name != "unread_mask"}
     with _autocast(settings):
         outputs = model(**given, use_cache=False, fused_lm_head=True)
-        return (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
+        loss = (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
+        return loss if outputs.aux_loss is None else loss + outputs.aux_loss
 
 
 @contextmanager
@@ -182,8 +183,12 @@ def _autocast(settings: Settings) -> Iterator[None]:
 
 
 def _add_loss(model: Any) -> None:
+    """Patch the model as SFTTrainer does: the fused head, and the router's auxiliary loss for a mixture that has one."""
     from trl.trainer.utils import add_fused_lm_head
 
+    config = model.config.get_text_config()
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = getattr(config, "router_aux_loss_coef", 0.0) != 0.0
     add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
 
 
@@ -235,6 +240,7 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batch) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
+        stack.enter_context(fake_experts())
         if capability is not None and sys.platform != "win32":
             stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):
