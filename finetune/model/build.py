@@ -18,10 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
-from finetune.compat.transformers import put_quantised_layers, repeat_keys
+from finetune.compat.transformers import loading_with, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
+from finetune.model.experts import experts_quantiser
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.recipe.compatibility import shards_weights
 
@@ -96,10 +97,15 @@ def build_base(
     where = torch.device(device)
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
         repeat_keys()
+    quantiser = _quantiser(settings, config)
     if not weights:
-        return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
+        return build_on_meta(
+            config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code, quantiser=quantiser
+        )
+    if quantiser is not None and getattr(config, "quantization_config", None):
+        config = _as_stored_in_16_bit(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
-    with _explained(settings):
+    with _explained(settings), loading_with(quantiser):
         loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
@@ -239,22 +245,43 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
 
     A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
     """
-    own = getattr(config, "quantization_config", None)
-    if own:
-        return _own_quantization(settings, own if isinstance(own, dict) else own.to_dict())
+    if own := _stored_quantisation(config):
+        return _own_quantization(settings, own)
     if settings.load_in_4bit is True:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=model_dtype(settings),
-            # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
-            # (https://github.com/huggingface/accelerate/issues/3983)
-            bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
-        )
+        return _nf4(settings)
     if settings.load_in_8bit is True:
         return BitsAndBytesConfig(load_in_8bit=True)
     return None
+
+
+def _nf4(settings: Settings) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=model_dtype(settings),
+        # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
+        # (https://github.com/huggingface/accelerate/issues/3983)
+        bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
+    )
+
+
+def _quantiser(settings: Settings, config: PretrainedConfig) -> type | None:
+    """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
+    own = _stored_quantisation(config)
+    stored = own.get("quant_method") == "bitsandbytes"
+    packs = settings.load_in_4bit is True and not shards_weights(settings.launch) and not stored
+    return experts_quantiser() if packs else None
+
+
+def _stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
+    """A checkpoint's own `quantization_config`; empty when it is 16-bit."""
+    own = getattr(config, "quantization_config", None) or {}
+    return own if isinstance(own, dict) else own.to_dict()
+
+
+def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
+    return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
 
 
 def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
@@ -272,6 +299,8 @@ def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
+    if method == "mxfp4" and settings.load_in_4bit is True and not shards_weights(settings.launch):
+        return _nf4(settings)
     if method == "mxfp4" and True not in (settings.load_in_4bit, settings.load_in_8bit):
         from transformers.utils.quantization_config import Mxfp4Config
 
@@ -286,17 +315,18 @@ def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
 
 
 def build_on_meta(
-    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False
-) -> PreTrainedModel:
-    """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
-    bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False,
+    quantiser: type | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
+    bare = _as_stored_in_16_bit(config)
     builder: Any = _class_to_build(bare)
     arguments = {"trust_remote_code": remote_code} if builder is AutoModelForCausalLM else {}
     build = builder.from_config if builder is AutoModelForCausalLM else builder._from_config
     with _unbuildable(config), torch.device("meta"):
         model = build(bare, dtype=dtype, attn_implementation=attention_by_part(bare, attention), **arguments)
     if isinstance(quantization, BitsAndBytesConfig):
-        put_quantised_layers(model, quantization, dtype)
+        put_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
