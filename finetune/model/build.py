@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from finetune.compat.transformers import loading_with, put_quantised_layers, rep
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
-from finetune.model.experts import experts_quantiser
+from finetune.model.experts import experts_quantiser, split_targets
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.recipe.compatibility import shards_weights
 
@@ -177,18 +178,23 @@ def _is_no_product(module: torch.nn.Module) -> bool:
 def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
     targets = settings.target_modules
+    layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=settings.lora_dropout, target_modules=targets, exclude_modules=_not_adapted(model),
+        lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
+        exclude_modules=_not_adapted(model),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
-    for target in targets if isinstance(targets, list) else []:  # PEFT is content when one of several exists
+    for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
             raise RecipeError(
                 f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
             )
     try:
-        peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
+        with warnings.catch_warnings():
+            # PEFT looks for the ranks of experts among layers only
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
     except ValueError as error:
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None

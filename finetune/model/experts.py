@@ -18,6 +18,8 @@ from finetune.compat.transformers import grouped_experts, grouped_matmul, packin
 
 #: Names of fused weights, as transformers' grouped matmul of experts reads them.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+#: Names that these weights had as layers of each expert -> the fused weight.
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 #: bitsandbytes' kernels count elements in 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 #: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
@@ -27,11 +29,18 @@ _ALIGNED = 8
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):  # transformers' `use_experts_implementation`
-            for name in EXPERT_WEIGHTS:
-                weight = module._parameters.get(name)
-                if weight is not None and weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS:
-                    yield path, module, name
+        for name, weight in _of_experts(module):
+            if weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS:
+                yield path, module, name
+
+
+def _of_experts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The fused weights of a module that transformers' `use_experts_implementation` is applied to."""
+    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        for name in EXPERT_WEIGHTS:
+            weight = module._parameters.get(name)
+            if weight is not None:
+                yield name, weight
 
 
 def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str]) -> None:
@@ -56,6 +65,21 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
         )
         module.source_cls = type(module)  # type: ignore[assignment]  # read by transformers' quantising operation
         module.forward = types.MethodType(grouped_experts(), module)
+
+
+def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
+    """Names of `target_modules` that are layers, and those that are fused weights of experts only: PEFT's target_parameters."""
+    layers = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    fused = {name for _, module in model.named_modules() for name, _ in _of_experts(module)} - layers
+    now = {name: name if name in fused else _FUSED.get(name, name) for name in names}
+    parameters = {name: now[name] for name in names if name not in layers and now[name] in fused}
+    return [name for name in names if name not in parameters], sorted(set(parameters.values()))
+
+
+def adapts_experts(model: Any) -> bool:
+    """Whether a PeftModel has adapters on experts."""
+    targets = model.peft_config["default"].target_parameters or ()
+    return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name in targets)
 
 
 def experts_quantiser() -> type:
@@ -113,9 +137,7 @@ def _dequantised(codes: torch.Tensor, state: Any) -> torch.Tensor:
     return dequantize_4bit(codes.data, state)
 
 
-def _low_rank(
-    inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor, offsets: torch.Tensor, experts: int
-) -> torch.Tensor:
+def _low_rank(inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
     """The adapter's part: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
     low = low.to(inputs.dtype).reshape(experts, -1, low.shape[-1])
     high = high.to(inputs.dtype).reshape(high.shape[0], -1, experts).permute(2, 0, 1)

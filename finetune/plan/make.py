@@ -239,9 +239,12 @@ def _with_rank(choices: Choices, rank: int) -> Choices:
 
 
 def _stored_bits(config: dict[str, Any]) -> int | None:
-    """Bits of a checkpoint stored quantised by bitsandbytes; 16 for other quantised formats; None when not quantised."""
+    """Bits of a checkpoint stored quantised by bitsandbytes; 16 for other quantised formats; None when not quantised.
+
+    mxfp4 is dequantised while loading, and can be quantised again to NF4.
+    """
     own = config.get("quantization_config")
-    if not own:
+    if not own or own.get("quant_method") == "mxfp4":
         return None
     if own.get("quant_method") == "bitsandbytes":
         return 4 if own.get("load_in_4bit") else 8
