@@ -43,27 +43,27 @@ TOUCHED = (
         _READ_IN, "transformers.integrations.moe._grouped_linear",
     ),
     Touched(
-        f"{_QUANTISER}.param_needs_quantization", "override", "experts are quantised while they are loaded, too",
+        f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs",
     ),
     Touched(
-        f"{_QUANTISER}._process_model_before_weight_loading", "override", "makes experts 4-bit parameters",
+        f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
         _READ_IN, "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map kwargs",
     ),
     Touched(
-        f"{_QUANTISER}.update_weight_conversions", "override", "experts are merged in host memory, one layer at a time",
+        f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, one layer at a time",
         _READ_IN, "transformers.conversion_mapping.get_model_conversion_mapping", "self weight_conversions model",
     ),
     Touched(
-        f"{_QUANTISER}.get_quantize_ops", "override", "merged experts are quantised on the card",
+        f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self",
     ),
     Touched(
-        "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "override", "moves merged experts to the card",
+        "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
     ),
     Touched(
-        "transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "override", "its codes were cast like weights",
+        "transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
     ),
     Touched(
@@ -188,7 +188,7 @@ def loading_with(quantiser: type | None) -> Iterator[None]:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
-    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = quantiser or before
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = quantiser or before  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -211,9 +211,9 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
     class Mxfp4Codes(Mxfp4Dequantize):
-        def convert(self, input_dict: Any, **named: Any) -> Any:
+        def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
             codes = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            return super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, **named)
+            return super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *given, **named)
 
     class QuantiseOnCard(Bnb4bitQuantize):
         def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
@@ -225,7 +225,7 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
             module, name = get_module_from_name(model, param_name)
             return isinstance(module._parameters.get(name), Params4bit)
 
-        def _process_model_before_weight_loading(self, model: Any, device_map: Any, **named: Any) -> None:
+        def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **named: Any) -> None:
             super()._process_model_before_weight_loading(model, device_map, **named)
             self.device = torch.device((device_map or {}).get("", "cpu"))
             pack(model, self.quantization_config, self.modules_to_not_convert)

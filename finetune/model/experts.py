@@ -18,12 +18,19 @@ from finetune.compat.transformers import grouped_experts, grouped_matmul, packin
 
 #: Names of fused weights, as transformers' grouped matmul of experts reads them.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+#: Names of the number of experts in configurations.
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Names that these weights had as layers of each expert -> the fused weight.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 #: bitsandbytes' kernels count elements in 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 #: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
 _ALIGNED = 8
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a configuration is of a mixture."""
+    return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:

@@ -12,8 +12,8 @@ from finetune.recipe import AUTO, plainest, resolved
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
-#: Names of the number of experts in configurations.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Names of the number of experts of a token in configurations.
+_USED = ("num_experts_per_tok", "top_k_experts")
 #: Shapes that this process has counted or read.
 _known: dict[str, ModelShape] = {}
 
@@ -22,10 +22,10 @@ _known: dict[str, ModelShape] = {}
 class ModelShape:
     """Counts of parameters, and the widths that speed and advice need.
 
-    `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit` those
-    of them that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the
-    linear layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get
-    one. `targets` are the `target_modules` of `auto`.
+    `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
+    those that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear
+    layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
+    `targets` are the `target_modules` of `auto`.
     """
 
     family: str
@@ -102,7 +102,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "linear": sum(part.weight.numel() for part in linears),
         "expert": sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3),
-        "expert_4bit": sum(module._parameters[name].numel() for _, module, name in packable_experts(model)),
+        "expert_4bit": sum(module.get_parameter(name).numel() for _, module, name in packable_experts(model)),
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
     }
@@ -132,14 +132,21 @@ def _attention_layers(model: Any) -> list[str]:
 
 
 def _widths(text: Any) -> dict[str, Any]:
+    from finetune.model.experts import EXPERT_COUNTS
+
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-    experts = max(next((getattr(one, name) for name in _EXPERTS if getattr(one, name, None)), 0) for one in layers)
-    used = max(getattr(one, "num_experts_per_tok", None) or 0 for one in layers) if experts else 0
+    experts = max(_first(one, EXPERT_COUNTS) for one in layers)
+    used = max(_first(one, _USED) for one in layers) if experts else 0
     return {
         "layers": text.num_hidden_layers, "hidden": layers[0].hidden_size,
         "attention_width": max(map(_attention_width, layers)), "experts": experts, "experts_used": used,
         "max_positions": getattr(layers[0], "max_position_embeddings", None),
     }  # fmt: skip
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these values that a configuration has; 0 when it has none."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 def _attention_width(layer: Any) -> int:
