@@ -1,9 +1,9 @@
 """Plans the default configuration of every text-generating model type of transformers; prints what became of each.
 
-    python benchmarks/model_types.py                     # the table with reasons; many minutes
+    python benchmarks/model_types.py                     # the table with reasons; half an hour
     python benchmarks/model_types.py qwen3_5 gemma3      # only these types
-    python benchmarks/model_types.py --write FILE.json   # also writes the table
-    python benchmarks/model_types.py --layers 4          # at most so many layers: quicker
+    python benchmarks/model_types.py --full              # with all layers of the defaults, not at most four
+    python benchmarks/model_types.py --write             # also writes benchmarks/reference/model_types.csv
 
 Types are those of AutoModelForCausalLM and AutoModelForImageTextToText. Each is planned from a config.json for a card of
 unlimited memory. Needs no GPU, no network and no weights.
@@ -12,17 +12,22 @@ unlimited memory. Needs no GPU, no network and no weights.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+import re
 import tempfile
 import time
 import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 FORECAST, REFUSED, ERROR = "forecast", "refused", "internal error"
+TABLE = Path(__file__).parent / "reference" / "model_types.csv"
+#: Layers of a model in the table: enough for the layers to differ or repeat.
+LAYERS = 4
 #: All that a plan would search for, so that a plan is one forecast.
 SETTINGS = {
     "dataset": "rows.jsonl", "max_length": 64, "dtype": "bfloat16", "load_in_4bit": True, "packing": False, "lora_r": 8,
@@ -39,6 +44,20 @@ class Outcome:
     result: str
     detail: str
     seconds: float = 0.0
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Model type -> result and detail, from the committed table."""
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        return {row["model_type"]: (row["result"], row["detail"]) for row in csv.DictReader(file)}
+
+
+def write_table(outcomes: list[Outcome]) -> None:
+    """Write the committed table."""
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("model_type", "result", "detail"))
+        writer.writerows((one.kind, one.result, one.detail) for one in sorted(outcomes, key=lambda one: one.kind))
 
 
 def model_types() -> list[str]:
@@ -61,14 +80,19 @@ def default_values(kind: str, layers: int | None = None) -> dict[str, object]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def outcome_of(kind: str, layers: int | None = None) -> Outcome:
+def outcome_of(kind: str, layers: int | None = LAYERS) -> Outcome:
     """Plan one model type."""
     from finetune.errors import FinetuneError
 
     began = time.perf_counter()
 
     def made(result: str, detail: str) -> Outcome:
-        return Outcome(kind, result, " ".join(detail.split()), round(time.perf_counter() - began, 1))
+        return Outcome(
+            kind,
+            result,
+            " ".join(re.sub(r"model_name_or_path \S+: ", "", detail).split()),
+            round(time.perf_counter() - began, 1),
+        )
 
     try:
         values = default_values(kind, layers)
@@ -103,20 +127,20 @@ def main() -> None:
     """Print the table, then the count of each result."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("types", nargs="*")
-    options.add_argument("--write", type=Path)
-    options.add_argument("--layers", type=int)
+    options.add_argument("--write", action="store_true")
+    options.add_argument("--full", action="store_true")
     options.add_argument("--processes", type=int, default=2)
     given = options.parse_args()
     os.environ.setdefault("FINETUNE_CACHE", tempfile.mkdtemp())
     kinds = given.types or model_types()
     with ProcessPoolExecutor(given.processes) as pool:
         outcomes = []
-        for outcome in pool.map(outcome_of, kinds, [given.layers] * len(kinds)):
+        for outcome in pool.map(outcome_of, kinds, [None if given.full else LAYERS] * len(kinds)):
             outcomes.append(outcome)
             print(f"{outcome.kind:28} {outcome.result:10} {outcome.seconds:6.1f} s  {outcome.detail}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in Counter(outcome.result for outcome in outcomes).items()))
     if given.write:
-        given.write.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
+        write_table(outcomes)
 
 
 if __name__ == "__main__":

@@ -45,15 +45,16 @@ def main() -> int:
     from used_names import LIBRARIES, used
 
     known: dict[str, list[str] | None] = {}
-    for name, keywords in sorted(used().items()):
+    for name in sorted(used()):
         try:
             value = find(name)
         except (AttributeError, ImportError) as error:
             print(f"{name}: {error}")
             continue
-        known[name] = parameters(value) if keywords else None
+        known[name] = parameters(value)
     versions = {name: version(name).partition("+")[0] for name in sorted(LIBRARIES)}
-    text = json.dumps({"versions": versions, "names": known}, indent=1) + "\n"
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in known.items())
+    text = f'{{\n "versions": {json.dumps(versions)},\n "names": {{\n{lines}\n }}\n}}\n'
     (ROOT / "tests" / "compat" / "floor_names.json").write_text(text, encoding="utf-8")
     return 0
 

@@ -84,6 +84,10 @@ TOUCHED = (
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
     Touched(
+        "transformers.PreTrainedModel._from_config", "private call", "builds the modules of a class without weights",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
         "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call", "makes layers of a meta model bitsandbytes'",
         _READ_IN, "transformers.quantizers.auto.AutoHfQuantizer.from_config",
     ),
@@ -166,6 +170,14 @@ def image_text_class(config: Any) -> Any:
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText._model_mapping.get(type(config), None)
+
+
+def build_modules(kind: Any, config: Any, dtype: Any, attention: Any, remote_code: bool) -> Any:
+    """A model without weights of a class, or of AutoModelForCausalLM, which finds the class of remote code."""
+    arguments = {"dtype": dtype, "attn_implementation": attention}
+    if hasattr(kind, "from_config"):
+        return kind.from_config(config, trust_remote_code=remote_code, **arguments)
+    return kind._from_config(config, **arguments)
 
 
 def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:

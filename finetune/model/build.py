@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
-from finetune.compat.transformers import loading_with, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, loading_with, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
@@ -40,7 +40,7 @@ __all__ = [
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
-_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1"}
+_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def load_config(settings: Recipe) -> PretrainedConfig:
@@ -121,16 +121,18 @@ def build_base(
             **arguments,
         )
     model, found = loaded
-    _refuse_other_weights(settings, config, found)
+    _refuse_other_weights(settings, model, found)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: dict[str, Any]) -> None:
+def _refuse_other_weights(settings: Settings, model: PreTrainedModel, found: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(found["missing_keys"])
-    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
-    layers = text_config(config).num_hidden_layers
+    outside = re.compile(outside_language_model(model) or "(?!)")
+    unexpected = [key for key in found["unexpected_keys"] if not outside.fullmatch(key)]
+    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
+    layers = text_config(model.config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
     for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
         if keys:
@@ -339,11 +341,8 @@ def build_on_meta(
 ) -> PreTrainedModel:  # fmt: skip
     """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
     bare = _as_stored_in_16_bit(config)
-    builder: Any = _class_to_build(bare)
-    arguments = {"trust_remote_code": remote_code} if builder is AutoModelForCausalLM else {}
-    build = builder.from_config if builder is AutoModelForCausalLM else builder._from_config
     with _unbuildable(config), torch.device("meta"):
-        model = build(bare, dtype=dtype, attn_implementation=attention_by_part(bare, attention), **arguments)
+        model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
         put_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
@@ -417,9 +416,12 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
     text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
     given = values if text is None else text
-    needed = _NEEDED if text is None else _NEEDED[:2]  # multimodal files leave the rest to the text model's class
     names = config_class.attribute_map
-    needed = [key for key in needed if text is not None or hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    if text is None:
+        needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    else:
+        needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
+    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
     problems = []
     for key in needed:
         value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)

@@ -14,7 +14,6 @@ from finetune import hub
 from finetune.errors import RecipeError
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
-from finetune.recipe import resolved
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -80,6 +79,8 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
 
     What is a folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
     """
+    from finetune.recipe import resolved
+
     typed, revision = recipe.model_name_or_path, recipe.model_revision
     if typed == "tiny" or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
         return recipe, ""

@@ -107,10 +107,8 @@ def _has_head(decoder: Any) -> bool:
 
 def _keep_language_model(model: Any) -> None:
     """Remove all modules but the language model and the output layer, and pass text straight to it."""
-    decoder = next(
-        (part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None), None
-    )
-    decoder = model.get_decoder() if decoder is None else decoder
+    own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
+    decoder = own[0] if own else model.get_decoder()
     names = {id(module): name for name, module in model.named_modules()}
     path = names.get(id(decoder), "")
     parent = path.rpartition(".")[0]
@@ -121,14 +119,13 @@ def _keep_language_model(model: Any) -> None:
     kept = _kept(model)
     for place in {"", parent}:
         module = model.get_submodule(place)
-        for child in [*module._modules, *module._parameters, *module._buffers]:
+        parts = [*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for child, _ in parts:
             name = f"{place}.{child}" if place else child
             if not any(name == other or other.startswith(f"{name}.") for other in kept):
                 delattr(module, child)
     whole = model.get_submodule(parent)
     whole.forward = _passing_text_to(decoder, whole)
-    others = "|".join(map(re.escape, kept))
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"^(?!({others})\.)"}
 
 
 def _kept(model: Any) -> list[str]:

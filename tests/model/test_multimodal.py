@@ -17,7 +17,13 @@ IDS = torch.arange(16, 64).reshape(2, 24)
 
 
 def settings(folder, **more):
-    values = {"model_name_or_path": str(folder), "dataset": "rows.jsonl", "dtype": "float32", "lora_r": 4, "load_in_4bit": False}
+    values = {
+        "model_name_or_path": str(folder),
+        "dataset": "rows.jsonl",
+        "dtype": "float32",
+        "lora_r": 4,
+        "load_in_4bit": False,
+    }
     return plainest(recipe_from({**values, "target_modules": "all-linear", **more}))
 
 
@@ -42,7 +48,7 @@ def tensors_of(folder):
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes() for name in file.keys()}
+            found |= {name: file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
     return found
 
 
