@@ -52,7 +52,7 @@ TOUCHED = (
     ),
     Touched(
         f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, one layer at a time",
-        _READ_IN, "transformers.conversion_mapping.get_model_conversion_mapping", "self weight_conversions model",
+        _READ_IN, "transformers.conversion_mapping.get_model_conversion_mapping",
     ),
     Touched(
         f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
@@ -219,13 +219,13 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.integrations.mxfp4 import Mxfp4Dequantize
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
     class Mxfp4Codes(Mxfp4Dequantize):
         def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
             codes = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            return super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *given, **named)
+            made = super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *given, **named)
+            return {name: value.to(self.hf_quantizer.dtype) for name, value in made.items()}  # some versions give bf16
 
     class QuantiseOnCard(Bnb4bitQuantize):
         def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
@@ -239,18 +239,18 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
 
         def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **named: Any) -> None:
             super()._process_model_before_weight_loading(model, device_map, **named)
-            self.device = torch.device((device_map or {}).get("", "cpu"))
+            self.device, self.dtype = torch.device((device_map or {}).get("", "cpu")), model.dtype
             pack(model, self.quantization_config, self.modules_to_not_convert)
 
-        def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:  # from 5.18 on with the model
             for converter in weight_conversions:
                 if isinstance(converter, WeightConverter):
                     converter.force_cpu = True
             stored = [
-                WeightConverter(names, name, [Mxfp4Codes(self)], force_cpu=True)
-                for name, names in Mxfp4HfQuantizer.serialized_names.items()
+                WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [Mxfp4Codes(self)], force_cpu=True)
+                for name in ("gate_up_proj", "down_proj")
             ]
-            return super().update_weight_conversions(weight_conversions, model) + stored
+            return super().update_weight_conversions(weight_conversions, *model) + stored
 
         def get_quantize_ops(self) -> Any:
             return QuantiseOnCard(self)

@@ -22,8 +22,8 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Names that these weights had as layers of each expert -> the fused weight.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
-#: bitsandbytes' kernels count elements in 32 bits.
-_MOST_ELEMENTS = 2**31 - 1
+#: bitsandbytes' kernels count elements in 32 bits, and those of a CPU take whole blocks in each row.
+_MOST_ELEMENTS, _BLOCK = 2**31 - 1, 64
 #: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
 _ALIGNED = 8
 
@@ -37,7 +37,7 @@ def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
     """Path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():
         for name, weight in _of_experts(module):
-            if weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS:
+            if weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS and weight.shape[-1] % _BLOCK == 0:
                 yield path, module, name
 
 
