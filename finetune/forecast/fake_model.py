@@ -62,9 +62,9 @@ def _fill_buffers(module: torch.nn.Module) -> None:
 
 
 def _packer(module: torch.nn.Module, name: str) -> Callable[[torch.nn.Parameter, torch.dtype], torch.nn.Parameter]:
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    from bitsandbytes.nn import Linear8bitLt, Params4bit
 
-    if name == "weight" and isinstance(module, Linear4bit):
+    if isinstance(module._parameters[name], Params4bit):
         return _packed_4bit
     if name == "weight" and isinstance(module, Linear8bitLt):
         return _packed_8bit

@@ -113,7 +113,7 @@ def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
             names.add(type(module).__name__)
     notes = []
     if experts:
-        notes.append("the experts stay 16-bit: bitsandbytes quantises linear layers, not fused expert tensors")
+        notes.append("the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded")
     if names:
         notes.append(f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}")
     return tuple(notes)
