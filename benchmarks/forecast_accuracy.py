@@ -134,6 +134,7 @@ def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
 
 
 def model_of(row: Row, config: PretrainedConfig) -> Any:
+    """The measured program's model on meta, with adapters."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False, bnb_4bit_compute_dtype=torch.float16
     )

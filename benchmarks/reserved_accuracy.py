@@ -21,11 +21,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import forecast_accuracy as accuracy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
+import forecast_accuracy as accuracy
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.compat.torch import backward
 from finetune.compat.transformers import keys_repeated, without_packing_detection
@@ -166,8 +166,8 @@ def _load_16bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
 
 
 def _load_4bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
-    """transformers with a device map: a block as large as the model (caching_allocator_warmup), freed at once; each tensor in 16
-    bit, in the natural order of names, quantised by bitsandbytes; then `prepare_model_for_kbit_training` casts the rest to fp32.
+    """transformers with a device map: a block as large as the model (caching_allocator_warmup), freed at once; each tensor in
+    16 bit, in the natural order of names, quantised by bitsandbytes; `prepare_model_for_kbit_training` casts the rest to fp32.
     """
     parameters = {name: value for name, value in base.named_parameters() if value is not None}
     packed = {name for name, value in parameters.items() if type(value).__name__ == "Params4bit"}
@@ -214,8 +214,9 @@ def main() -> int:
         reserved.append(run.peak_reserved / measured.reserved_bytes - 1)
         line = {"row": row.source, "allocated_bytes": run.peak_allocated, "allocated_error": allocated[-1],
                 "reserved_bytes": run.peak_reserved, "reserved_error": reserved[-1], "retries": run.retries}  # fmt: skip
-        gib = f"{run.peak_allocated / 2**30:7.3f} {allocated[-1]:+.2%}  reserved {run.peak_reserved / 2**30:7.3f} {reserved[-1]:+.2%}"
-        print(json.dumps(line) if arguments.json else f"{row}  allocated {gib}", flush=True)
+        both = f"allocated {run.peak_allocated / 2**30:7.3f} GiB {allocated[-1]:+.2%}"
+        both += f"  reserved {run.peak_reserved / 2**30:7.3f} GiB {reserved[-1]:+.2%}"
+        print(json.dumps(line) if arguments.json else f"{row}  {both}", flush=True)
     summary = {
         name: {"mean_absolute_error": sum(map(abs, errors)) / len(errors), "worst_error": max(errors, key=abs)}
         for name, errors in (("allocated", allocated), ("reserved", reserved))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from finetune.forecast.trace import NotRepeated, Trace
 from finetune.forecast.tracker import Peak
 from finetune.model.build import build_on_meta
 from finetune.model.checkpointing import decoder_layers
@@ -64,18 +63,9 @@ def simulate_deep(
             more = _adapter_bytes(peaks) / max(1, _adapter_bytes(few.peaks))
             host = _with_more_states(_with_more_layers(few.host, depth), more)
             peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
-            made = dataclasses.replace(few, peaks=peaks, host=host, trace=_trace(few, depth))
+            made = dataclasses.replace(few, peaks=peaks, host=host, depth=depth)
             return made, f"dry run, {depth.run} of {depth.full} layers, repeated"
-    full = run(config)
-    return dataclasses.replace(full, trace=_trace(full, None)), f"dry run, full depth ({len(kinds)} layers)"
-
-
-def _trace(simulation: Simulation, depth: Depth | None) -> Trace | None:
-    """The events at the full depth; None when they don't repeat from layer to layer."""
-    try:
-        return simulation.recording.trace(depth) if simulation.recording else None
-    except NotRepeated:
-        return None
+    return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
 
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:

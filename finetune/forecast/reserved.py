@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from finetune.forecast.caching_allocator import CachingAllocator
 from finetune.forecast.trace import RELEASED, Event, Trace
 
+#: Number of the block that transformers allocates and frees before loading, as large as all weights (caching_allocator_warmup).
+WARM_UP = -1
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -21,22 +24,25 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
     """The run on a card with this allocator. Raises OutOfMemory when it does not fit `limit`."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     player = Player(allocator, trace.kept)
-    for events in _course(trace):
+    player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
+    player.play(trace.parts["load"])
+    allocator.empty_cache()
+    for events in _steps(trace):
         player.play(events)
     return Replay(allocator.peak_allocated, allocator.peak_reserved, allocator.retries)
 
 
-def _course(trace: Trace) -> list[list[Event]]:
-    """The parts of a run in order: load, two optimizer steps of two micro-batches where gradients accumulate, evaluation."""
+def _steps(trace: Trace) -> list[list[Event]]:
+    """What follows loading: two optimizer steps, of two micro-batches where gradients accumulate, a save and an evaluation."""
     parts, gradients = trace.parts, trace.gradients or {}
     accumulating = parts["micro-batch"]
     first = [
         (gradients.get(number, number), size) for number, size in accumulating if size != RELEASED or number not in gradients
     ]
     micro = [first, accumulating] if gradients else [first]
-    warm_up = [(-1, trace.warm_up), (-1, RELEASED)]  # transformers' caching_allocator_warmup, one block for all weights
+    states = _states(parts["first step"], set(gradients.values()))
     return [
-        warm_up, parts["load"], *micro, parts["clipping"], _states(parts["first step"], set(gradients.values())), parts["optimizer"],
+        *micro, parts["clipping"], states, parts["optimizer"],
         *micro, parts["clipping"], parts["optimizer"], parts["save"], parts.get("eval", []),
     ]  # fmt: skip
 

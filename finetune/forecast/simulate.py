@@ -23,6 +23,7 @@ from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.fake_model import fake_dora_weights, materialise
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.forecast.trace import NotRepeated
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import (
     attach_adapters,
@@ -36,6 +37,7 @@ from finetune.model.checkpointing import decoder_layers
 from finetune.model.techniques import apply_techniques, step_context
 
 if TYPE_CHECKING:
+    from finetune.forecast.depth import Depth
     from finetune.forecast.rules import Capability
     from finetune.forecast.trace import Recording, Trace
     from finetune.forecast.tracker import Peak, Place
@@ -61,14 +63,21 @@ class Batch:
 class Simulation:
     """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user.
 
-    `trace`: the events of the run in order; None where they can't be had.
+    `recording`: the events of the layers that were run, which stand for a model of `depth`; None for a mixture of simulations.
     """
 
     peaks: dict[Place, Peak]
     host: Peak
     notes: tuple[str, ...] = ()
     recording: Recording | None = field(default=None, compare=False)
-    trace: Trace | None = field(default=None, compare=False)
+    depth: Depth | None = field(default=None, compare=False)
+
+    def trace(self) -> Trace | None:
+        """The events of the run at full depth; None where they can't be had."""
+        try:
+            return self.recording.trace(self.depth) if self.recording else None
+        except NotRepeated:
+            return None
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:

@@ -41,12 +41,12 @@ class Trace:
 
 
 class _Place(NamedTuple):
-    """Where an allocation is made: the `count`-th of the `run`-th sequence of events of one layer in a section."""
+    """Where an allocation is made: the `nth` of the `run`-th sequence of events of one layer in a section."""
 
     section: int
     layer: int
     run: int
-    count: int
+    nth: int
 
 
 class _Chunk(NamedTuple):
@@ -93,6 +93,11 @@ class Recording:
         number = self._numbers.pop(storage, None)
         if number is not None:
             self._note(number, RELEASED)
+
+    def layer_of(self, storage: int) -> int | None:
+        """The layer of a storage; None for none, or an unknown storage."""
+        layer = self._layers[self._numbers[storage]] if storage in self._numbers else -1
+        return None if layer < 0 else layer
 
     def scratch(self, sizes: tuple[int, ...], layer: int | None) -> None:
         """A kernel's temporary buffers: allocated together, then released."""
@@ -242,20 +247,20 @@ class _Deepening:
         origin = self._origin(layer)
         if origin == place.layer:
             return place._replace(layer=layer)
-        return place._replace(layer=layer, count=self._counterpart(place, origin))
+        return place._replace(layer=layer, nth=self._counterpart(place, origin))
 
     def _counterpart(self, place: _Place, origin: int) -> int:
-        """The count of the same allocation in another layer, which may allocate something more or less once in its course."""
+        """The number of the same allocation in another layer, which may allocate something more or less once in its course."""
         own = self._sizes[place[:3]]
         other = self._sizes.get((place.section, origin, place.run))
         if other is None:
             raise NotRepeated
         if own == other:
-            return place.count
+            return place.nth
         same = next((i for i, (one, two) in enumerate(zip(own, other, strict=False)) if one != two), min(len(own), len(other)))
-        if place.count < same:
-            return place.count
-        from_end = len(own) - place.count
+        if place.nth < same:
+            return place.nth
+        from_end = len(own) - place.nth
         if from_end > len(other) or own[-from_end:] != other[len(other) - from_end :]:
             raise NotRepeated
         return len(other) - from_end

@@ -65,7 +65,8 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, rules: dict[Any, Rule] | None = None, *, workspace_bytes: int = 0) -> None:
         super().__init__()
         self.recording = Recording()
-        self._phase, self._layer = "", None
+        self._phase = ""
+        self._layer: int | None = None
         self.phase, self.part = "load", "weights"
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[tuple[bool, bool]] = set()
@@ -104,13 +105,14 @@ class StorageTracker(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
         if self._phase in _UPDATES and args and isinstance(args[0], torch.Tensor):
-            self._source = self._layer_of(args[0])  # what is made of a parameter or a gradient belongs to its layer
+            self._comes_from(args[0])
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
             self.follow(out)
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):
             for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
+                self._comes_from(source)
                 self.follow(leaf, layer=self._layer_of(source))
         else:
             for leaf in tree_iter(out):
@@ -166,6 +168,11 @@ class StorageTracker(TorchDispatchMode):
             if (backward, lt) not in self._workspaces:
                 self._workspaces.add((backward, lt))
                 self.recording.keep(size)
+
+    def _comes_from(self, tensor: torch.Tensor) -> None:
+        """What is made next, of a parameter, a gradient or a state, belongs to its layer."""
+        layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
+        self._source = self._source if layer is None else layer
 
     def _layer_of(self, tensor: torch.Tensor) -> int | None:
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
