@@ -11,7 +11,8 @@ from hashlib import blake2b
 from typing import Any
 
 from finetune.data.checks import BadRow
-from finetune.data.formats import Example, check_columns, detect, parse, renamed, unused_columns
+from finetune.data.formats import FORMATS, Example, check_columns, detect, parse, renamed, unused_columns, usual_columns
+from finetune.data.meaning import Unused, UnusedField, check_placeholders, recognise, without
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.sources import Source, bundled_eval, find_sources
@@ -33,6 +34,7 @@ class Rows:
     refused: list[Refused] = field(default_factory=list)
     unused_columns: tuple[str, ...] = ()
     held_out: int = 0
+    columns: dict[str, str] = field(default_factory=dict)
 
     @property
     def duplicates(self) -> int:
@@ -116,6 +118,7 @@ def _read_side(sources: list[Source], dataset: DatasetRecipe, limit: int | None)
         examples=[example for part in parts for example in part.examples],
         refused=[row for part in parts for row in part.refused],
         unused_columns=tuple(dict.fromkeys(column for part in parts for column in part.unused_columns)),
+        columns={name: column for part in parts for name, column in part.columns.items()},
     )
 
 
@@ -128,22 +131,35 @@ def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> R
         raise DataError(
             [f"{source.name}: none of the first {len(sample):,} row(s) can be read", str(first)], "Correct the file."
         )
-    check_columns(readable, source.name, dataset.format, dataset.columns)
-    mapped = [renamed(values, dataset.columns) for values in readable]
-    name = detect(mapped, source.name, dataset.columns) if dataset.format == "auto" else dataset.format
+    columns, ignored = dataset.columns, dataset.ignore_columns
+    recognise(readable, source.name, {*columns.values(), *ignored})
+    readable = [without(values, ignored) for values in readable]
+    check_columns(readable, source.name, dataset.format, columns)
+    if not columns and dataset.format == "auto":
+        columns = usual_columns(readable)
+    mapped = [renamed(values, columns) for values in readable]
+    name = detect(mapped, source.name, columns) if dataset.format == "auto" else dataset.format
     examples: list[Example] = []
     refused: list[Refused] = []
+    unused = Unused(source.name, name, (*FORMATS[name].needs, *FORMATS[name].reads))
     count = 0
     for count, row in enumerate(itertools.chain(sample, rows), 1):  # noqa: B007 - counted for after the loop
         if isinstance(row, Refused):
             refused.append(row)
             continue
+        values = renamed(without(row.values, ignored), columns)
+        unused.see(values, row.number)
         try:
-            examples.append(parse(renamed(row.values, dataset.columns), name, dataset.columns, row.file, row.number))
+            example = parse(values, name, columns, row.file, row.number)
+            check_placeholders(row.values, example.texts())
+            examples.append(example)
+        except UnusedField as field:
+            unused.field(field.name, row.number)
         except BadRow as bad:
-            refused.append(Refused(row.file, row.number, dataset.columns.get(bad.field or "", bad.field), bad.reason))
+            refused.append(Refused(row.file, row.number, columns.get(bad.field or "", bad.field), bad.reason))
+    unused.refuse()
     header = list(dict.fromkeys(column for values in mapped for column in values))
-    return Rows((source.name,), name, count, examples, refused, unused_columns(header, name))
+    return Rows((source.name,), name, count, examples, refused, unused_columns(header, name), 0, columns)
 
 
 def _hold_out(rows: Rows, size: float, seed: int) -> Examples:

@@ -94,8 +94,7 @@ class Encoder:
         assert self.template is not None, "conversations were announced"
         try:
             if self.train_on_inputs:
-                text = self.template.render(list(example.messages), example.tools)
-                rendered = [Rendered(text, [(0, len(text))])]
+                rendered = [self.template.whole(example)]
             else:
                 rendered = self.template.sequences(example)
         except BadRow as bad:
