@@ -37,9 +37,10 @@ class Rows:
     columns: dict[str, str] = field(default_factory=dict)
 
     @property
-    def duplicates(self) -> int:
-        """Number of examples equal to an earlier one."""
-        return len(self.examples) - len({digest(example.content()) for example in self.examples})
+    def duplicates(self) -> list[Example]:
+        """Examples equal to an earlier one."""
+        seen: set[bytes] = set()
+        return [example for example in self.examples if _seen_before(digest(example.content()), seen)]
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Examples:
     eval: Rows | None = None
 
     @property
-    def shared(self) -> int:
-        """Number of held-out rows whose prompt (plain text: the text) is also in the training rows."""
+    def shared(self) -> list[Example]:
+        """Held-out rows whose prompt (plain text: the text) is also in the training rows."""
         if self.eval is None:
-            return 0
+            return []
         asked = {_asked(example) for example in self.train.examples}
-        return sum(_asked(example) in asked for example in self.eval.examples)
+        return [example for example in self.eval.examples if _asked(example) in asked]
 
 
 def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
@@ -75,6 +76,12 @@ def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
 def digest(content: Any) -> bytes:
     """A 16-byte digest of an example's content."""
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _seen_before(value: bytes, seen: set[bytes]) -> bool:
+    known = value in seen
+    seen.add(value)
+    return known
 
 
 def _asked(example: Example) -> bytes:

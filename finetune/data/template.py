@@ -41,6 +41,7 @@ class Rendered:
     text: str
     spans: list[Span]
     notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered
+    literal: list[Span] = field(default_factory=list)  # special tokens in the row's own text, which stay text
 
 
 class Template:
