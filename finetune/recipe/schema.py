@@ -89,7 +89,7 @@ class DatasetRecipe(_Strict):
     """Where the rows come from and how to read them."""
 
     path: str | list[str] = _data(
-        ..., TOKENS | BYTES | RESULT, "Local .jsonl/.json/.csv/.parquet file(s), or a dataset id on the hub.", min_length=1
+        ..., TOKENS | BYTES | RESULT, "Local file(s), a folder or a pattern (*.jsonl), or a hub dataset's id.", min_length=1
     )
     eval_path: str | list[str] | None = _data(None, TOKENS, "Held-out rows: local file(s), or none.")
     name: str | None = _data(None, TOKENS | RESULT, "Configuration of a hub dataset.")

@@ -186,3 +186,35 @@ def test_max_rows_reads_only_the_first_rows_over_all_files(write):
     rows = examples_of(paths, max_rows=4)
     assert rows.read == 4
     assert [example.text for example in rows.examples] == ["a0", "a1", "a2", "b0"]
+
+
+def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_examples(write, tmp_path):
+    import gzip
+
+    rows = [{"prompt": f"Frage {n}", "completion": f"ü {n}"} for n in range(4)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    table = "prompt\tcompletion\n" + "".join("\t".join(row.values()) + "\n" for row in rows)
+    (tmp_path / "folder").mkdir()
+    (
+        write("folder/a.jsonl", rows[:2]),
+        write("folder/b.jsonl", rows[2:]),
+        write("folder/README.md", "about"),
+        write("folder/LICENSE.txt", "x"),
+    )
+    ways = [str(tmp_path / "folder"), str(tmp_path / "folder" / "*.jsonl"), write("c.ndjson", lines), write("d.tsv", table)]
+    ways += [write("e.jsonl.gz", gzip.compress(lines.encode())), write("f.json.gz", gzip.compress(json.dumps(rows).encode()))]
+    ways += [write("g.csv.gz", gzip.compress(table.encode()))]
+    for way in ways:
+        assert [example.content() for example in examples_of(way).examples] == rows, way
+    text = examples_of(write("h.txt", "One line.\n\nAnother.\n"))
+    assert [(example.row, example.text) for example in text.examples] == [(1, "One line."), (3, "Another.")]
+
+
+def test_splits_in_one_file_and_damaged_gzip_are_refused_by_name(write):
+    rows = [{"prompt": "a", "completion": "b"}]
+    with pytest.raises(DataError, match="has the splits train, test in one file"):
+        examples_of(write("a.json", json.dumps({"train": rows, "test": rows})))
+    with pytest.raises(DataError, match="can't be read"):
+        examples_of(write("b.jsonl.gz", b"\x1f\x8b not gzip"))
+    with pytest.raises(DataError, match="there is no such file"):
+        examples_of("nowhere/*.jsonl")
