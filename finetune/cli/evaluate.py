@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from finetune.cli.app import print_json
-from finetune.cli.render import doing, out, printable, table
+from finetune.cli.render import doing, err, out, printable, table
 from finetune.plan.plan import read_plan
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
@@ -53,6 +53,8 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
         from finetune.evaluate.answerer import Answerer
 
         answerer = Answerer(run, need_adapter=not base)
+    if answerer.plain and not as_json:
+        err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for question in [prompt] if prompt is not None else _questions():
         messages.append({"role": "user", "content": question})
