@@ -64,7 +64,7 @@ class Answerer:
 
 def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
     if run.adapter.is_dir():
-        require_intact_adapter(run)
+        require_intact_adapter(run.adapter)
         return run.adapter
     checkpoint, _ = newest_verified(run.checkpoints)
     if checkpoint is not None:

@@ -100,9 +100,12 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge."""
-    adapter = run.parts["adapters"]
-    return (settings.save_total_limit + 1) * 3 * adapter + adapter + 2 * run.parameters
+    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge.
+
+    With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
+    """
+    adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
+    return (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
 def _notes(settings: Settings, card: Card, tokens: int, micro: int) -> tuple[str, ...]:
