@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,14 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, out, printable, table
+from finetune.plan.plan import read_plan
+from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
     from finetune.evaluate.paired import Difference
+    from finetune.run.directory import RunDirectory
 
 _EXAMPLES_SHOWN = 2
 
@@ -21,6 +25,7 @@ _EXAMPLES_SHOWN = 2
 def show_scores(source: str, *, rows: int | None, last: bool, as_json: bool) -> None:
     """Score base and tuned model on the held-out rows."""
     run = open_run(source)
+    _see_its_card(run)
     from finetune.evaluate.score import compare
 
     with doing(quiet=as_json) as say:
@@ -50,6 +55,7 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
+        _see_its_card(run)
         from finetune.evaluate.answerer import Answerer
 
         answerer = Answerer(run, need_adapter=not base)
@@ -66,6 +72,11 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
             print_json({"run": str(run.path), "model": "base" if base else "tuned", "prompt": question, "answer": answer})
         else:
             print(printable(answer))
+
+
+def _see_its_card(run: RunDirectory) -> None:
+    """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
+    os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
 
 
 def _questions() -> Any:

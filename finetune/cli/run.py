@@ -88,6 +88,8 @@ def stop_all(*, as_json: bool) -> int:
     for run in asked:
         control.wait(run, deadline_s=300)
         _tell_end(run, read_state(run), as_json)
+    if not asked and not as_json:
+        out.print("No run is running.")
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,15 +13,19 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
-from finetune.compat.transformers import is_causal_language_model, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, loading_with, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
+from finetune.model.experts import experts_quantiser, has_experts, split_targets
+from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
+from finetune.model.names import resolve
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ __all__ = [
 
 #: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+#: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
+_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def load_config(settings: Recipe) -> PretrainedConfig:
@@ -59,9 +68,22 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
-    if not is_causal_language_model(config):
-        raise RecipeError(f"model_name_or_path {name}: model_type {kind} is not a causal language model")
+    if reason := _why_no_decoder(config):
+        raise RecipeError(f"model_name_or_path {name}: model_type {kind} {reason}", "Give a model that continues text.")
     return config
+
+
+def _why_no_decoder(config: PretrainedConfig) -> str | None:
+    """Why a configuration is not of a decoder that is trained as it will generate; None when it is."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder with a decoder"
+    if hasattr(config, "is_decoder") and config.model_type not in ("gpt_neox", "gpt_neox_japanese"):
+        return "is an encoder: each token sees the whole text"
+    if model_class(config) is None:
+        return "is not a causal language model"
+    if not getattr(text_config(config), "num_hidden_layers", None):
+        return "has no single stack of layers"
+    return None
 
 
 def build_base(
@@ -77,34 +99,40 @@ def build_base(
     where = torch.device(device)
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
         repeat_keys()
+    quantiser = _quantiser(settings, config)
     if not weights:
-        with _explained(settings):
-            return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
+        return build_on_meta(
+            config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code, quantiser=quantiser
+        )
+    if quantiser is not None and getattr(config, "quantization_config", None):
+        config = _as_stored_in_16_bit(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
-    with _explained(settings):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    with _explained(settings), loading_with(quantiser):
+        loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention_by_part(config, attention),
             use_safetensors=True,
             device_map={"": device},
             output_loading_info=True,
             **arguments,
         )
     model, found = loaded
-    _refuse_other_weights(settings, config, found)
+    _refuse_other_weights(settings, model, found)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: dict[str, Any]) -> None:
+def _refuse_other_weights(settings: Settings, model: PreTrainedModel, found: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(found["missing_keys"])
-    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
-    layers = config.get_text_config().num_hidden_layers
+    outside = re.compile(outside_language_model(model) or "(?!)")
+    unexpected = [key for key in found["unexpected_keys"] if not outside.fullmatch(key)]
+    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
+    layers = text_config(model.config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
     for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
         if keys:
@@ -121,21 +149,55 @@ def _linear_names(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
 
 
+def _not_adapted(model: PreTrainedModel) -> str | None:
+    """PEFT's `exclude_modules`: what is no part of the language model, and linear layers whose result isn't their product."""
+    patterns = [outside_language_model(model)]
+    odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_no_product(module)})
+    if model.config.model_type in _MAMBA:
+        odd += ["out_proj", "conv1d"]
+    patterns += [rf"(.*\.)?({'|'.join(map(re.escape, odd))})"] if odd else []
+    return "|".join(pattern for pattern in patterns if pattern) or None
+
+
+def _is_no_product(module: torch.nn.Module) -> bool:
+    """Whether a module inherits from Linear but returns something else: a mixture's router, or a product in groups."""
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
+        return False
+    if type(module).__module__.startswith("bitsandbytes."):
+        return False
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inner = copy.copy(module)
+        inner._parameters = {
+            name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
+            for name, value in module._parameters.items()
+        }
+        try:
+            result = inner(torch.empty(1, module.in_features, dtype=module.weight.dtype))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            return True
+        return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
+
+
 def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
     targets = settings.target_modules
+    layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=settings.lora_dropout, target_modules=targets,
+        lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
+        exclude_modules=_not_adapted(model),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
-    for target in targets if isinstance(targets, list) else []:  # PEFT is content when one of several exists
+    for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
             raise RecipeError(
                 f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
             )
     try:
-        peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
+        with warnings.catch_warnings():
+            # PEFT looks for the ranks of experts among layers only
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
     except ValueError as error:
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
@@ -192,66 +254,122 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
 
     A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
     """
-    own = getattr(config, "quantization_config", None)
-    if own:
-        return _own_quantization(settings, own if isinstance(own, dict) else own.to_dict())
+    if own := _stored_quantisation(config):
+        return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
     if settings.load_in_4bit is True:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=model_dtype(settings),
-            # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
-            # (https://github.com/huggingface/accelerate/issues/3983)
-            bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
-        )
+        return _nf4(settings)
     if settings.load_in_8bit is True:
         return BitsAndBytesConfig(load_in_8bit=True)
     return None
 
 
-def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
+def _nf4(settings: Settings) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=model_dtype(settings),
+        # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
+        # (https://github.com/huggingface/accelerate/issues/3983)
+        bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
+    )
+
+
+def _quantiser(settings: Settings, config: PretrainedConfig) -> type | None:
+    """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
+    own = _stored_quantisation(config)
+    stored = own.get("quant_method") == "bitsandbytes"
+    packs = settings.load_in_4bit is True and not shards_weights(settings.launch) and not stored
+    return experts_quantiser() if packs else None
+
+
+def _stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
+    """A checkpoint's own `quantization_config`; empty when it is 16-bit."""
+    own = getattr(config, "quantization_config", None) or {}
+    return own if isinstance(own, dict) else own.to_dict()
+
+
+def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
+    return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+
+
+def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:
     name, method = settings.model_name_or_path, own.get("quant_method", "")
     if method == "bitsandbytes":
         wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
         if wanted is not True:
             raise RecipeError(
-                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or give the 16-bit model."
+                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or {_give_original(name)}."
+            )
+        if fused_experts:
+            raise RecipeError(
+                f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "
+                "into transformers 5's fused experts",
+                f"G{_give_original(name)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
             )
         if bits == "4bit" and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
-                "Give the 16-bit model; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
+                f"G{_give_original(name)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
-    if method == "mxfp4" and True not in (settings.load_in_4bit, settings.load_in_8bit):
-        from transformers.utils.quantization_config import Mxfp4Config
+    if method == "mxfp4" and settings.load_in_4bit is True and not shards_weights(settings.launch):
+        return _nf4(settings)
+    if method in ("mxfp4", "fp8") and True not in (settings.load_in_4bit, settings.load_in_8bit):
+        from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-        return Mxfp4Config(dequantize=True)
+        return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     stored = method or "an unknown quantisation"
+    dequantised = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or " if method in ("mxfp4", "fp8") else ""
+    advice = f"{dequantised}{_give_original(name)}; load_in_4bit=true quantises it while loading."
     raise RecipeError(
         f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
-        "Set load_in_4bit=false load_in_8bit=false, or give a 16-bit copy of the model."
-        if method == "mxfp4"
-        else "Give the 16-bit model; load_in_4bit=true quantises it while loading.",
+        advice[0].upper() + advice[1:],
     )
 
 
+def _give_original(name: str) -> str:
+    """`give Qwen/Qwen3-8B`: the model that a quantised copy was made from; in general words where its name doesn't say."""
+    match = resolve(name) or resolve(name.rstrip("/").rpartition("/")[2])
+    return f"give {match.name}" if match is not None and match.name != name else "give the 16-bit model"
+
+
 def build_on_meta(
-    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False
-) -> PreTrainedModel:
-    """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
-    bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            bare, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code
-        )
+    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False,
+    quantiser: type | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
+    bare = _as_stored_in_16_bit(config)
+    with _unbuildable(config), torch.device("meta"):
+        model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
-        put_quantised_layers(model, quantization, dtype)
+        put_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
+
+
+def _class_to_build(config: PretrainedConfig) -> Any:
+    """AutoModelForCausalLM for remote code, which it finds and checks; else the class itself."""
+    return AutoModelForCausalLM if hasattr(config, "auto_map") else model_class(config)
+
+
+@contextmanager
+def _unbuildable(config: PretrainedConfig) -> Iterator[None]:
+    """Turn any error of transformers while it builds modules from a configuration into a RecipeError."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - code of hundreds of model types
+        text = (str(error).strip().splitlines() or [""])[0]
+        if "attention implementation" in text:
+            hint = "Set attn_implementation=eager."
+        elif isinstance(error, ImportError):
+            hint = "Install what it needs."
+        else:
+            hint = "Its config.json lacks values or they don't go together; give a complete one."
+        kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
+        raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {kind}{text}", hint) from error
 
 
 def _attention(settings: Settings) -> str:
@@ -298,8 +416,12 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
     text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
     given = values if text is None else text
-    needed = _NEEDED if text is None else _NEEDED[:2]  # multimodal files leave the rest to the text model's class
     names = config_class.attribute_map
+    if text is None:
+        needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    else:
+        needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
+    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
     problems = []
     for key in needed:
         value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)

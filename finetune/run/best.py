@@ -67,6 +67,7 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
 
     Without evaluations the last step is the result. All ranks call this; local rank 0 writes and returns what was written.
     """
+    model: Any = trainer.model
     step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
     losses = {each.step: each.loss for each in evaluations(trainer.state.log_history)}
     loss = {each: value for each, value in losses.items() if value < math.inf}
@@ -79,7 +80,7 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     if not writes:
         return None
     if trainer.plan.settings.launch.strategy == "ddp":
-        trainer.model.save_pretrained(str(building), safe_serialization=True)
+        model.save_pretrained(str(building), safe_serialization=True)
     best = _winner(trainer, run)
     if best is None:
         _finish(building, run.adapter, trainer, step, loss.get(step))
@@ -109,7 +110,8 @@ def _winner(trainer: RunTrainer, run: RunDirectory) -> Evaluated | None:
 def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
     """Add tokenizer, plan and manifest, and put the folder into its place."""
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
-    trainer.processing_class.save_pretrained(str(building))
+    tokenizer: Any = trainer.processing_class
+    tokenizer.save_pretrained(str(building))
     shutil.copy(trainer.run.plan, building / "plan.json")
     write_manifest(building, {"step": step, "eval_loss": loss})
     shutil.rmtree(target, ignore_errors=True)
