@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 
 
 class Answerer:
-    """The base model of a run with its adapter. `adapter` is the name of the adapter's folder.
+    """The base model of a run with its adapter, or with the `last` step's beside the best.
 
-    `plain`: the run was trained on prompts as they are, without the chat template.
+    `adapter`: name of the adapter's folder. `plain`: the run was trained on prompts as they are, without the chat template.
     """
 
-    def __init__(self, run: RunDirectory, *, need_adapter: bool = True) -> None:
+    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False) -> None:
         quiet_libraries()
         self.run, self.plan = run, read_plan(run.plan)
-        folder = _adapter_folder(run, need_adapter)
+        folder = run.last_adapter if last else _adapter_folder(run, need_adapter)
+        if last:
+            _require_last(run)
         self.adapter = folder.name if folder else None
         require_data(run)
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
@@ -78,7 +80,7 @@ def _report(run: RunDirectory) -> dict[str, Any]:
 
 def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
     if run.adapter.is_dir():
-        require_intact_adapter(run)
+        require_intact_adapter(run.adapter)
         return run.adapter
     checkpoint, _ = newest_verified(run.checkpoints)
     if checkpoint is not None:
@@ -88,6 +90,12 @@ def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
             f"{run.path} has no adapter and no sealed checkpoint yet", f"Let it train further: finetune resume {run.path}"
         )
     return None
+
+
+def _require_last(run: RunDirectory) -> None:
+    if not run.last_adapter.is_dir():
+        raise RecipeError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
+    require_intact_adapter(run.last_adapter)
 
 
 def _load(plan: Plan, folder: Any, device: str) -> Any:

@@ -77,9 +77,9 @@ def _replayed(
 def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) -> tuple[int, int, int]:
     """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
 
-    The least is what is allocated: at the limit torch gives cached blocks back. Without expandable segments the most is what the
-    replay reserves, if its one length is that of all rows. With them no card has been measured, and uneven rows fragment more than
-    one length shows: there the replay only raises the most, never lowers it.
+    The least is what is allocated: at the limit torch gives cached blocks back. Without expandable segments the most is what
+    the replay reserves, if its one length is that of all rows. With them no card has been measured, and uneven rows fragment
+    more than one length shows: there the replay only raises the most, never lowers it.
     """
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
@@ -123,9 +123,12 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge."""
-    adapter = run.parts["adapters"]
-    return (settings.save_total_limit + 1) * 3 * adapter + adapter + 2 * run.parameters
+    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge.
+
+    With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
+    """
+    adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
+    return (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
 def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What torch reserves at most: the replay where one length is that of all rows, else never less than the interval without it."""
+"""What torch reserves at most: the replay where all rows have one length, else never less than the interval without it."""
 
 import pytest
 
@@ -14,7 +14,7 @@ GIB = 2**30
 )
 def test_the_replay_lowers_the_most_only_for_even_rows_without_expandable_segments(monkeypatch, expandable, even, most_gib):
     monkeypatch.setattr(whole_card, "expandable_segments", lambda: expandable)
-    held = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, segments=10)
+    held = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, retries=0)
     _, likely, most = whole_card._reserved(20 * GIB, find_card("rtx-4090"), held, even=even)
     assert likely == held.reserved_bytes
     assert most == pytest.approx(most_gib * GIB * (1 + whole_card.DRY_RUN_ERROR))
