@@ -33,6 +33,7 @@ from finetune.model.build import (
     trainable_parameters,
 )
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
 
 if TYPE_CHECKING:
@@ -58,11 +59,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user."""
+    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user.
+
+    `lean`: what of each decoder layer is lean, in words; empty without lean layers.
+    """
 
     peaks: dict[Place, Peak]
     host: Peak
     notes: tuple[str, ...] = ()
+    lean: tuple[str, ...] = ()
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
@@ -78,8 +83,9 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             materialise(model, tracker, dtype=model_dtype(settings))
             _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
+        lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model
-    return Simulation(tracker.peaks, tracker.host, notes)
+    return Simulation(tracker.peaks, tracker.host, notes, lean)
 
 
 def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
