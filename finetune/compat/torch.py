@@ -59,8 +59,6 @@ TOUCHED = (
         _READ_IN, "torch.nn.Module._call_impl",
     ),
     _called("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
-    _called("torch.ops.aten.silu_backward", "backward of an activation inside this project's function"),
-    _called("torch.ops.aten.gelu_backward", "backward of an activation inside this project's function"),
     _called("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
     _called("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),

@@ -24,7 +24,6 @@ from peft.tuners.lora import LoraLayer
 
 from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
 from finetune.model import lean_functions as functions
-from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_functions import Activation, Linear, NormForm
 
 _ADAPTED = (LoraPlain, Lora4bit)
@@ -44,14 +43,13 @@ class GatedParts(NamedTuple):
     swapped: bool
 
 
-def make_lean(model: torch.nn.Module) -> None:
-    """Give the decoder layers' modules lean forwards, as attributes of the instances. `undo_lean` takes them away."""
-    undo_lean(model)
+def make_lean(layers: list[torch.nn.Module]) -> None:
+    """Give modules of these decoder layers lean forwards, as attributes of the instances. `undo_lean` takes them away."""
+    undo_lean(layers)
     with with_values():
-        for layer in decoder_layers(model):
-            for module in layer.modules():
-                if "forward" not in vars(module):  # else it is someone else's
-                    _make_lean(module)
+        for module in (module for layer in layers for module in layer.modules()):
+            if "forward" not in vars(module):  # else it is someone else's
+                _make_lean(module)
 
 
 def _make_lean(module: torch.nn.Module) -> None:
@@ -64,9 +62,9 @@ def _make_lean(module: torch.nn.Module) -> None:
         _put(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
 
 
-def undo_lean(model: torch.nn.Module) -> None:
+def undo_lean(layers: list[torch.nn.Module]) -> None:
     """Take away what `make_lean` has put in."""
-    for module in model.modules():
+    for module in (module for layer in layers for module in layer.modules()):
         if vars(module).pop("lean", None) is not None:
             del vars(module)["forward"]
 
@@ -139,7 +137,7 @@ def _read(module: Any, x: torch.Tensor) -> Linear | None:
     base = _read_base(module.base_layer, x.dtype)
     if base is None or any(map(has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
         return None
-    return base._replace(a=a.weight, b=b.weight, scale=module.scaling[names[0]])
+    return Linear(*base[:3], a.weight, b.weight, module.scaling[names[0]])
 
 
 def is_plain(module: Any, name: str) -> bool:

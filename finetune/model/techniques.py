@@ -30,9 +30,9 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     is extra headroom.
     """
     if settings.lean_layers is True:
-        make_lean(model)
+        make_lean(decoder_layers(model))
     else:
-        undo_lean(model)
+        undo_lean(decoder_layers(model))
     how = settings.activation_checkpointing
     if how is False:
         keep_all(model)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.model.build import attach_adapters, prepare_for_training
+from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_layers import make_lean, undo_lean
 
 ALL = "4 linear layers, 1 MLP, 2 norms"
@@ -60,7 +61,7 @@ def fill_adapters(model: torch.nn.Module) -> None:
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> Any:
     """A copy with base weights of `dtype` and fp32 adapters; in fp64 all of it, with 4-bit weights dequantised."""
     other = copy.deepcopy(model)
-    undo_lean(other)
+    undo_lean(decoder_layers(other))
     for module in list(other.modules()):
         base = getattr(module, "base_layer", None)
         if isinstance(base, Linear4bit):
@@ -80,7 +81,7 @@ def tokens(seed: int = 0, rows: int = 2, length: int = 48) -> torch.Tensor:
 def gradients(model: Any, ids: torch.Tensor, dtype: torch.dtype = torch.float32, lean: bool | None = None) -> torch.Tensor:
     """Gradients of all adapters, flat, in fp64; autocast for 16 bit. `lean` None: as the model is."""
     if lean is not None:
-        (make_lean if lean else undo_lean)(model)
+        (make_lean if lean else undo_lean)(decoder_layers(model))
     model.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         loss = model(input_ids=ids, labels=ids).loss

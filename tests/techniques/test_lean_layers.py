@@ -107,7 +107,7 @@ def test_int8_activations_are_no_less_exact_than_with_ordinary_layers(base):
 
 
 def test_backward_may_run_twice_or_after_another_forward(nf4):
-    make_lean(nf4)
+    make_lean(decoder_layers(nf4))
     first, second = gradients(nf4, tokens(1), torch.bfloat16), gradients(nf4, tokens(2), torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         losses = [nf4(input_ids=tokens(seed), labels=tokens(seed)).loss for seed in (1, 2)]
@@ -160,18 +160,18 @@ def test_linear_layers_in_another_state_run_as_before(change):
 def test_answers_and_evaluations_are_those_of_ordinary_layers(nf4):
     with torch.no_grad():
         ordinary = nf4(input_ids=tokens()).logits
-        make_lean(nf4)
+        make_lean(decoder_layers(nf4))
         assert torch.equal(nf4(input_ids=tokens()).logits, ordinary)
     with nf4.disable_adapter(), torch.autocast("cpu", torch.bfloat16):
         without = nf4(input_ids=tokens()).logits
-        undo_lean(nf4)
+        undo_lean(decoder_layers(nf4))
         assert error(without, nf4(input_ids=tokens()).logits) < 0.02
 
 
 def test_a_lean_model_is_saved_copied_and_merged_as_any_other():
     model = model_of("llama")
     saved = get_peft_model_state_dict(model)
-    make_lean(model)
+    make_lean(decoder_layers(model))
     assert all(torch.equal(value, saved[name]) for name, value in get_peft_model_state_dict(model).items())
     layer = decoder_layers(copy.deepcopy(model))[0]
     assert layer.mlp.forward.__self__ is layer.mlp
