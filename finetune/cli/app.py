@@ -212,7 +212,7 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
     """
     from finetune.cli.data import show_data
 
-    show_data(recipe, overrides or [], as_json=json)
+    raise typer.Exit(show_data(recipe, overrides or [], as_json=json))
 
 
 @cli.command(name="eval")

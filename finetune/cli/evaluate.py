@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from finetune.cli.app import print_json
-from finetune.cli.render import doing, out, printable, table
+from finetune.cli.render import doing, err, out, printable, table
+from finetune.plan.plan import read_plan
+from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
 
 _EXAMPLES_SHOWN = 2
 
@@ -18,6 +24,7 @@ _EXAMPLES_SHOWN = 2
 def show_scores(source: str, *, rows: int | None, as_json: bool) -> None:
     """Score base and tuned model on the held-out rows."""
     run = open_run(source)
+    _see_its_card(run)
     from finetune.evaluate.score import compare
 
     with doing(quiet=as_json) as say:
@@ -42,9 +49,12 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
+        _see_its_card(run)
         from finetune.evaluate.answerer import Answerer
 
         answerer = Answerer(run, need_adapter=not base)
+    if answerer.plain and not as_json:
+        err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for question in [prompt] if prompt is not None else _questions():
         messages.append({"role": "user", "content": question})
@@ -58,6 +68,11 @@ def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None
             print_json({"run": str(run.path), "model": "base" if base else "tuned", "prompt": question, "answer": answer})
         else:
             print(printable(answer))
+
+
+def _see_its_card(run: RunDirectory) -> None:
+    """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
+    os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
 
 
 def _questions() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Answerer:
-    """The base model of a run with its adapter. `adapter` is the name of the adapter's folder."""
+    """The base model of a run with its adapter. `adapter` is the name of the adapter's folder.
+
+    `plain`: the run was trained on prompts as they are, without the chat template.
+    """
 
     def __init__(self, run: RunDirectory, *, need_adapter: bool = True) -> None:
         quiet_libraries()
@@ -37,6 +41,7 @@ class Answerer:
         require_data(run)
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
+        self.plain = bool(_report(run).get("plain"))
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = _load(self.plan, folder, self.device)
         self._tuned = folder is not None
@@ -58,8 +63,17 @@ class Answerer:
         )  # fmt: skip
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation with the generation prompt, as in training."""
-        return self.encoder.prompt_ids(messages)
+        """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
+        return self.encoder.prompt_ids(messages[-1]["content"] if self.plain else messages)
+
+
+def _report(run: RunDirectory) -> dict[str, Any]:
+    """The data report of the run; empty where an earlier version wrote none."""
+    try:
+        found = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _adapter_folder(run: RunDirectory, needed: bool) -> Any:

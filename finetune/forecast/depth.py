@@ -68,8 +68,8 @@ def simulate_deep(
             host = _with_more_states(_with_more_layers(few.host, depth), more)
             peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
             lean = tuple(few.lean[_run_for(layer, depth)] for layer in range(depth.full)) if few.lean else ()
-            deep = dataclasses.replace(few, peaks=peaks, host=host, lean=lean)
-            return deep, f"dry run, {depth.run} of {depth.full} layers, repeated"
+            made = dataclasses.replace(few, peaks=peaks, host=host, depth=depth, lean=lean)
+            return made, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
 

@@ -63,9 +63,10 @@ def _lean(recipe: Recipe) -> tuple[bool, str]:
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
-    choices = choices.choose(
-        "target_modules", "all-linear", "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
-    )
+    why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
+    if shape.targets != "all-linear":
+        why = f"attention: all-linear would put an adapter on each of the {shape.experts} experts of each layer, too"
+    choices = choices.choose("target_modules", shape.targets, why)
     choices = choices.choose("lora_r", *advise_rank(shape, data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
     return choices.choose("learning_rate", *advise_learning_rate(shape))

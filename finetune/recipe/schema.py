@@ -89,18 +89,21 @@ class DatasetRecipe(_Strict):
     """Where the rows come from and how to read them."""
 
     path: str | list[str] = _data(
-        ..., TOKENS | BYTES | RESULT, "Local .jsonl/.json/.csv/.parquet file(s), or a dataset id on the hub.", min_length=1
+        ..., TOKENS | BYTES | RESULT, "Local file(s), a folder or a pattern (*.jsonl), or a hub dataset's id.", min_length=1
     )
     eval_path: str | list[str] | None = _data(None, TOKENS, "Held-out rows: local file(s), or none.")
     name: str | None = _data(None, TOKENS | RESULT, "Configuration of a hub dataset.")
     split: str = _data("train", TOKENS | RESULT, "Split of a hub dataset to train on.")
     eval_split: str | None = _data(None, TOKENS, "Split of a hub dataset to hold out.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
-    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]] = _data(
+    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text"]] = _data(
         AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns."
     )
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
+    )
+    ignore_columns: list[str] = _data(
+        [], TOKENS | RESULT, "Columns and fields of messages to leave out on purpose, e.g. [label, reasoning_content]."
     )
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."

@@ -145,7 +145,7 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
     if str(source) == "latest":
         found = list_runs(runs)
         if not found:
-            raise RecipeError("there are no runs yet", "Start one: finetune run recipes/tiny-cpu.yaml")
+            raise RecipeError("there are no runs yet", "Start one: finetune run tiny-cpu")
         return found[0]
     for path in (Path(source), runs / str(source)):
         if (path / "plan.json").is_file():

@@ -226,7 +226,7 @@ def test_data_parallel_training_keeps_buckets_of_the_gradients():
     values = config_values(num_hidden_layers=2)
     many = settings(launch={"num_processes": 2})
     one, two = (make_forecast(values, recipe, CARD, tokens=64) for recipe in (settings(), many))
-    assert two.reserved_bytes - one.reserved_bytes == pytest.approx(1.02 * one.parts["adapters"], abs=2)
+    assert two.peak_low_bytes - one.peak_low_bytes == pytest.approx(0.98 * one.parts["adapters"], abs=2)
 
 
 def test_where_segments_expand():
