@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,19 @@ TOUCHED = (
         "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
+    Touched(
+        "torch.autograd.Function._backward_cls", "attribute", "whether the RMSNorm of this project made a tensor", _READ_IN,
+    ),
+    Touched(
+        "torch.nn.Module._forward_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
+        _READ_IN, "torch.nn.Module._call_impl",
+    ),
+    Touched(
+        "torch.nn.Module._forward_pre_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
+        _READ_IN, "torch.nn.Module._call_impl",
+    ),
+    _called("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
+    _called("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
     _called("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
     _called("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
@@ -90,6 +105,39 @@ def backward(loss: torch.Tensor) -> None:
     from torch.autograd.graph import _engine_run_backward
 
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def with_values() -> contextlib.AbstractContextManager[Any]:
+    """Inside, new tensors have values, also in a mode of fake tensors."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def copy_all(targets: Any, sources: Any) -> None:
+    """Copy each source to its target, which may have another dtype, in as few kernels as possible."""
+    import torch
+
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def silu_backward() -> Callable[..., torch.Tensor]:
+    """Backward of SiLU: (grad, input, grad_input=where to write)."""
+    import torch
+
+    return torch.ops.aten.silu_backward.grad_input
+
+
+def gelu_backward(approximate: str) -> Callable[..., torch.Tensor]:
+    """Backward of GELU, `none` or `tanh`: (grad, input, grad_input=where to write)."""
+    import torch
+
+    return functools.partial(torch.ops.aten.gelu_backward.grad_input, approximate=approximate)
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling this module calls anything beside its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def set_rates(schedule: Any, rate: float, rates: list[float]) -> None:

@@ -67,7 +67,8 @@ def simulate_deep(
             more = _adapter_bytes(peaks) / max(1, _adapter_bytes(few.peaks))
             host = _with_more_states(_with_more_layers(few.host, depth), more)
             peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
-            made = dataclasses.replace(few, peaks=peaks, host=host, depth=depth)
+            lean = tuple(few.lean[_run_for(layer, depth)] for layer in range(depth.full)) if few.lean else ()
+            made = dataclasses.replace(few, peaks=peaks, host=host, depth=depth, lean=lean)
             return made, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
@@ -191,6 +192,14 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
 def _place(layer: int | None, depth: Depth) -> int | None:
     """Index in the full model of a layer of the shallow one."""
     return layer if layer is None or layer < depth.start + depth.period else layer + depth.times * depth.period
+
+
+def _run_for(layer: int, depth: Depth) -> int:
+    """Index in the shallow model of the layer that stands for a layer of the full one."""
+    if layer < depth.start:
+        return layer
+    repeated = depth.times * depth.period
+    return layer - repeated if layer >= depth.start + repeated else depth.start + (layer - depth.start) % depth.period
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -190,8 +190,15 @@ def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: t
     return DryRun(
         parts=dict(parts), peaks=peaks, per_layer_bytes=dict(sorted(layers.items(), key=_layer_order)),
         host_bytes=simulation.host.total_bytes, parameters=count_parameters(config), method=method,
-        versions=cache.library_versions(), notes=simulation.notes,
+        versions=cache.library_versions(), notes=(*_lean_notes(simulation), *simulation.notes),
     )  # fmt: skip
+
+
+def _lean_notes(simulation: Simulation) -> Iterator[str]:
+    """How many decoder layers are lean in which parts."""
+    kinds = Counter(simulation.lean)
+    if kinds:
+        yield "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {words}" for words, count in kinds.items())
 
 
 def _simulated(

@@ -48,7 +48,7 @@ def mix_layers(recomputed: Simulation, kept: Simulation, every: int) -> Simulati
             own = one if layer is None or layer % every == 0 else other
             by_tag = _of_no_layer(own, one) | _of_layers(one, every, True) | _of_layers(other, every, False)
             peaks[(phase, layer)] = Peak(sum(by_tag.values()), by_tag, own.operator)
-    return Simulation(peaks, recomputed.host, recomputed.notes)
+    return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
 
 
 def _at(place: Place, simulation: Simulation, last: int) -> Peak:

@@ -76,7 +76,9 @@ def _dequantised_matmul(_capability: Capability) -> Rule:
 
     def rule(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with tracker, tracker.making("workspace"):
-            return _gemm_4bit_default_impl(*args, **kwargs)
+            out = _gemm_4bit_default_impl(*args, **kwargs)
+        tracker.retag(out, tracker.part)
+        return out
 
     return rule
 

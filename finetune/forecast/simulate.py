@@ -35,6 +35,7 @@ from finetune.model.build import (
     trainable_parameters,
 )
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
 
 if TYPE_CHECKING:
@@ -64,12 +65,14 @@ class Batch:
 class Simulation:
     """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user.
 
+    `lean`: what of each decoder layer is lean, in words; empty without lean layers.
     `recording`: the events of the layers that were run, which stand for a model of `depth`; None for a mixture of simulations.
     """
 
     peaks: dict[Place, Peak]
     host: Peak
     notes: tuple[str, ...] = ()
+    lean: tuple[str, ...] = ()
     recording: Recording | None = field(default=None, compare=False)
     depth: Depth | None = field(default=None, compare=False)
 
@@ -96,8 +99,9 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
+        lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model
-    return Simulation(tracker.peaks, tracker.host, notes, tracker.recording)
+    return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from finetune.compat.transformers import checkpointing_name
 from finetune.model.checkpointing import decoder_layers, keep_all, recompute
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_memory import is_forecast
+from finetune.model.lean_layers import make_lean, undo_lean
 from finetune.model.offload import offload_beside
 from finetune.model.saved_activations import SavedActivations
 from finetune.recipe.compatibility import is_zero3
@@ -23,11 +24,15 @@ CPU_OFFLOAD = "adamw_cpu_offload"
 
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
-    """Apply gradient checkpointing and per-layer compilation in place. May be called again with other settings.
+    """Apply lean layers, gradient checkpointing and per-layer compilation in place. May be called again with other settings.
 
     `model` is a transformers model or a PeftModel of one. A forecast's model is not compiled: memory that the compiler saves
     is extra headroom.
     """
+    if settings.lean_layers is True:
+        make_lean(decoder_layers(model))
+    else:
+        undo_lean(decoder_layers(model))
     how = settings.activation_checkpointing
     if how is False:
         keep_all(model)

@@ -12,6 +12,7 @@ from finetune.errors import RecipeError
 from finetune.plan.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.plan.attention import PACKED_LENGTH, choose_packing
 from finetune.recipe import AUTO, write_recipe
+from finetune.recipe.compatibility import not_lean_because
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -39,6 +40,7 @@ def choose_basics(
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)
     choices = _choose_batch(choices, data)
+    choices = choices.choose("lean_layers", *_lean(choices.recipe))
     choices = choices.choose("gpu", card.name, card.reason).because("gpu", card.reason)
     return choices.choose(
         "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
@@ -52,6 +54,13 @@ def _dtype(card: Card) -> tuple[str, str]:
         return "bfloat16", "half the bytes of float32 with the same range; native on this card"
     generation = "this card" if card.capability is None else f"compute capability {card.capability[0]}.{card.capability[1]}"
     return "float16", f"{generation} has no bfloat16"
+
+
+def _lean(recipe: Recipe) -> tuple[bool, str]:
+    why = not_lean_because(recipe)
+    if why:
+        return False, f"they do not work with {why}"
+    return True, "about half the saved activations, for the same computation up to rounding"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:

@@ -165,6 +165,7 @@ class _Planner:
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
+                lean=choices.value("lean_layers"),
             )  # fmt: skip
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
 

@@ -85,4 +85,6 @@ def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str
         changes |= {"load_in_8bit": False, "load_in_4bit": True}
     if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in NOT_REENTRANT:
         changes["activation_checkpointing"] = True
+    if launch.get("zero_stage") == 3:
+        changes["lean_layers"] = False
     return changes

@@ -192,7 +192,8 @@ class Plan:
     def from_json(cls, values: dict[str, Any]) -> Plan:
         """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
         values = _upgraded(values) if "version" not in values else dict(values)
-        return from_json(cls, {**values, "settings": values.pop("plan")})
+        settings = {"lean_layers": False, **values.pop("plan")}  # a run from before there were any goes on without
+        return from_json(cls, {**values, "settings": settings})
 
     def noting(self, note: str) -> Plan:
         """The same plan with one more note on its forecast."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.forecast.forecast import Forecast
-from finetune.plan.speed import time_step
+from finetune.plan.speed import LEAN_SAVED_BYTES, SAVED_BYTES, time_step
 from finetune.plan.strategy import Strategy
 from finetune.units import GIB
 
@@ -54,7 +54,8 @@ def estimate_high_bytes(strategy: Strategy, width: int, anchors: list[Anchor], j
 
 def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
     shape, tokens = job.shape, strategy.micro * width
-    activations = _activation_bytes(strategy, USUAL_SAVED_BYTES * shape.layer_width * tokens, tokens, shape)
+    usual = USUAL_SAVED_BYTES * (LEAN_SAVED_BYTES / SAVED_BYTES if job.lean else 1.0)
+    activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
     adapters = (8 + STATE_BYTES[strategy.optim]) * job.rank * shape.adapter_per_rank
     return round(shape.weight_bytes(strategy.bits) + adapters + activations + USUAL_REST_BYTES)
 

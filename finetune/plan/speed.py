@@ -73,8 +73,9 @@ MATMUL_SHARE = 0.85
 ELEMENTWISE_BYTES, ELEMENTWISE_AGAIN_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
 #: Bytes to turn one weight into 16 bit: read it, write it (17.3 ms for 8B on a 4090).
 DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
-#: Bytes saved for the backward pass, per hidden element, layer and token (dry run of Llama-3.1-8B, 16-bit or 4-bit weights).
-SAVED_BYTES = 45.4
+#: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers and by lean ones (dry run of
+#: Llama-3.1-8B, 16-bit or 4-bit weights).
+SAVED_BYTES, LEAN_SAVED_BYTES = 45.4, 23.1
 #: int8 products also quantise their inputs and handle outliers separately: extra bytes per element of a linear layer.
 #: Not priced: the host waits for the card in every int8 layer (outliers.any()), so that launching overlaps with less.
 INT8_EXTRA_BYTES = 16.0
@@ -101,6 +102,7 @@ class Job:
     rank: int
     compiled: bool = False
     offloading: bool = False
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if job.offloading:
-        saved = SAVED_BYTES * shape.hidden * shape.layers * tokens * (1 - again)
+        saved = (LEAN_SAVED_BYTES if job.lean else SAVED_BYTES) * shape.hidden * shape.layers * tokens * (1 - again)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch

@@ -41,6 +41,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _quantisation(recipe)
     yield from _batch(recipe)
     yield from _checkpointing(recipe)
+    yield from _lean(recipe)
     yield from _sharding(recipe)
     yield from _processes(recipe.launch)
     yield from _offload(recipe.launch)
@@ -81,6 +82,22 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
         yield "int8_activations and torch_compile are both true; activations saved by a compiled layer can't be quantised"
     if recipe.torch_compile and how == "offload" and every not in (AUTO, 1):
         yield "activation_checkpointing offload with torch_compile needs activation_checkpointing_every_n_layers 1"
+
+
+def not_lean_because(recipe: Recipe) -> str:
+    """What of the recipe has no lean layers; empty when they can be used."""
+    if recipe.torch_compile:
+        return "torch_compile, which would have to break its graphs at each of them"
+    if is_zero3(recipe.launch):
+        return "DeepSpeed ZeRO-3, which gathers the weights by hooks of the modules that they replace"
+    if recipe.use_dora:
+        return "use_dora"
+    return f"lora_dropout {recipe.lora_dropout:g}" if recipe.lora_dropout else ""
+
+
+def _lean(recipe: Recipe) -> Iterator[str]:
+    if recipe.lean_layers is True and (why := not_lean_because(recipe)):
+        yield f"lean_layers does not work with {why}; set lean_layers to auto or false"
 
 
 def _sharding(recipe: Recipe) -> Iterator[str]:

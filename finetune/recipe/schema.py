@@ -208,6 +208,9 @@ class Recipe(_Strict):
     )
     activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
+    lean_layers: AutoOr[bool] = _memory(
+        AUTO, COST | EXACTNESS, "Layers that save about half the activations for backward, where they are recognised."
+    )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     gpu: Text = _memory(
         AUTO,

@@ -169,9 +169,9 @@ def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tm
 
 @pytest.mark.parametrize(
     "overrides",
-    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS],
+    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS, ["lora_dropout=0", "lean_layers=true"]],
 )
-def test_resume_is_exact_with_padding_packing_workers_and_epochs(make_run, train, tmp_path, overrides):
+def test_resume_is_exact_with_padding_packing_workers_epochs_and_lean_layers(make_run, train, tmp_path, overrides):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
     assert train(whole) == 0, whole.log.read_text()[-2000:]

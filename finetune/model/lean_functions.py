@@ -1,0 +1,266 @@
+"""Forward and backward of frozen layers with LoRA, written so that autograd keeps 16-bit tensors, and each once.
+
+Keeping and recomputing as in Unsloth's and torchtune's kernels and in "Reducing Activation Recomputation" (Korthikanti et al.,
+2022, arXiv 2205.05198), in plain torch operators: the same code on a card, on a CPU and on fake tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import bitsandbytes
+import torch
+import torch.nn.functional as F  # noqa: N812
+from bitsandbytes.functional import dequantize_4bit
+from torch.autograd.function import once_differentiable
+
+from finetune.compat.torch import copy_all
+
+Again = Callable[[], torch.Tensor]
+#: a and b in the dtype of computation.
+Cast = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class Linear(NamedTuple):
+    """A frozen linear layer and its adapter, if it has one. `state`: bitsandbytes' quantisation state of a 4-bit weight."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    state: Any
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def trains_a(self) -> bool:
+        """Whether the backward pass needs the layer's input."""
+        return self.a is not None and self.a.requires_grad
+
+
+class Activation(NamedTuple):
+    """An activation function, and its backward (grad, input, grad_input=where to write)."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[..., torch.Tensor]
+
+
+class NormForm(NamedTuple):
+    """How an RMSNorm rounds: `plus_one` to its weight; `late` multiplies by the weight in fp32, before it rounds."""
+
+    plus_one: bool
+    late: bool
+
+
+class LoraLinear(torch.autograd.Function):
+    """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in). Keeps x, or only the norm that can make it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, linear: Linear, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
+        """`norm`: the node of the RMSNorm that made x, or None. a and b are given once more, for their gradients."""
+        (cast,) = _cast([linear], x.dtype)
+        out, low = _forward(_flat(x), linear, cast)
+        ctx.linear, ctx.norm = linear, norm
+        ctx.save_for_backward(_kept(x, norm, [linear]), low)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradients of x, a and b."""
+        x, low = ctx.saved_tensors
+        (cast,) = _cast([ctx.linear], grad.dtype)
+        want_x = ctx.needs_input_grad[0]
+        dx, da, db = _backward(_flat(grad), ctx.linear, cast, low, _again(ctx.norm, x), want_x=want_x)
+        return _shaped(dx, grad), None, None, da, db
+
+
+class GatedMlp(torch.autograd.Function):
+    """down(act(gate(x)) * up(x)) for `x` (..., hidden). Keeps what gate and up give."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        linears: tuple[Linear, ...],
+        act: Activation,
+        swapped: bool,
+        norm: Any,
+        *_adapters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`linears`: gate, up and down; or gate and up in one (`swapped`: up first), and down."""
+        *entries, down = linears
+        *casts, cast_down = _cast(linears, x.dtype)
+        flat = _flat(x)
+        outs, lows = zip(*(_forward(flat, *each) for each in zip(entries, casts, strict=True)), strict=True)
+        gate, up = _halves(outs, swapped)
+        out, low_down = _forward(act.forward(gate).mul_(up), down, cast_down)
+        ctx.linears, ctx.act, ctx.swapped, ctx.norm = linears, act, swapped, norm
+        ctx.save_for_backward(_kept(x, norm, entries), *outs, *lows, low_down)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradients of x and of each layer's a and b."""
+        *entries, down = ctx.linears
+        *casts, cast_down = _cast(ctx.linears, grad.dtype)
+        count, want_x = len(entries), ctx.needs_input_grad[0]
+        x, *kept = ctx.saved_tensors
+        outs, lows, low_down = kept[:count], kept[count:-1], kept[-1]
+        gate, up = _halves(outs, ctx.swapped)
+        activated = ctx.act.forward(gate)
+        product = activated * up  # the input of `down`, then the place of its gradient
+        _, *of_down = _backward(_flat(grad), down, cast_down, low_down, functools.partial(_same, product), out=product)
+        # in the places of what they are made from, or in the halves of one tensor
+        d_outs = [product, activated] if count == 2 else [torch.empty_like(outs[0])]
+        d_gate, d_up = _halves(d_outs, ctx.swapped)
+        torch.mul(activated, product, out=d_up)
+        ctx.act.backward(product.mul_(up), gate, grad_input=d_gate)
+        dx, of_entries = None, []
+        for linear, cast, low, d_out in zip(entries, casts, lows, d_outs, strict=True):
+            dx, *of_one = _backward(d_out, linear, cast, low, _again(ctx.norm, x), into=dx, want_x=want_x)
+            of_entries += of_one
+        return _shaped(dx, grad), None, None, None, None, *of_entries, *of_down
+
+
+class RmsNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension with a frozen weight. Keeps its input and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
+        """The normalised x, in the dtype of x."""
+        out, rstd = rms_norm(x, weight, eps, form)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.form, ctx.kept, ctx.output = form, None, None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradient of x. It comes after the backward of all that read the output, so the output is freed here."""
+        x, rstd, weight = ctx.kept or ctx.saved_tensors
+        ctx.kept = ctx.output = None
+        scaled, x32 = grad * _weight32(weight, ctx.form), x.float()
+        factor = (scaled * x32).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
+        return scaled.mul_(rstd).addcmul_(x32, factor, value=-1).to(x.dtype), None, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """x normalised, and the reciprocal of its root mean square in fp32."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return _normalised(x, rstd, weight, form), rstd
+
+
+def norm_of(x: torch.Tensor) -> Any:
+    """The node of the RmsNorm that made exactly `x`; None when something else did."""
+    return x.grad_fn if isinstance(x.grad_fn, RmsNorm._backward_cls) else None  # type: ignore[attr-defined]
+
+
+def _normalised(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
+    if form.late:
+        return torch.mul(x * rstd, _weight32(weight, form), out=torch.empty_like(x))
+    return torch.mul(x, rstd, out=torch.empty_like(x)).mul_(weight)
+
+
+def _weight32(weight: torch.Tensor, form: NormForm) -> torch.Tensor:
+    return weight.float() + 1.0 if form.plus_one else weight.float()
+
+
+def _again(norm: Any, x: torch.Tensor | None) -> Again:
+    """The flat input of a layer: the kept one, or what `norm` gave, made once for all its readers.
+
+    Gradient checkpointing lets saved tensors be unpacked once, so the node keeps them for its own backward, too.
+    """
+
+    def made() -> torch.Tensor:
+        if norm is None:
+            assert x is not None
+            return _flat(x)
+        if norm.output is None:
+            x_of_norm, rstd, weight = norm.kept = norm.saved_tensors
+            norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
+        return _flat(norm.output)
+
+    return made
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _kept(x: torch.Tensor, norm: Any, readers: list[Linear]) -> torch.Tensor | None:
+    return x if norm is None and any(reader.trains_a for reader in readers) else None
+
+
+def _cast(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
+    """The fp32 adapters in the dtype of computation, cast in one kernel. Backward casts them again: keeping them would cost a
+    layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16."""
+    masters: list[Any] = [part for linear in linears for part in (linear.a, linear.b)]
+    cast = [one if one is None or one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in masters]
+    pairs = [(made, one) for made, one in zip(cast, masters, strict=True) if made is not one]
+    if pairs:
+        copy_all(*zip(*pairs, strict=True))
+    return list(zip(cast[::2], cast[1::2], strict=True))
+
+
+def _forward(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(tokens, in) -> (tokens, out), and scale * x @ A.T, which has only rank columns and is kept."""
+    weight, bias, state = linear[:3]
+    if state is None:
+        out = F.linear(x, weight, bias)
+    else:
+        out = bitsandbytes.matmul_4bit(x, weight, bias=bias, quant_state=state)
+    a, b = cast
+    if a is None or b is None:
+        return out, None
+    low = _scaled_product(x, a.t(), linear.scale)
+    return out.addmm_(low, b.t()), low
+
+
+def _backward(
+    grad: torch.Tensor,
+    linear: Linear,
+    cast: Cast,
+    low: Any,
+    x: Again,
+    *,
+    into: torch.Tensor | None = None,
+    want_x: bool = True,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x, A and B. That of x is added to `into`, or written to `out`, which may hold x."""
+    (a, b), weight, da, db = cast, linear.weight, None, None
+    if linear.a is not None and linear.b is not None and a is not None and b is not None:
+        low_grad = _scaled_product(grad, b, linear.scale)
+        if linear.a.requires_grad:
+            da = torch.mm(low_grad.t(), x()).to(linear.a.dtype)
+        if linear.b.requires_grad:
+            db = torch.mm(grad.t(), low).to(linear.b.dtype)
+    if not want_x:
+        return None, da, db
+    if linear.state is not None:
+        weight = dequantize_4bit(weight.view(-1, 1), linear.state).to(grad.dtype)
+    dx = torch.mm(grad, weight, out=out) if into is None else into.addmm_(grad, weight)
+    return dx if a is None else dx.addmm_(low_grad, a), da, db
+
+
+def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    out = left.new_empty(left.shape[0], right.shape[1])
+    return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
+
+
+def _halves(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, of two tensors or of the two halves of one."""
+    first, second = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
+    return (second, first) if swapped else (first, second)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _shaped(dx: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor | None:
+    return None if dx is None else dx.view(*grad.shape[:-1], -1)

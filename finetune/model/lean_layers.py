@@ -1,0 +1,301 @@
+"""Lean layers: single modules of a model with adapters get a forward that keeps about half the bytes for backward.
+
+Recognised are RMSNorms, gated MLPs and linear layers with LoRA, by what they consist of and by what they compute: the class's
+own forward is tried on small random values. Anything else, and a module in another state (merged, several adapters, another
+dtype, with hooks), runs as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from bitsandbytes.nn import Linear4bit
+from peft.tuners.lora import Linear as LoraPlain
+from peft.tuners.lora import Linear4bit as Lora4bit
+from peft.tuners.lora import LoraLayer
+
+from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
+from finetune.model import lean_functions as functions
+from finetune.model.lean_functions import Activation, Linear, NormForm
+
+_ADAPTED = (LoraPlain, Lora4bit)
+_FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True))
+_ACTIVATIONS = {
+    "silu": Activation(F.silu, silu_backward()),
+    "gelu": Activation(F.gelu, gelu_backward("none")),
+    "gelu_tanh": Activation(functools.partial(F.gelu, approximate="tanh"), gelu_backward("tanh")),
+}
+
+
+class GatedParts(NamedTuple):
+    """Names of a gated MLP's layers: gate, up and down; or both in one (`swapped`: up first), and down."""
+
+    linears: tuple[str, ...]
+    act: str
+    swapped: bool
+
+
+def make_lean(layers: list[torch.nn.Module]) -> None:
+    """Give modules of these decoder layers lean forwards, as attributes of the instances. `undo_lean` takes them away."""
+    undo_lean(layers)
+    with with_values():
+        for module in (module for layer in layers for module in layer.modules()):
+            if "forward" not in vars(module):  # else it is someone else's
+                _make_lean(module)
+
+
+def _make_lean(module: torch.nn.Module) -> None:
+    if type(module) in _ADAPTED:
+        if type(_base(module)) in (torch.nn.Linear, Linear4bit):
+            _put(module, _linear_forward)
+    elif form := norm_form(module):
+        _put(module, _norm_forward, form=form)
+    elif parts := gated_parts(module):
+        _put(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
+
+
+def undo_lean(layers: list[torch.nn.Module]) -> None:
+    """Take away what `make_lean` has put in."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if vars(module).pop("lean", None) is not None:
+            del vars(module)["forward"]
+
+
+def lean_words(layer: torch.nn.Module) -> str:
+    """What of a decoder layer is lean, and which layers with adapters and norms run as before, in words."""
+    lean: Counter[str] = Counter()
+    before: Counter[str] = Counter()
+    inside = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
+    for module in layer.modules():
+        name = type(module).__name__
+        if "parts" in _lean(module):
+            lean["MLP"] += 1
+        elif "form" in _lean(module):
+            lean["norm"] += 1
+        elif isinstance(module, LoraLayer) and id(module) not in inside:
+            lean["linear layer"] += bool(_lean(module))
+            before[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)
+        elif name.endswith("Norm"):
+            before[name] += 1
+    listed = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in lean.items() if count)
+    others = ", ".join(f"{count} {name}" for name, count in before.items() if count)
+    return (listed or "nothing") + (f" (as before: {others})" if others else "")
+
+
+def _lean(module: torch.nn.Module) -> dict[str, Any]:
+    return vars(module).get("lean", {})
+
+
+def _put(module: Any, forward: Any, **lean: Any) -> None:
+    vars(module).update(forward=MethodType(forward, module), lean={"forward": forward.__name__, **lean})
+
+
+def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    linear = None if args or named else _read(self, x)
+    if linear is None or linear.a is None:
+        return type(self).forward(self, x, *args, **named)
+    return functions.LoraLinear.apply(x, linear, functions.norm_of(x), linear.a, linear.b)
+
+
+def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    parts = self.lean["parts"]
+    linears = () if args or named else tuple(_read(getattr(self, name), x) for name in parts.linears)
+    if not linears or None in linears:
+        return type(self).forward(self, x, *args, **named)
+    adapters = [tensor for linear in linears if linear for tensor in (linear.a, linear.b)]
+    return functions.GatedMlp.apply(x, linears, self.lean["act"], parts.swapped, functions.norm_of(x), *adapters)
+
+
+def _norm_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    weight, form = self.weight, self.lean["form"]
+    ordinary = args or named or weight.requires_grad or not torch.is_grad_enabled()
+    if ordinary or (weight.dtype != x.dtype and not form.late):
+        return type(self).forward(self, x, *args, **named)
+    return functions.RmsNorm.apply(x, weight, _eps(self), form)
+
+
+def _read(module: Any, x: torch.Tensor) -> Linear | None:
+    """`module` as it is now; None unless it is a frozen linear layer, with at most one plain adapter, for the dtype of x."""
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if not torch.is_grad_enabled() or (autocast and x.dtype != torch.get_autocast_dtype(device)):
+        return None
+    if type(module) not in _ADAPTED:
+        return _read_base(module, x.dtype)
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if len(names) != 1 or module.disable_adapters or module.merged or not is_plain(module, names[0]):
+        return None
+    a, b = module.lora_A[names[0]], module.lora_B[names[0]]
+    base = _read_base(module.base_layer, x.dtype)
+    if base is None or any(map(has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
+        return None
+    return Linear(*base[:3], a.weight, b.weight, module.scaling[names[0]])
+
+
+def is_plain(module: Any, name: str) -> bool:
+    """Whether an adapter is LoRA without dropout in use, bias, DoRA or another variant."""
+    drops = module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0
+    odd = module.lora_bias[name] or getattr(module, "fan_in_fan_out", False) or name in module.lora_variant
+    return not (drops or odd)
+
+
+def _read_base(base: Any, dtype: torch.dtype) -> Linear | None:
+    weight, bias = base.weight, base.bias
+    if weight.requires_grad or (bias is not None and bias.requires_grad) or has_forward_hooks(base):
+        return None
+    if type(base) is torch.nn.Linear:
+        fits = weight.dtype == dtype and (bias is None or bias.dtype == dtype)
+        return Linear(weight, bias, None) if fits else None
+    if type(base) is not Linear4bit:
+        return None
+    state = getattr(weight, "quant_state", None)
+    state = base.quant_state if state is None else state  # FSDP's parameter has lost its own
+    if state is None or base.compute_dtype not in (None, dtype) or getattr(state, "packing_format_for_cpu", False):
+        return None
+    # as bitsandbytes does; its layers have an fp32 bias before their first forward, and so always in a forecast
+    return Linear(weight, None if bias is None else bias.to(dtype), state)
+
+
+def norm_form(module: torch.nn.Module) -> NormForm | None:
+    """How this RMSNorm computes; None for other modules, and for an RMSNorm that computes otherwise."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    weight = getattr(module, "weight", None)
+    if names != ["weight"] or weight is None or weight.dim() != 1 or next(module.children(), None) is not None:
+        return None
+    if next(module.buffers(recurse=False), None) is not None or not isinstance(_eps(module), float):
+        return None
+    key = (type(module), weight.shape[0], _plain_values(module))
+    if key not in _KNOWN:
+        _KNOWN[key] = next((form for form in _FORMS if _computes_norm(module, form)), None)
+    return _KNOWN[key]
+
+
+def gated_parts(module: torch.nn.Module) -> GatedParts | None:
+    """The parts of this gated MLP; None for other modules, and for an MLP that computes otherwise."""
+    children = dict(module.named_children())
+    linears = {name: part for name, part in children.items() if type(_base(part)) in (torch.nn.Linear, Linear4bit)}
+    others = [name for name in children if name not in linears]
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own or len(linears) not in (2, 3) or len(others) != 1 or not _activation(children[others[0]]):
+        return None
+    bases: dict[str, Any] = {name: _base(part) for name, part in linears.items()}
+    shapes = tuple((name, base.in_features, base.out_features) for name, base in bases.items())
+    key = (type(module), shapes, type(children[others[0]]), _plain_values(module))
+    if key not in _KNOWN:
+        candidates = _candidates(bases, others[0])
+        _KNOWN[key] = next((parts for parts in candidates if _computes_mlp(module, parts, children[parts.act])), None)
+    return _KNOWN[key]
+
+
+#: What was found for a class with these shapes and settings: layers repeat, and a search forecasts the same model many times.
+_KNOWN: dict[Any, Any] = {}
+
+
+def _base(module: torch.nn.Module) -> torch.nn.Module:
+    return module.base_layer if type(module) in _ADAPTED else module  # type: ignore[return-value]
+
+
+def _eps(module: Any) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _plain_values(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The module's settings, which its forward may read."""
+    values = vars(module).items()
+    return tuple(sorted((name, str(value)) for name, value in values if isinstance(value, (bool, int, float, str))))
+
+
+def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
+    for names in itertools.permutations(bases):
+        *entries, down = (bases[name] for name in names)
+        hidden, inner = down.out_features, down.in_features
+        fits = all((entry.in_features, entry.out_features) == (hidden, inner * (3 - len(entries))) for entry in entries)
+        if fits:
+            yield GatedParts(names, act, False)
+            if len(entries) == 1:
+                yield GatedParts(names, act, True)
+
+
+class _StandIn:
+    """A module with other parts, for its class's forward."""
+
+    def __init__(self, module: torch.nn.Module, **parts: Any) -> None:
+        vars(self).update(parts, module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _of_class(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor) -> torch.Tensor | None:
+    """What the class's forward makes of x with these parts; None when it needs anything else."""
+    try:
+        with torch.no_grad():
+            out = type(module).forward(_StandIn(module, **parts), x)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - any code may be in there; it is not one of these layers then
+        return None
+    return out if isinstance(out, torch.Tensor) and out.dtype == x.dtype and out.shape == x.shape else None
+
+
+def _computes_norm(module: Any, form: NormForm) -> bool:
+    """Whether its class computes this, in fp32 up to rounding, and in bf16 with the same roundings but for a few."""
+    random = torch.Generator().manual_seed(0)
+    size = module.weight.shape[0]
+    x, weight = torch.randn(4, size, generator=random), 1 + 0.3 * torch.randn(size, generator=random)
+    x[2:] *= _eps(module) ** 0.5  # there eps counts
+    for dtype in (torch.float32, torch.bfloat16):
+        given, scale = x.to(dtype), weight.to(dtype)
+        theirs = _of_class(module, {"weight": scale}, given)
+        if theirs is None:
+            return False
+        ours = functions.rms_norm(given, scale, _eps(module), form)[0]
+        close = torch.allclose(ours, theirs, rtol=2e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
+        if not close or (dtype == torch.bfloat16 and (ours != theirs).float().mean() > 0.01):
+            return False
+    return True
+
+
+def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
+    """Whether its class computes down(act(gate(x)) * up(x)) with layers so named, also for large values."""
+    required = [each for each in inspect.signature(type(module).forward).parameters.values() if each.default is each.empty]
+    if len([each for each in required if each.kind is each.POSITIONAL_OR_KEYWORD]) != 2:  # self and x
+        return False
+    random = torch.Generator().manual_seed(0)
+
+    def layer(columns: int, rows: int) -> Any:
+        weight = torch.randn(rows, columns, generator=random, dtype=torch.float64)
+        return functools.partial(F.linear, weight=weight)
+
+    *entries, down = parts.linears
+    layers = {name: layer(6, 10 * (3 - len(entries))) for name in entries} | {down: layer(10, 6)}
+    for size in (0.1, 30.0):
+        x = size * torch.randn(2, 3, 6, generator=random, dtype=torch.float64)
+        outs = [layers[name](x) for name in entries]
+        first, second = outs if len(outs) == 2 else outs[0].chunk(2, -1)
+        gate, up = (second, first) if parts.swapped else (first, second)
+        theirs = _of_class(module, {**layers, parts.act: act}, x)
+        if theirs is None or not _equal(layers[down](act(gate) * up), theirs):
+            return False
+    return True
+
+
+def _activation(act: torch.nn.Module) -> str:
+    """Which known function a module computes; empty for another."""
+    key = (type(act), _plain_values(act))
+    if key not in _KNOWN:
+        x = torch.linspace(-12, 12, 97, dtype=torch.float64)
+        theirs = None if next(act.parameters(), None) is not None else _of_class(act, {}, x)
+        found = (name for name, (forward, _) in _ACTIVATIONS.items() if theirs is not None and _equal(forward(x), theirs))
+        _KNOWN[key] = next(found, "")
+    return _KNOWN[key]
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)

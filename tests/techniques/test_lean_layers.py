@@ -1,0 +1,214 @@
+"""Lean layers: the gradients of the ordinary layers up to rounding, and no worse ones, for about half the bytes."""
+
+import copy
+from statistics import mean
+
+import pytest
+import torch
+from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters, gradients, model_of, tokens
+from peft import get_peft_model_state_dict
+from tiny_training import BASES, adapted, autocast, batch, forecast_kept_bytes, kept_bytes, settings_for
+
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.lean_layers import gated_parts, lean_words, make_lean, norm_form, undo_lean
+from finetune.model.techniques import apply_techniques, step_context
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: Rounding sends some tokens to other experts, whose kernels have no fp64: more draws, against fp32.
+ROUTED = ("qwen3_moe",)
+FEW = ("llama", "gemma3_text", "phi3")
+SOME = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_in_fp32_are_those_of_peft(family):
+    model = model_of(family)
+    peft, lean = gradients(model, tokens(), lean=False), gradients(model, tokens(), lean=True)
+    assert all(lean_words(layer) == FAMILIES[family][1] for layer in decoder_layers(model))
+    assert 0 < error(lean, peft) <= 1e-6
+    assert torch.equal(gradients(model, tokens(), lean=False), peft)
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("family", SOME)
+def test_gradients_in_16_bit_are_no_further_from_fp64_than_pefts(family, half):
+    exact, off = torch.float32 if family in ROUTED else torch.float64, []
+    for seed in range(10 if family in ROUTED else 4):
+        model, ids = model_of(family, seed), tokens(seed)
+        reference, rounded = gradients(cast(model, exact), ids, exact), cast(model, HALF[half])
+        off.append([error(gradients(rounded, ids, HALF[half], lean=lean), reference) for lean in (True, False)])
+    lean, peft = zip(*off, strict=True)
+    assert mean(lean) <= 1.05 * mean(peft)
+
+
+@pytest.fixture
+def nf4(base):
+    """An NF4 model with adapters in bf16."""
+    model = adapted(settings_for(base, **BASES["nf4"]))
+    fill_adapters(model)
+    return model
+
+
+def test_gradients_of_a_4_bit_model_are_no_further_from_fp64_than_pefts(nf4):
+    off = []
+    for seed in range(4):
+        reference = gradients(cast(nf4, torch.float64), tokens(seed), torch.float64)
+        off.append([error(gradients(nf4, tokens(seed), torch.bfloat16, lean=lean), reference) for lean in (True, False)])
+    lean, peft = zip(*off, strict=True)
+    assert mean(lean) <= 1.05 * mean(peft)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj", "down_proj"], ["gate_proj"]], ids=str)
+def test_any_of_the_layers_may_have_adapters(targets):
+    model = model_of("llama", target_modules=targets)
+    peft, lean = gradients(model, tokens(), lean=False), gradients(model, tokens(), lean=True)
+    assert 0 < error(lean, peft) <= 1e-6
+
+
+TECHNIQUES = {
+    "recomputed": {"activation_checkpointing": True},
+    "every second": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "inputs on host": {"activation_checkpointing": "offload"},
+    "on host": {"activation_offloading": True},
+}
+
+
+def step(model, wanted, **changes):
+    """Gradients of a step with these settings."""
+    wanted = wanted.model_copy(update={"lean_layers": True, **changes})
+    apply_techniques(model, wanted)
+    model.zero_grad()
+    with step_context(wanted, "cpu"):
+        with autocast(wanted):
+            loss = model(**batch(0)).loss
+        loss.backward()
+    return adapter_gradients(model)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_each_technique_gives_the_same_gradients_to_the_bit(base, kind):
+    wanted = settings_for(base, **BASES[kind])
+    model = adapted(wanted)
+    fill_adapters(model)
+    plain = step(model, wanted)
+    assert {name: torch.equal(step(model, wanted, **more), plain) for name, more in TECHNIQUES.items()} == dict.fromkeys(
+        TECHNIQUES, True
+    )
+
+
+def test_int8_activations_are_no_less_exact_than_with_ordinary_layers(base):
+    wanted = settings_for(base, **BASES["nf4"])
+    model = adapted(wanted)
+    fill_adapters(model)
+    exact = [step(model, wanted, lean_layers=lean) for lean in (True, False)]
+    int8 = [step(model, wanted, lean_layers=lean, int8_activations=True) for lean in (True, False)]
+    assert 0 < error(int8[0], exact[0]) <= error(int8[1], exact[1])
+
+
+def test_backward_may_run_twice_or_after_another_forward(nf4):
+    make_lean(decoder_layers(nf4))
+    first, second = gradients(nf4, tokens(1), torch.bfloat16), gradients(nf4, tokens(2), torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [nf4(input_ids=tokens(seed), labels=tokens(seed)).loss for seed in (1, 2)]
+        nf4.zero_grad()
+        losses[0].backward(retain_graph=True)  # inside autocast
+    assert torch.equal(adapter_gradients(nf4), first)
+    nf4.zero_grad()
+    losses[1].backward()
+    assert torch.equal(adapter_gradients(nf4), second)
+    nf4.zero_grad()
+    losses[0].backward()
+    assert torch.equal(adapter_gradients(nf4), first)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("lora", 0.75), ("nf4", 0.7)])
+def test_fewer_bytes_are_kept_and_the_forecast_keeps_those_of_the_run(base, kind, most):
+    eager = {"attn_implementation": "eager"}  # a CPU's fused attention keeps other tensors than a card's
+    lean, ordinary = (
+        kept_bytes(settings_for(base, **BASES[kind], **eager, lean_layers=lean_layers)) for lean_layers in (True, False)
+    )
+    assert lean <= most * ordinary
+    assert forecast_kept_bytes(base, kind, {"lean_layers": True}, **eager) == [pytest.approx(lean, rel=0.002)]
+
+
+def make_dropout(model):
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = torch.nn.Dropout(0.5)
+
+
+def make_hooked(model):
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.lora_A["default"].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [make_dropout, make_hooked])
+def test_linear_layers_in_another_state_run_as_before(change):
+    model = model_of("llama")
+    change(model)
+    for layer in decoder_layers(model):
+        layer.input_layernorm = torch.nn.Identity()
+        layer.post_attention_layernorm = torch.nn.Identity()
+    torch.manual_seed(1)
+    peft = gradients(model, tokens(), lean=False)
+    torch.manual_seed(1)
+    assert torch.equal(gradients(model, tokens(), lean=True), peft)
+
+
+def test_answers_and_evaluations_are_those_of_ordinary_layers(nf4):
+    with torch.no_grad():
+        ordinary = nf4(input_ids=tokens()).logits
+        make_lean(decoder_layers(nf4))
+        assert torch.equal(nf4(input_ids=tokens()).logits, ordinary)
+    with nf4.disable_adapter(), torch.autocast("cpu", torch.bfloat16):
+        without = nf4(input_ids=tokens()).logits
+        undo_lean(decoder_layers(nf4))
+        assert error(without, nf4(input_ids=tokens()).logits) < 0.02
+
+
+def test_a_lean_model_is_saved_copied_and_merged_as_any_other():
+    model = model_of("llama")
+    saved = get_peft_model_state_dict(model)
+    make_lean(decoder_layers(model))
+    assert all(torch.equal(value, saved[name]) for name, value in get_peft_model_state_dict(model).items())
+    layer = decoder_layers(copy.deepcopy(model))[0]
+    assert layer.mlp.forward.__self__ is layer.mlp
+    with torch.no_grad():
+        adapted_logits = model(input_ids=tokens()).logits
+        assert error(model.merge_and_unload()(input_ids=tokens()).logits, adapted_logits) < 1e-5
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, power=2, eps=1e-5):
+        super().__init__()
+        self.weight, self.eps, self.power = torch.nn.Parameter(torch.ones(64), requires_grad=False), eps, power
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.abs().pow(self.power).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, act, limit=1e9, names="wvu"):
+        super().__init__()
+        self.act, self.limit, self.names = act, limit, names
+        for name in names[:2]:
+            setattr(self, name, torch.nn.Linear(8, 12))
+        setattr(self, names[2], torch.nn.Linear(12, 8))
+
+    def forward(self, x):
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(self.act(gate(x)) * up(x).clamp(max=self.limit))
+
+
+def test_what_computes_the_same_is_recognised_whatever_its_names():
+    assert norm_form(Norm()) == (False, False)
+    assert gated_parts(Mlp(torch.nn.SiLU())).linears == ("w", "v", "u")
+    assert gated_parts(Mlp(torch.nn.GELU(), names="uvw")).linears == ("u", "v", "w")
+
+
+@pytest.mark.parametrize("module", [Norm(power=3), Mlp(torch.nn.ReLU()), Mlp(torch.nn.SiLU(), limit=7.0)], ids=str)
+def test_what_computes_otherwise_is_not(module):
+    assert norm_form(module) is None and gated_parts(module) is None
