@@ -30,15 +30,9 @@ OTHER = {
     "num_train_epochs": 5.0, "max_steps": 7, "learning_rate": 1e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0.5,
     "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7, "optim": "adamw_8bit", "activation_checkpointing": True,
     "activation_checkpointing_every_n_layers": 2, "activation_offloading": True, "int8_activations": True,
-<<<<<<< HEAD
-    "torch_compile": True, "gpu": "hopper", "memory_budget": "9GiB", "output_dir": "runs/other", "eval_steps": 0,
-    "early_stopping_patience": 2,
-    "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0, "record_memory_history": True, "save_total_limit": 9,
-=======
     "lean_layers": True, "torch_compile": True, "gpu": "hopper", "memory_budget": "9GiB", "output_dir": "runs/other",
-    "eval_steps": 0, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0, "record_memory_history": True,
-    "save_total_limit": 9,
->>>>>>> lean
+    "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0,
+    "record_memory_history": True, "save_total_limit": 9,
     "per_device_eval_batch_size": 8, "dataloader_num_workers": 2, "report_to": ["tensorboard"],
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",
     "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"],
