@@ -39,7 +39,7 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings,
     run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
     held = _replayed(config, settings, card, highest, tokens) if run is alone else None
-    low, likely, high = _reserved(highest, card, held)
+    low, likely, high = _reserved(highest, card, held, even=settings.packing is True)
     low -= highest - _least_peak(run, alone) if run is not alone else 0
     context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
@@ -74,11 +74,12 @@ def _replayed(
     )  # fmt: skip
 
 
-def _reserved(allocated: int, card: Card, held: Replay | None) -> tuple[int, int, int]:
-    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve.
+def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) -> tuple[int, int, int]:
+    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
 
     The least is what is allocated: at the limit torch gives cached blocks back. Without expandable segments the most is what
-    the replay reserves. With them no card has been measured: the replay only raises the most, never lowers it.
+    the replay reserves, if its one length is that of all rows. With them no card has been measured, and uneven rows fragment
+    more than one length shows: there the replay only raises the most, never lowers it.
     """
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
@@ -87,7 +88,7 @@ def _reserved(allocated: int, card: Card, held: Replay | None) -> tuple[int, int
     low, likely, high = (round(allocated * (1 + share)) for share in shares)
     if held is not None:
         likely = held.reserved_bytes
-        high = max(likely, high) if expandable_segments() else likely
+        high = likely if even and not expandable_segments() else max(likely, high)
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
 
 
@@ -122,9 +123,12 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge."""
-    adapter = run.parts["adapters"]
-    return (settings.save_total_limit + 1) * 3 * adapter + adapter + 2 * run.parameters
+    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge.
+
+    With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
+    """
+    adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
+    return (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
 def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay | None) -> tuple[str, ...]:
@@ -133,7 +137,7 @@ def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay
         notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
     if not card.is_cpu and not expandable_segments():
         more = "may reserve up to 14 % more than is allocated"
-        if held is not None:
+        if held is not None and settings.packing is True:
             share = held.reserved_bytes / held.allocated_bytes - 1
             more = f"reserves {share:.1%} more than is allocated, by a replay of torch's allocator"
         notes.append(f"no expandable segments on this platform: fragmentation {more}")

@@ -8,6 +8,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import RecipeError
 from finetune.plan.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.plan.attention import PACKED_LENGTH, choose_packing
 from finetune.recipe import AUTO, write_recipe
@@ -108,6 +109,10 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
     every = max(1, math.ceil(steps / CADENCE)) if steps else 100
     about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
     evaluates = data is None or data.eval_rows > 0
+    if choices.recipe.early_stopping_patience and not evaluates:
+        raise RecipeError(
+            "early_stopping_patience needs held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
+        )
     choices = choices.choose("eval_steps", *((every, about) if evaluates else (0, "no held-out rows")))
     return choices.choose("save_steps", every, about)
 
