@@ -8,7 +8,7 @@ import pytest
 from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.plan.make import make_plan
-from finetune.plan.plan import DataStatistics, Plan
+from finetune.plan.plan import DataStatistics, Plan, Verdict
 from finetune.recipe import parse_recipe, unresolved
 from finetune.units import GIB
 
@@ -235,9 +235,16 @@ def test_turing_trains_in_float16_and_ampere_in_bfloat16(plan):
     assert plan(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
 
 
-def test_a_mixtures_experts_stay_16_bit_and_the_plan_says_so(plan):
-    made = plan("Qwen/Qwen3-30B-A3B", "a100-80gb", "load_in_4bit=true")
-    assert made.settings.load_in_4bit is True and "experts stay 16-bit" in made.reasons["load_in_4bit"]
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"])
+def test_a_mixture_with_4_bit_experts_fits_a_24_gb_card(plan, model):
+    made = plan(model, "rtx-4090", "max_length=2048")
+    assert made.verdict == Verdict.FITS and made.settings.load_in_4bit is True
+    assert made.forecast.parts["weights"] <= 17 * GIB
+
+
+def test_a_mixtures_experts_stay_16_bit_with_int8_and_the_plan_says_so(plan):
+    made = plan("Qwen/Qwen3-30B-A3B", "a100-80gb", "load_in_8bit=true")
+    assert made.settings.load_in_8bit is True and "experts stay 16-bit" in made.reasons["load_in_8bit"]
 
 
 def test_a_cpu_is_planned_in_float32_without_checkpointing_or_pinned_memory(plan):
