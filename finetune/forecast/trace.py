@@ -48,6 +48,10 @@ class _Place(NamedTuple):
     run: int
     nth: int
 
+    def of(self, layer: int, nth: int | None = None) -> _Place:
+        """The same place in another layer."""
+        return _Place(self.section, layer, self.run, self.nth if nth is None else nth)
+
 
 class _Chunk(NamedTuple):
     """Successive events of one layer (-1: of none) in one section. An event's first entry is a number or a reference."""
@@ -246,8 +250,8 @@ class _Deepening:
         layer = there + place.layer - here if near else self._shifted(place.layer)
         origin = self._origin(layer)
         if origin == place.layer:
-            return place._replace(layer=layer)
-        return place._replace(layer=layer, nth=self._counterpart(place, origin))
+            return place.of(layer)
+        return place.of(layer, self._counterpart(place, origin))
 
     def _counterpart(self, place: _Place, origin: int) -> int:
         """The number of the same allocation in another layer, which may allocate something more or less once in its course."""
@@ -277,4 +281,4 @@ class _Deepening:
         place = self._places[number]
         times = self._depth.times + 1 if place.layer in self._middle else 1
         for time in range(times):
-            yield self._made[place._replace(layer=self._shifted(place.layer) + time * self._depth.period)]
+            yield self._made[place.of(self._shifted(place.layer) + time * self._depth.period)]
