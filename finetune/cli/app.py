@@ -292,6 +292,23 @@ def recipes(
 
 
 @cli.command()
+def convert(
+    recipe: Annotated[str, typer.Argument(metavar="FILE", help="Configuration of another tool.")],
+    overrides: Overrides = None, json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
+) -> None:  # fmt: skip
+    """Turn another tool's configuration into a recipe.
+
+    LLaMA-Factory, Axolotl, torchtune, Unsloth Studio, mlx-lm, TRL; `plan` and `run` read these files, too.
+
+    Example:  finetune convert qwen3_lora_sft.yaml -o recipe.yaml
+    """
+    from finetune.cli.convert import convert_file
+
+    convert_file(recipe, overrides or [], output=output, as_json=json)
+
+
+@cli.command()
 def ui(
     host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port, or the next free one; 0 is any.")] = 7860,
