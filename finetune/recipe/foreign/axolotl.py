@@ -292,7 +292,7 @@ def _read_one(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     if not isinstance(kind, str) or name not in _TYPES:
         return (
             {},
-            f"type {kind if isinstance(kind, str) else 'with a prompt of its own'} is not known; it decides what rows look like",
+            f"type {kind if isinstance(kind, str) else 'with its own prompt'} is not known, and decides what rows look like",
             "",
         )
     row_format, columns, note = _TYPES[name]
