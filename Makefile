@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/finetune
 
-.PHONY: demo test check docs setup setup-test setup-check ui clean
+# Gigabytes where torch's wheel of the lowest version is for CUDA.
+LOWEST := .venv-lowest
+
+.PHONY: demo test test-lowest check docs setup setup-test setup-check ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -11,6 +14,12 @@ demo: setup
 
 test: setup-test
 	$(VENV)/bin/python -m pytest
+
+test-lowest: # the quick tests, with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -q -c constraints-lowest.txt -e '.[test]'
+	$(LOWEST)/bin/python scripts/floor_names.py
+	$(LOWEST)/bin/python -m pytest -m "not slow and not exhaustive"
 
 check: setup-check docs
 	$(VENV)/bin/ruff check .

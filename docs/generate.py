@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -339,6 +340,20 @@ def cards() -> str:
     return markdown(("card", ">memory, GiB", ">taken as free, GiB", ">compute capability"), rows)
 
 
+# -- which models
+
+
+def model_types() -> str:
+    """The committed table of benchmarks/model_types.py: how many types are forecast, and the reasons for the rest."""
+    with (ROOT / "benchmarks" / "reference" / "model_types.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    good = [row["model_type"] for row in rows if row["result"] == "forecast"]
+    rest = [(f"`{row['model_type']}`", row["detail"]) for row in rows if row["result"] != "forecast"]
+    listed = textwrap.fill(", ".join(f"`{name}`" for name in good) + ".", 140, break_long_words=False, break_on_hyphens=False)
+    refused = markdown(("model type", "why it is refused"), rest)
+    return f"{len(rows)} model types: {len(good)} forecast, {len(rest)} refused.\n\n{listed}\n\n{refused}"
+
+
 # -- how far to trust it
 
 
@@ -409,6 +424,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "cards": cards,
     "events": events,
     "plan-json": plan_json,
+    "model-types": model_types,
     "gpu": gpu,
     "gpu-short": gpu_short,
     "gpu-short-zh": functools.partial(

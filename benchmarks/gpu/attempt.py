@@ -1,4 +1,4 @@
-"""One attempt at a run, without the supervisor and its retries: `python -m benchmarks.gpu.attempt RUN RESULT [--peft-cast on]`.
+"""One attempt at a run, without the supervisor and its retries: `python -m benchmarks.gpu.attempt RUN RESULT [--peft-cast]`.
 
 The process is the worker itself, with memory by phase noted in RESULT beside the run's events.
 """
@@ -18,28 +18,31 @@ from finetune.run.worker import Worker
 
 
 class MeasuredWorker(Worker):
-    """The worker, with the phases of its steps watched and PEFT's cast of inputs switched on or off."""
+    """The worker, with the phases of its steps watched and PEFT's cast of inputs switched on if wanted."""
 
-    def __init__(self, run: RunDirectory, peft_cast: bool | None) -> None:
+    def __init__(self, run: RunDirectory, peft_cast: bool) -> None:
         super().__init__(run)
         self.peft_cast, self.phases = peft_cast, Phases(on_cuda=not self.plan.card.is_cpu)
         self.phases.around(self.memory)
 
     def _build(self) -> tuple[Any, Any]:
         trainer, callback = super()._build()
-        if self.peft_cast is not None:
-            set_cast(trainer.model, self.peft_cast)
+        if self.peft_cast:
+            restore_cast(trainer.model)
         self.phases.watch(trainer)
         return trainer, callback
 
 
-def set_cast(model: Any, cast: bool) -> None:
-    """Whether PEFT casts the inputs of its layers to the adapters' dtype. Raises RuntimeError when this PEFT can't be told."""
-    layers = [module for module in model.modules() if hasattr(module, "_cast_input_dtype")]
+def restore_cast(model: Any) -> None:
+    """Have PEFT cast the inputs of its layers to fp32, as it does by itself (finetune.compat.peft.leave_casts_to_autocast).
+
+    Raises RuntimeError when nothing had switched it off.
+    """
+    layers = [module for module in model.modules() if "_cast_input_dtype" in vars(module)]
     if not layers:
-        raise RuntimeError("not available: this PEFT casts nothing")
+        raise RuntimeError("not available: PEFT's cast of inputs is not switched off here")
     for layer in layers:
-        layer.cast_input_dtype_enabled = cast
+        del layer._cast_input_dtype
 
 
 def main() -> int:
@@ -47,9 +50,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--peft-cast", choices=("on", "off"))
+    parser.add_argument("--peft-cast", action="store_true")
     options = parser.parse_args()
-    worker = MeasuredWorker(RunDirectory(options.run), options.peft_cast and options.peft_cast == "on")
+    worker = MeasuredWorker(RunDirectory(options.run), options.peft_cast)
     code = worker.main()
     options.result.write_text(json.dumps({"phases": worker.phases.peaks, "allocator": allocator()}))
     leave_all()

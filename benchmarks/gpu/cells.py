@@ -20,7 +20,7 @@ class Cell:
     documents: int = 1
     cap: tuple[str, float] | None = None
     ends: str = FINISHED
-    peft_cast: bool | None = None
+    peft_cast: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     card_only: bool = False
 
@@ -55,7 +55,6 @@ CELLS = (
     Cell("nf4-selective", "NF4, attention outputs kept", _settings(True, "selective")),
     Cell("packed", "NF4, every layer recomputed, 8 rows packed", _settings(True, True, **_PACKED), documents=8),
     Cell("16bit-cast", "16 bit, with PEFT's cast of inputs to fp32", _16_BIT, peft_cast=True),
-    Cell("16bit-no-cast", "16 bit, without it", _16_BIT, peft_cast=False),
     Cell("adamw-on-cpu", "NF4, recomputed, AdamW in host memory", _settings(True, True, optim="adamw_cpu_offload")),
     Cell("16bit-trl", "16 bit, nothing recomputed, with TRL alone", _16_BIT, plain_trl=True),
     Cell(

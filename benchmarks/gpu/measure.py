@@ -27,6 +27,8 @@ from benchmarks.gpu.cells import CELLS, COMMON, OUT_OF_MEMORY, Cell
 from benchmarks.gpu.results import Results, of_events, speed
 from benchmarks.gpu.rows import write_rows
 from finetune.events import read_events
+from finetune.plan.plan import read_plan
+from finetune.run.card import cards_of
 from finetune.run.directory import RunDirectory
 from finetune.run.supervise import worker_environment
 from finetune.units import GIB, MIB
@@ -105,7 +107,7 @@ class Session:
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         if self.on_cpu:
             own["OMP_NUM_THREADS"] = "1"  # two cells run at once
-        self.environment = {**worker_environment(), **own, "PYTHONPATH": path}
+        self.environment = {**own, "PYTHONPATH": path}
 
     def run(self) -> None:
         """Probe, plan, and run the cells; a line for each."""
@@ -134,10 +136,9 @@ class Session:
         self._process(["benchmarks.gpu.random_model", self.options.model, self.model(full), *layers], f"model-{full}", MOST_S)
 
     def _probe(self) -> None:
-        environment = {name: value for name, value in self.environment.items() if name != "TORCH_CUDNN_SDPA_DEPRIORITIZED"}
         if self.options.only:
             return
-        code, lines = self._process(["benchmarks.gpu.probe"], "probe", 90, environment)
+        code, lines = self._process(["benchmarks.gpu.probe"], "probe", 90)
         for found in lines:
             error = found.get("error")
             state = "finished" if error is None else "skipped" if NEEDS_CARD in error else "failed"
@@ -211,11 +212,10 @@ class Session:
         """What a cell's process left: its state, memory by phase, speed."""
         run, result = RunDirectory(Path(plan["run"])), self.place / f"{cell.name}.json"
         module = "benchmarks.gpu.plain_trl" if cell.plain_trl else "benchmarks.gpu.attempt"
-        cast = [] if cell.peft_cast is None else ["--peft-cast", "on" if cell.peft_cast else "off"]
+        cast = ["--peft-cast"] if cell.peft_cast else []
         limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
-        environment = {**self.environment, **cell.environment}
-        if cell.plain_trl:  # it refuses a second visible card
-            environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        cards = worker_environment(cards_of(read_plan(run.plan)))  # as the supervisor does: only the planned card is visible
+        environment = {**cards, **self.environment, **cell.environment}
         with CardWatch() as watch:
             code, _ = self._process([module, str(run.path), str(result), *cast], cell.name, limit_s, environment)
         self.grown = [max(pair) for pair in zip(watch.grown, self.grown or watch.grown, strict=True)]
@@ -266,7 +266,7 @@ class Session:
         with output.open("wb") as file:
             child = subprocess.Popen(
                 [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-                env=environment or self.environment, start_new_session=True,
+                env={**os.environ, **(environment or self.environment)}, start_new_session=True,
             )  # fmt: skip
             try:
                 code: int | None = child.wait(max(1.0, limit_s))

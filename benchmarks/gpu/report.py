@@ -52,7 +52,7 @@ def _row(cell: Cell, line: dict[str, Any] | None, card: str | None) -> list[str]
 
 def _compares(cell: Cell, line: dict[str, Any]) -> bool:
     """Whether the forecast is of what ran: not of TRL alone, of PEFT switched otherwise, or of a run that ended early."""
-    return line["state"] == "finished" and not cell.plain_trl and cell.peft_cast is None
+    return line["state"] == "finished" and not cell.plain_trl and not cell.peft_cast
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from finetune.compat.touched import Touched, replace, replaced
 _READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
+_EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
 _LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 
@@ -25,6 +26,10 @@ TOUCHED = (
         _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
     ),
     Touched(
+        _EXPERTS, "patch", "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
+        _READ_IN, "transformers.integrations.moe._grouped_mm", "input weight offs",
+    ),
+    Touched(
         _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
         _READ_IN, "transformers.Trainer._prepare_for_training", "model accelerator", "several cards",
     ),
@@ -34,7 +39,15 @@ TOUCHED = (
         _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
     ),
     Touched(
-        "transformers.AutoModelForCausalLM._model_mapping", "private call", "whether a model type has a causal language model",
+        "transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
+        "transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
+        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
+    ),
+    Touched(
+        "transformers.PreTrainedModel._from_config", "private call", "builds the modules of a class without weights",
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
     Touched(
@@ -74,6 +87,17 @@ def without_packing_detection() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fake_experts() -> Iterator[None]:
+    """Inside, experts of another dtype than bf16 go through transformers' own grouped matmul, which has a fake form."""
+    import torch
+    from transformers.integrations import moe
+
+    usable = moe._can_use_grouped_mm
+    with replaced(_EXPERTS, lambda input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs)):
+        yield
+
+
 def keep_fsdp_wrap_policy() -> None:
     """Make transformers' Trainer keep the FSDP wrap policy for a model with adapters.
 
@@ -97,11 +121,26 @@ def keep_fsdp_wrap_policy() -> None:
     replace(_WRAP_POLICY, updated)
 
 
-def is_causal_language_model(config: Any) -> bool:
-    """Whether transformers has a causal language model for a configuration."""
+def causal_class(config: Any) -> Any:
+    """transformers' class of causal language model for a configuration; None when it has none."""
     from transformers import AutoModelForCausalLM
 
-    return type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def image_text_class(config: Any) -> Any:
+    """transformers' class of model for images and text for a configuration; None when it has none."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText._model_mapping.get(type(config), None)
+
+
+def build_modules(kind: Any, config: Any, dtype: Any, attention: Any, remote_code: bool) -> Any:
+    """A model without weights of a class, or of AutoModelForCausalLM, which finds the class of remote code."""
+    arguments = {"dtype": dtype, "attn_implementation": attention}
+    if hasattr(kind, "from_config"):
+        return kind.from_config(config, trust_remote_code=remote_code, **arguments)
+    return kind._from_config(config, **arguments)
 
 
 def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from finetune.errors import DiskFull, OutOfMemory, RecipeError
+from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
@@ -59,16 +60,37 @@ def _write(settings: Any, run: RunDirectory, folder: Path, progress: Callable[[s
 
     from finetune.data.tokenizer import run_tokenizer
     from finetune.model.build import build_base, load_config
+    from finetune.model.language_model import is_multimodal
     from finetune.model.quiet import quiet_libraries
 
     quiet_libraries()
     progress("loading the base model in 16 bit")
-    base = build_base(settings, load_config(settings), device="cpu", weights=True)
+    config = load_config(settings)
+    base = build_base(settings, config, device="cpu", weights=True)
     progress("merging")
     merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
     progress("writing")
-    merged.save_pretrained(str(folder), safe_serialization=True)
+    if is_multimodal(config):
+        write_merged_checkpoint(merged, _folder_of(settings), folder)
+        if settings.chat_template is None:
+            return  # the model's own tokenizer and processor are there
+    else:
+        merged.save_pretrained(str(folder), safe_serialization=True)
     run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
+
+
+def _folder_of(settings: Any) -> Path:
+    """The folder with the model's files, which for a model of the hub are in its cache or fetched now."""
+    from huggingface_hub import snapshot_download
+
+    from finetune.model.build import resolve_model_path
+
+    place = resolve_model_path(settings)
+    if Path(place).is_dir():
+        return Path(place)
+    return Path(
+        snapshot_download(place, revision=settings.model_revision, ignore_patterns=[f"*{end}" for end in OTHER_WEIGHTS])
+    )
 
 
 def _check_room(settings: Any, target: Path) -> None:
@@ -90,10 +112,8 @@ def _check_room(settings: Any, target: Path) -> None:
 
 
 def _weight_bytes(config: Any, dtype: Any) -> int:
-    """Bytes of the model's weights, counted on the meta device."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    """Bytes of the loaded weights, counted on the meta device."""
+    from finetune.model.build import build_on_meta
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = build_on_meta(config, None, dtype=dtype, attention=None)
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
+from finetune.errors import RecipeError
 from finetune.forecast.tracker import Peak
 from finetune.model.build import build_on_meta
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:
     from finetune.forecast.simulate import Simulation
@@ -57,7 +58,10 @@ def simulate_deep(
         depth = plan_depth(kinds, every, lead)
         if not depth.times:
             break
-        few = run(at_depth(config, depth.run))
+        try:
+            few = run(at_depth(config, depth.run))
+        except Exception:  # noqa: BLE001 - the configuration's class may refuse another depth; all layers show its own errors
+            break
         if _repeats(few.peaks, depth):
             peaks = _deepened(few.peaks, depth)
             more = _adapter_bytes(peaks) / max(1, _adapter_bytes(few.peaks))
@@ -106,6 +110,11 @@ def _inspected(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
 
 def _inspect(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
+    if not decoder_layers(model):
+        raise RecipeError(
+            f"the layers of a {config.model_type} model don't support gradient checkpointing, so they can't be told apart",
+            "Give another model.",
+        )
     kinds = tuple(_kind(layer) for layer in decoder_layers(model))
     return kinds, sum(parameter.numel() for parameter in model.parameters())
 
@@ -124,15 +133,21 @@ def _kind(layer: torch.nn.Module) -> str:
 
 
 def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration with fewer layers; lists with an entry per layer are cut to match."""
-    shallow = copy.deepcopy(config)
-    for part in {id(part): part for part in (shallow, shallow.get_text_config())}.values():
-        full = part.num_hidden_layers
-        for name, value in list(vars(part).items()):
-            if isinstance(value, (list, tuple)) and len(value) == full:
-                setattr(part, name, value[:layers])
-        part.num_hidden_layers = layers
-    return shallow
+    """The configuration with fewer layers; lists and tables with an entry per layer are cut to match.
+
+    Its class may refuse that with any exception.
+    """
+    values, text = config.to_dict(), text_config(config)
+    part = next((values[name] for name in config.sub_configs if getattr(config, name, None) is text), values)
+    full = text.num_hidden_layers
+    for name, value in part.items():
+        if isinstance(value, (list, tuple)) and len(value) == full:
+            part[name] = value[:layers]
+        elif name == "per_layer_config" and value:
+            part[name] = {layer: one for layer, one in value.items() if int(layer) < layers}
+    name = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    part[name] = layers
+    return type(config).from_dict(values)
 
 
 def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:

@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward
-from finetune.compat.transformers import keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.compat.transformers import fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.fake_model import fake_dora_weights, materialise
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
@@ -76,10 +77,27 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         observe(model, tracker)
         with _fake_tensors(settings, capability, batch), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
-            _run(model, tracker, settings, batch, on_cpu=capability is None)
+            with _explained(config):
+                _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
         del model
     return Simulation(tracker.peaks, tracker.host, notes)
+
+
+@contextmanager
+def _explained(config: PretrainedConfig) -> Iterator[None]:
+    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0][:300]
+        raise RecipeError(
+            f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
+            f"{type(error).__name__}: {text}",
+            "Give another model, or report it with its config.json.",
+        ) from error
 
 
 def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
@@ -153,7 +171,8 @@ def _forward(model: Any, settings: Settings, inputs: dict[str, Any], tracker: St
     given = {name: value for name, value in inputs.items() if name != "unread_mask"}
     with _autocast(settings):
         outputs = model(**given, use_cache=False, fused_lm_head=True)
-        return (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
+        loss = (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
+        return loss if outputs.aux_loss is None else loss + outputs.aux_loss
 
 
 @contextmanager
@@ -164,8 +183,12 @@ def _autocast(settings: Settings) -> Iterator[None]:
 
 
 def _add_loss(model: Any) -> None:
+    """Patch the model as SFTTrainer does: the fused head, and the router's auxiliary loss for a mixture that has one."""
     from trl.trainer.utils import add_fused_lm_head
 
+    config = model.config.get_text_config()
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = getattr(config, "router_aux_loss_coef", 0.0) != 0.0
     add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
 
 
@@ -217,6 +240,7 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batch) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
+        stack.enter_context(fake_experts())
         if capability is not None and sys.platform != "win32":
             stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +12,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
-from finetune.compat.transformers import is_causal_language_model, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
+from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ __all__ = [
 
 #: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+#: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
+_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def load_config(settings: Recipe) -> PretrainedConfig:
@@ -59,9 +65,22 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
-    if not is_causal_language_model(config):
-        raise RecipeError(f"model_name_or_path {name}: model_type {kind} is not a causal language model")
+    if reason := _why_no_decoder(config):
+        raise RecipeError(f"model_name_or_path {name}: model_type {kind} {reason}", "Give a model that continues text.")
     return config
+
+
+def _why_no_decoder(config: PretrainedConfig) -> str | None:
+    """Why a configuration is not of a decoder that is trained as it will generate; None when it is."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder with a decoder"
+    if hasattr(config, "is_decoder") and config.model_type not in ("gpt_neox", "gpt_neox_japanese"):
+        return "is an encoder: each token sees the whole text"
+    if model_class(config) is None:
+        return "is not a causal language model"
+    if not getattr(text_config(config), "num_hidden_layers", None):
+        return "has no single stack of layers"
+    return None
 
 
 def build_base(
@@ -78,33 +97,34 @@ def build_base(
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
         repeat_keys()
     if not weights:
-        with _explained(settings):
-            return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
+        return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     with _explained(settings):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention_by_part(config, attention),
             use_safetensors=True,
             device_map={"": device},
             output_loading_info=True,
             **arguments,
         )
     model, found = loaded
-    _refuse_other_weights(settings, config, found)
+    _refuse_other_weights(settings, model, found)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, config: PretrainedConfig, found: dict[str, Any]) -> None:
+def _refuse_other_weights(settings: Settings, model: PreTrainedModel, found: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(found["missing_keys"])
-    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in found["unexpected_keys"]}
-    layers = config.get_text_config().num_hidden_layers
+    outside = re.compile(outside_language_model(model) or "(?!)")
+    unexpected = [key for key in found["unexpected_keys"] if not outside.fullmatch(key)]
+    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
+    layers = text_config(model.config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
     for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
         if keys:
@@ -121,12 +141,41 @@ def _linear_names(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
 
 
+def _not_adapted(model: PreTrainedModel) -> str | None:
+    """PEFT's `exclude_modules`: what is no part of the language model, and linear layers whose result isn't their product."""
+    patterns = [outside_language_model(model)]
+    odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_no_product(module)})
+    if model.config.model_type in _MAMBA:
+        odd += ["out_proj", "conv1d"]
+    patterns += [rf"(.*\.)?({'|'.join(map(re.escape, odd))})"] if odd else []
+    return "|".join(pattern for pattern in patterns if pattern) or None
+
+
+def _is_no_product(module: torch.nn.Module) -> bool:
+    """Whether a module inherits from Linear but returns something else: a mixture's router, or a product in groups."""
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
+        return False
+    if type(module).__module__.startswith("bitsandbytes."):
+        return False
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inner = copy.copy(module)
+        inner._parameters = {
+            name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
+            for name, value in module._parameters.items()
+        }
+        try:
+            result = inner(torch.empty(1, module.in_features, dtype=module.weight.dtype))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            return True
+        return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
+
+
 def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
     targets = settings.target_modules
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=settings.lora_dropout, target_modules=targets,
+        lora_dropout=settings.lora_dropout, target_modules=targets, exclude_modules=_not_adapted(model),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     for target in targets if isinstance(targets, list) else []:  # PEFT is content when one of several exists
@@ -243,15 +292,35 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
     bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            bare, dtype=dtype, attn_implementation=attention, trust_remote_code=remote_code
-        )
+    with _unbuildable(config), torch.device("meta"):
+        model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
         put_quantised_layers(model, quantization, dtype)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
+
+
+def _class_to_build(config: PretrainedConfig) -> Any:
+    """AutoModelForCausalLM for remote code, which it finds and checks; else the class itself."""
+    return AutoModelForCausalLM if hasattr(config, "auto_map") else model_class(config)
+
+
+@contextmanager
+def _unbuildable(config: PretrainedConfig) -> Iterator[None]:
+    """Turn any error of transformers while it builds modules from a configuration into a RecipeError."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - code of hundreds of model types
+        text = (str(error).strip().splitlines() or [""])[0]
+        if "attention implementation" in text:
+            hint = "Set attn_implementation=eager."
+        elif isinstance(error, ImportError):
+            hint = "Install what it needs."
+        else:
+            hint = "Its config.json lacks values or they don't go together; give a complete one."
+        kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
+        raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {kind}{text}", hint) from error
 
 
 def _attention(settings: Settings) -> str:
@@ -298,8 +367,12 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
     text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
     given = values if text is None else text
-    needed = _NEEDED if text is None else _NEEDED[:2]  # multimodal files leave the rest to the text model's class
     names = config_class.attribute_map
+    if text is None:
+        needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    else:
+        needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
+    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
     problems = []
     for key in needed:
         value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.compat.transformers import disable_checkpointing, enable_checkpointing, wrap_checkpoint
+from finetune.errors import RecipeError
 from finetune.model.offload import offload_in_order
 from finetune.model.saved_activations import SavedActivations
 
@@ -46,7 +47,10 @@ def recompute(
     arguments: dict[str, Any] = {"use_reentrant": reentrant}
     if selective:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
-    enable_checkpointing(base, arguments, every_n_layers)
+    try:
+        enable_checkpointing(base, arguments, every_n_layers)
+    except ValueError as error:  # of the few model types without it
+        raise RecipeError(f"activation_checkpointing: {error}", "Set activation_checkpointing=false.") from None
     if offload:
         # transformers' own `offload` pins memory even without a CUDA device
         func = functools.partial(_checkpoint_with_inputs_on_host, **arguments)

@@ -14,7 +14,6 @@ from finetune import hub
 from finetune.errors import RecipeError
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
-from finetune.recipe import resolved
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
 HUB_TIMEOUT_S = 5.0
 #: Model types whose attention transformers 5.23 does not run through torch's fused kernels (`_supports_sdpa` is False).
 _EAGER_ONLY = {
-    "bloom", "codegen", "cpmant", "deepseek_v4", "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa",
-    "granitemoe_swa", "hy_v4", "mimo_v2_flash", "mpt", "openai-gpt", "vaultgemma", "xglm",
+    "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "git", "got_ocr2", "gpt_neo",
+    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2", "inkling2_text", "mamba",
+    "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -79,6 +79,8 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
 
     What is a folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
     """
+    from finetune.recipe import resolved
+
     typed, revision = recipe.model_name_or_path, recipe.model_revision
     if typed == "tiny" or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
         return recipe, ""
@@ -105,12 +107,17 @@ def default_attention(values: dict[str, Any]) -> str:
 
 def _parsed(text: str, path: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_hook=_with_floats)
     except ValueError as error:
         raise RecipeError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"model_name_or_path {path}: config.json is not an object")
     return values
+
+
+def _with_floats(values: dict[str, Any]) -> Any:
+    """transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`."""
+    return float(values["__float__"]) if list(values) == ["__float__"] else values
 
 
 def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ from finetune.recipe import plainest
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
+#: Names of the number of experts in configurations.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Shapes that this process has counted or read.
 _known: dict[str, ModelShape] = {}
 
@@ -84,6 +86,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     import torch
 
     from finetune.model.build import attach_adapters, build_on_meta, config_from, trainable_parameters
+    from finetune.model.language_model import text_config
 
     config = config_from(values, recipe)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=recipe.trust_remote_code)
@@ -103,16 +106,23 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         adapter_per_rank=sum(parameter.numel() for parameter in adapters),
         adapters=len(adapters) // 2,
         **base,
-        **_widths(config.get_text_config()),
+        **_widths(text_config(config)),
     )
 
 
 def _widths(text: Any) -> dict[str, Any]:
-    heads = getattr(text, "num_attention_heads", 1)
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    experts = next((getattr(text, name) for name in ("num_local_experts", "num_experts") if getattr(text, name, None)), 0)
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    experts = max(next((getattr(one, name) for name in _EXPERTS if getattr(one, name, None)), 0) for one in layers)
+    used = max(getattr(one, "num_experts_per_tok", None) or 0 for one in layers) if experts else 0
     return {
-        "layers": text.num_hidden_layers, "hidden": text.hidden_size, "attention_width": width, "experts": experts,
-        "experts_used": getattr(text, "num_experts_per_tok", 0) if experts else 0,
-        "max_positions": getattr(text, "max_position_embeddings", None),
+        "layers": text.num_hidden_layers, "hidden": layers[0].hidden_size,
+        "attention_width": max(map(_attention_width, layers)), "experts": experts, "experts_used": used,
+        "max_positions": getattr(layers[0], "max_position_embeddings", None),
     }  # fmt: skip
+
+
+def _attention_width(layer: Any) -> int:
+    """Width of the queries; the hidden size where a model has no heads."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    head = getattr(layer, "head_dim", None)
+    return heads * (head if isinstance(head, int) and head > 0 else layer.hidden_size // heads)

@@ -26,9 +26,10 @@ _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
-    """UUIDs of the cards that the run uses on this machine, the planned one first; of those that CUDA_VISIBLE_DEVICES leaves.
+    """UUIDs of the cards that the run uses on this machine, of those that CUDA_VISIBLE_DEVICES leaves.
 
-    If the planned card is gone: another one of its name, else the first. Empty on a CPU, and for a plan without a UUID.
+    One process: the planned card; when it is gone another one of its name, else the first. Several: the first ones in CUDA's
+    order, of which the plan is for the fullest. Empty on a CPU, and for a plan without a UUID.
     """
     wanted = plan.card
     if wanted.is_cpu or wanted.uuid is None:
@@ -37,10 +38,10 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
         devices = [device for device in visible(read_devices()[0]) if device.uuid]
     except pynvml.NVMLError:
         return ()
-    first = sorted(devices, key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))[:1]
-    ordered = first + [device for device in devices if device not in first]
-    launch = plan.settings.launch
-    return tuple(device.uuid or "" for device in ordered[: launch.num_processes // launch.num_machines])
+    processes = plan.settings.launch.processes_here
+    if processes == 1:
+        devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
+    return tuple(device.uuid or "" for device in devices[:processes])
 
 
 def holders_of(cards: tuple[str, ...]) -> list[str]:

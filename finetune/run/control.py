@@ -7,13 +7,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from finetune.errors import RecipeError
+from finetune.errors import DiskFull, RecipeError
 from finetune.files import write_json
 from finetune.forecast.cache import LIBRARIES
-from finetune.plan.plan import read_plan
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import require_data
+from finetune.run.retry import adjusted_plan
 from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
 from finetune.system import start_detached
 
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 def start(run: RunDirectory) -> int:
     """Start a run's supervisor in its own session, output to log.txt. Returns its process id.
 
-    Raises RecipeError when the run is already running.
+    Raises RecipeError when the run is already running, DiskFull when its directory can't be written.
     """
     if is_alive(run):
         raise RecipeError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
-    stopping.forget(run)
-    with run.log.open("ab") as log:
-        process = start_detached([sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)], log)
-    write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
+    process = None
+    try:
+        stopping.forget(run)
+        with run.log.open("ab") as log:
+            process = start_detached([sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)], log)
+        write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
+    except OSError as error:
+        if process is not None:
+            process.kill()
+        raise DiskFull(f"{run.path} can't be written: {error.strerror or error}", f"Then: finetune resume {run.path}") from None
     return process.pid
 
 
@@ -44,7 +50,7 @@ def resume(run: RunDirectory) -> int:
     state = read_state(run)
     if state.state == "finished":
         raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Chat with it: finetune chat {run.path}")
-    read_plan(run.plan)
+    adjusted_plan(run)
     require_data(run)
     return start(run)
 

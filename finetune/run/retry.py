@@ -26,10 +26,10 @@ MOST_RETRIES = 4
 def adjusted_plan(run: RunDirectory) -> Plan:
     """The run's plan with the changes of its retries. Raises RecipeError when these are damaged."""
     plan = read_plan(run.plan)
-    changes = _adjustments(run)
     try:
+        changes = _adjustments(run)
         return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
-    except ValueError as error:
+    except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
@@ -76,4 +76,7 @@ def nothing_smaller(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
 
 
 def _adjustments(run: RunDirectory) -> dict[str, Any]:
-    return json.loads(run.adjustments.read_text(encoding="utf-8")) if run.adjustments.exists() else {}
+    changes = json.loads(run.adjustments.read_text(encoding="utf-8")) if run.adjustments.exists() else {}
+    if not isinstance(changes, dict):
+        raise TypeError("it should be an object")
+    return changes

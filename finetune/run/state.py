@@ -78,21 +78,38 @@ def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
         values = json.loads(run.process.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {role: record for role, record in values.items() if isinstance(record, dict) and "pid" in record}
+    records = values.items() if isinstance(values, dict) else ()
+    return {role: record for role, record in records if isinstance(record, dict) and _is_record(record)}
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    return type(record.get("pid")) is int and record["pid"] > 0 and isinstance(record.get("started_s"), (int, float))
 
 
 def process_record(pid: int) -> dict[str, float]:
-    """Id and start time of a process; ids alone are reused."""
-    return {"pid": pid, "started_s": psutil.Process(pid).create_time()}
+    """Id and start of a process (ids alone are reused): by the wall clock, and on Linux in clock ticks since boot."""
+    record: dict[str, float] = {"pid": pid, "started_s": psutil.Process(pid).create_time()}
+    ticks = _ticks(pid)
+    return record if ticks is None else {**record, "started_ticks": ticks}
 
 
 def process_is(record: dict[str, float]) -> bool:
     """True while the recorded process is alive (and no zombie)."""
+    pid, ticks = int(record["pid"]), record.get("started_ticks")
     try:
-        process = psutil.Process(int(record["pid"]))
-        return abs(process.create_time() - record["started_s"]) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        same = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
+        return same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's has taken the number
         return False
+
+
+def _ticks(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot (proc_pid_stat(5)), which setting the clock does not change."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _started_since(run: RunDirectory, time_s: float) -> bool:

@@ -19,6 +19,7 @@ import psutil
 
 from finetune.card.allocator import allocator_environment
 from finetune.distributed.processes import launcher_for
+from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
@@ -64,6 +65,7 @@ class Supervisor:
         self.seen: list[Event] = []
         self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
         self.cards = cards_of(read_plan(run.plan))
+        self.sign: tuple[int | None, float] = (None, 0.0)  # when the events were written last, and when that was seen
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
     def main(self) -> int:
@@ -118,8 +120,14 @@ class Supervisor:
                 stderr=log,
                 env={**worker_environment(self.cards), **(launcher.environment() if launcher is not None else {})},
             )
-        write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
-        began_s, told, asked_s, ended = time.time(), 0, 0.0, False
+        try:
+            write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
+        except OSError:  # a worker that is recorded nowhere could not be stopped
+            _kill_tree(worker)
+            worker.wait()
+            return DiskFull.exit_code
+        self.sign = (None, time.monotonic())
+        told, asked_s, ended = 0, 0.0, False
         while worker.poll() is None:
             self._read_requests()
             if len(self.signals) > told:
@@ -134,7 +142,7 @@ class Supervisor:
             if asked_s and time.monotonic() - asked_s > self.stop_deadline_s:
                 _kill_tree(worker)
                 ended = True
-            if self._hangs(began_s):
+            if self._hangs():
                 self._emit(RunWarning(message=f"no progress for {self.hang_deadline_s:.0f} s; the process was killed"))
                 _kill_tree(worker)
                 ended = True
@@ -160,11 +168,16 @@ class Supervisor:
         self.seen += self.reader.new()
         return any(isinstance(event, Start) for event in self.seen)
 
-    def _hangs(self, began_s: float) -> bool:
-        """True when training has finished no step and no micro-batch for longer than the deadline."""
+    def _hangs(self) -> bool:
+        """True when training has finished no step and no micro-batch for longer than the deadline.
+
+        On the monotonic clock, which stands still while the machine sleeps and which nobody sets.
+        """
         with contextlib.suppress(FileNotFoundError):
-            quiet_s = time.time() - max(began_s, self.run.events.stat().st_mtime)
-            return quiet_s > self.hang_deadline_s and self._has_started()
+            written, now = self.run.events.stat().st_mtime_ns, time.monotonic()
+            if written != self.sign[0]:
+                self.sign = (written, now)
+            return now - self.sign[1] > self.hang_deadline_s and self._has_started()
         return False
 
     def _smaller_plan(self, attempt: int) -> bool:

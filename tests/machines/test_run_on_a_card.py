@@ -119,11 +119,11 @@ def test_cuda_visible_devices_of_the_user_is_kept(machine, make_run):
     assert cards_of(read_plan(make_run().plan)) == (DESKTOP,)
 
 
-def test_several_ranks_see_the_planned_card_first(machine, make_run):
-    machine("two-3090")
+def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
+    machine("two-3090", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     plan = read_plan(make_run().plan)
     launch = plan.settings.launch.model_copy(update={"num_processes": 2})
-    assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (OTHER, DESKTOP)
+    assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
 
 
 def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monkeypatch):

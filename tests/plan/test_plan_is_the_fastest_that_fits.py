@@ -286,7 +286,7 @@ def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(plan):
 def test_an_unknown_model_is_refused_before_anything_is_searched(plan):
     with pytest.raises(RecipeError, match="nobody/nothing") as error:
         plan("nobody/nothing")
-    assert error.value.fix == "Give the hub id in full, or a local folder."
+    assert error.value.fix == "Give the hub id in full, or a folder that holds its config.json."
 
 
 def test_a_card_that_is_known_to_hold_more_is_believed(new_forecaster):

@@ -1,0 +1,165 @@
+"""The language model of a multimodal checkpoint: the checkpoint's own class, without the parts for images, video and sound.
+
+Its parameters keep the names they have in the whole model, so that weights load as usual and an adapter fits the whole model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from finetune.compat.transformers import causal_class, image_text_class
+
+__all__ = ["attention_by_part", "is_multimodal", "model_class", "outside_language_model", "text_config"]
+
+#: Arguments of the whole model that text has too, though a language model may take them only among its keywords.
+_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "output_router_logits"}
+
+
+class NoLanguageModelError(ValueError):
+    """The model has no language model that can be trained by itself."""
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a configuration that describes the language model; the configuration itself where it has no parts."""
+    return config.get_text_config(decoder=True)
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether the configuration is of a model with a language model among other parts."""
+    return image_text_class(config) is not None and text_config(config) is not config
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class to build: a causal language model, or a multimodal model without its other parts; None when neither."""
+    whole = image_text_class(config)
+    if is_multimodal(config):
+        return _text_only(whole)
+    found = causal_class(config)
+    return whole if found is None and whole is not None and whole.__name__.endswith("ForCausalLM") else found
+
+
+def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
+    """`attn_implementation` for building: the parts that are left out may not support the language model's kernel."""
+    if attention is None or not is_multimodal(config):
+        return attention
+    text = text_config(config)
+    return {"": attention} | {
+        name: attention if getattr(config, name, None) is text else "eager" for name in config.sub_configs
+    }
+
+
+def outside_language_model(model: Any) -> str | None:
+    """PEFT's `exclude_modules`: a pattern of the modules that the whole model has beside these; None for a model of text."""
+    path = getattr(model, "language_model_path", None)
+    return path and rf"(?!({'|'.join(map(re.escape, _kept(model)))})(\.|$)).*"
+
+
+@cache
+def _text_only(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of the same name: transformers looks up by it how a checkpoint's tensors are renamed."""
+
+    def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
+        whole.__init__(self, config, *arguments, **named)
+        _keep_language_model(self)
+
+    members = {
+        "__init__": init,
+        "__module__": whole.__module__,
+        "__doc__": whole.__doc__,
+        "base_model": property(_body),
+        "get_output_embeddings": _head,
+    }
+    return type(whole.__name__, (whole,), members)
+
+
+def _decoder(model: Any) -> Any:
+    """The language model; where that has an output layer of its own, it is a causal language model."""
+    path = getattr(model, "language_model_path", None)
+    return model.get_submodule(path) if path else None
+
+
+def _body(model: Any) -> Any:
+    """What gives the last hidden state: transformers' `base_model`."""
+    decoder = _decoder(model)
+    if decoder is None:
+        return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+    if _has_head(decoder):  # Llama 4's names a prefix that it doesn't have
+        return decoder.model if decoder.base_model is decoder else decoder.base_model
+    return model.get_submodule(model.language_model_path.rpartition(".")[0])
+
+
+def _head(model: Any) -> Any:
+    decoder = _decoder(model)
+    if decoder is not None and _has_head(decoder):
+        return decoder.get_output_embeddings()
+    return getattr(model, "lm_head", None)
+
+
+def _has_head(decoder: Any) -> bool:
+    return decoder.get_output_embeddings() is not None
+
+
+def _keep_language_model(model: Any) -> None:
+    """Remove all modules but the language model and the output layer, and pass text straight to it."""
+    own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
+    decoder = own[0] if own else model.get_decoder()
+    names = {id(module): name for name, module in model.named_modules()}
+    path = names.get(id(decoder), "")
+    parent = path.rpartition(".")[0]
+    own_head = bool(path) and _has_head(decoder)
+    if not path or not isinstance(decoder, PreTrainedModel) or not (own_head or (parent and hasattr(model, "lm_head"))):
+        raise NoLanguageModelError("its language model can't be separated from its other parts")
+    model.language_model_path = path
+    kept = _kept(model)
+    for place in {"", parent}:
+        module = model.get_submodule(place)
+        parts = [*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for child, _ in parts:
+            name = f"{place}.{child}" if place else child
+            if not any(name == other or other.startswith(f"{name}.") for other in kept):
+                delattr(module, child)
+    whole = model.get_submodule(parent)
+    whole.forward = _passing_text_to(decoder, whole)
+
+
+def _kept(model: Any) -> list[str]:
+    """Names of what is kept of the whole model: the language model, and the output layer where that is beside it."""
+    path = model.language_model_path
+    return [path] if _has_head(_decoder(model)) else [path, "lm_head"]
+
+
+def _passing_text_to(decoder: Any, whole: Any) -> Any:
+    """A forward of `whole` that calls only its language model, without the arguments that concern its other parts."""
+    of_whole = inspect.signature(type(whole).forward)
+    others = set(of_whole.parameters) - set(inspect.signature(decoder.forward).parameters) - _OF_TEXT
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        given = of_whole.bind(whole, *arguments).arguments | named
+        given = {name: value for name, value in given.items() if name not in others and value is not whole}
+        return _TextOutput.of(decoder(**given))
+
+    return forward
+
+
+class _TextOutput:
+    """A language model's output; the fields that only the whole model's body has are None."""
+
+    def __init__(self, output: ModelOutput):
+        self._output = output
+
+    @classmethod
+    def of(cls, output: Any) -> Any:
+        """Tuples stay as they are."""
+        return cls(output) if isinstance(output, ModelOutput) else output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name, None)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._output[key]

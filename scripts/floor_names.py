@@ -1,0 +1,63 @@
+"""Writes tests/compat/floor_names.json: what the lowest supported versions know of the names that this project uses.
+
+Run it where constraints-lowest.txt is installed: `make test-lowest` does. Name -> its parameters; null where any keyword is
+taken or none can be read. Names that these versions lack are left out, and `tests/compat` fails for them.
+"""
+
+import inspect
+import json
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "compat")]
+
+
+def find(name: str) -> Any:
+    """The object of a dotted name. Raises AttributeError or ImportError."""
+    first, *parts = name.split(".")
+    found, path = import_module(first), first
+    for part in parts:
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = import_module(path)
+    return found
+
+
+def parameters(value: Any) -> list[str] | None:
+    """Names of the parameters that can be passed by keyword, or None."""
+    try:
+        listed = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in listed):
+        return None
+    return sorted(one.name for one in listed if one.kind is not one.POSITIONAL_ONLY)
+
+
+def main() -> int:
+    """Write the file; names that are not found are printed."""
+    from used_names import LIBRARIES, used
+
+    known: dict[str, list[str] | None] = {}
+    for name in sorted(used()):
+        try:
+            value = find(name)
+        except (AttributeError, ImportError) as error:
+            print(f"{name}: {error}")
+            continue
+        known[name] = parameters(value)
+    versions = {name: version(name).partition("+")[0] for name in sorted(LIBRARIES)}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in known.items())
+    text = f'{{\n "versions": {json.dumps(versions)},\n "names": {{\n{lines}\n }}\n}}\n'
+    (ROOT / "tests" / "compat" / "floor_names.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The names of other libraries that finetune and app use, and the keywords they pass, read from the source."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate"}
+#: What differs between versions is asked for by name there.
+GUARDED = ROOT / "finetune" / "compat"
+
+
+def used() -> dict[str, set[str]]:
+    """Dotted name -> keywords passed to it, in all files but those of finetune/compat."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for part in ("finetune", "app"):
+        for path in sorted((ROOT / part).rglob("*.py")):
+            if GUARDED not in path.parents:
+                for name, keywords in used_in(path.read_text(encoding="utf-8")).items():
+                    found[name] |= keywords
+    return found
+
+
+def used_in(source: str) -> dict[str, set[str]]:
+    """The same for one file's source."""
+    tree, known = ast.parse(source), {}
+    found: dict[str, set[str]] = defaultdict(set)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {alias.asname or alias.name.partition(".")[0]: alias.name if alias.asname else alias.name.partition(".")[0]
+                      for alias in node.names}  # fmt: skip
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name: found[name] for name in names if is_library(name)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and is_library(name := dotted(node, known)):
+            found[name] |= set()
+        if isinstance(node, ast.Call) and is_library(name := dotted(node.func, known)):
+            found[name] |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    return found
+
+
+def dotted(node: ast.expr, known: dict[str, str]) -> str:
+    """The library's full name of an expression such as `torch.cuda.memory_stats`; empty for any other."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, "")
+    inner = dotted(node.value, known) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner else ""  # type: ignore[union-attr]
+
+
+def is_library(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES

@@ -1,0 +1,181 @@
+"""A real run on the CPU, by the worker itself, with its memory tracked phase by phase; and the dry run of the same plan."""
+
+import json
+import signal
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import config_values
+from torch.utils._pytree import tree_iter
+
+import finetune.model.cpu_adamw
+import finetune.model.host_memory
+from finetune.forecast.simulate import Batch, garbage_collection_paused, observe, simulate
+from finetune.forecast.tracker import StorageTracker
+from finetune.model.build import load_config
+from finetune.recipe import recipe_from
+
+#: Tokens of the longest rows and of a pack.
+TOKENS = 128
+WORDS = 200
+
+
+def save_model(kind: str, folder: Path) -> str:
+    """A small model of this kind with its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    many = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32} if kind == "qwen3_moe" else {}
+    values = config_values(kind, num_hidden_layers=3, vocab_size=2048, **many)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def save_rows(path: Path, lengths: tuple[int, int], count: int) -> str:
+    """Rows that have, with EOS, these numbers of tokens by turns."""
+    texts = [" ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % 2] - 1)) for row in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def planned(model: str, folder: Path, lengths: tuple[int, int] = (TOKENS, TOKENS), **more):
+    """The run directory of a small recipe, and its plan."""
+    from finetune.run.prepare import create_run, prepare
+
+    rows = save_rows(folder / "rows.jsonl", lengths, 8)
+    held_out = save_rows(folder / "held-out.jsonl", (TOKENS, TOKENS), 2)
+    recipe = recipe_from(
+        {
+            "model_name_or_path": model, "dataset": {"path": rows, "eval_path": held_out}, "gpu": "cpu", "dtype": "bfloat16",
+            "attn_implementation": "sdpa", "max_length": TOKENS, "packing": False, "load_in_4bit": False, "load_in_8bit": False,
+            "lora_r": 8, "lora_alpha": 16, "target_modules": "all-linear", "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 2, "effective_batch_size": "auto", "max_steps": 2, "learning_rate": 1e-3,
+            "optim": "adamw_torch", "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1,
+            "eval_steps": 2, "per_device_eval_batch_size": 1, "save_steps": 2, "sample_answers": 0,
+            "output_dir": str(folder / "run"), **more,
+        }
+    )  # fmt: skip
+    prepared = prepare(recipe)
+    return create_run(prepared), prepared.plan
+
+
+def forecast(plan) -> dict[str, int]:
+    """Peak bytes of each phase of the plan's dry run at full depth."""
+    settings = plan.settings
+    micro, tokens = settings.per_device_train_batch_size, settings.max_length
+    batch = Batch(
+        rows=micro, tokens=tokens, trained_tokens=micro * (tokens - 1), padded=micro > 1,
+        documents=2 if settings.packing else 1, eval_rows=settings.per_device_eval_batch_size,
+    )  # fmt: skip
+    return by_phase(simulate(load_config(settings), settings, batch, None))
+
+
+def by_phase(tracked) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+    for (phase, _), peak in tracked.peaks.items():
+        peaks[phase] = max(peaks.get(phase, 0), peak.total_bytes)
+    return peaks
+
+
+class RealTracker(StorageTracker):
+    """Sees tensors that no operator made, such as those read from a file, when they are first used."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self.follow(leaf)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    on_host = False
+
+    def follow(self, tensor, *, layer=None):
+        super().follow(tensor, layer=layer)
+        key = tensor.untyped_storage()._cdata
+        size, tag = self._sizes[key]
+        if self.on_host and size:
+            self._released(key)
+            self._sizes[key] = (0, tag)
+
+    @contextmanager
+    def making_host_memory(self):
+        """Inside, new tensors are never counted."""
+        self.on_host = True
+        try:
+            yield
+        finally:
+            self.on_host = False
+
+
+@contextmanager
+def host_memory_apart(tracker: RealTracker):
+    """Inside, what the project moves to host memory is not counted; on a CPU it can't be told from the rest."""
+    made = finetune.model.host_memory.host_empty
+
+    def host_empty(*arguments, **named):
+        with tracker.making_host_memory():
+            return made(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for home in (finetune.model.host_memory, finetune.model.cpu_adamw):
+            patch.setattr(home, "host_empty", host_empty)
+        yield
+
+
+def watch(trainer, tracker: RealTracker) -> None:
+    """Tell the tracker the phase, at the same places as in the dry run."""
+
+    def around(name, before, after):
+        inner = getattr(trainer, name)
+
+        @wraps(inner)
+        def method(*arguments, **named):
+            enter(before)
+            try:
+                return inner(*arguments, **named)
+            finally:
+                enter(after)
+
+        setattr(trainer, name, method)
+
+    def enter(phase):
+        if callable(phase):
+            phase = phase()
+        tracker.phase, tracker.layer = phase, None
+
+    def training():
+        return "forward" if trainer.model.training else "eval"
+
+    around("compute_loss", training, lambda: "loss backward" if trainer.model.training else "eval")
+    around("training_step", "fetch", "optimizer")
+    around("_save_checkpoint", "save", "fetch")
+    around("evaluate", "eval", "fetch")
+    observe(trainer.model, tracker)
+
+
+def measured(run) -> dict[str, int]:
+    """Peak bytes of each phase of a run that the worker makes in this process."""
+    from finetune.run.worker import Worker
+
+    tracker, handlers = RealTracker(), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with ExitStack() as stack:
+        stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
+        stack.enter_context(garbage_collection_paused())
+        stack.enter_context(host_memory_apart(tracker))
+        stack.enter_context(tracker)
+        worker = Worker(run)
+        trainer, callback = worker._build()
+        for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+            tracker.follow(tensor)
+        watch(trainer, tracker)
+        trainer.train()
+        trainer.finish_sealing()
+    return by_phase(tracker)

@@ -1,0 +1,81 @@
+"""On the CPU: the worker's own run against the dry run of its plan, phase by phase, for each technique and kind of model."""
+
+import pytest
+from real_run import forecast, measured, planned, save_model
+
+KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
+RECOMPUTED = {"activation_checkpointing": True}
+TECHNIQUES = {
+    "kept": {},
+    "recomputed": RECOMPUTED,
+    "every-2": RECOMPUTED | {"activation_checkpointing_every_n_layers": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "offload": {"activation_checkpointing": "offload"},
+    "activation-offloading": {"activation_offloading": True},
+    "int8-activations": {"int8_activations": True},
+    "int8-recomputed": RECOMPUTED | {"int8_activations": True},
+    "int8-offloaded": {"int8_activations": True, "activation_offloading": True},
+    "adamw-fused": {"optim": "adamw_torch_fused"},
+    "adamw-8bit": {"optim": "adamw_8bit"},
+    "paged-8bit": {"optim": "paged_adamw_8bit"},
+    "paged-32bit": {"optim": "paged_adamw_32bit"},
+    "adafactor": {"optim": "adafactor"},
+    "cpu-adamw": {"optim": "adamw_cpu_offload"},
+    "nf4": {"load_in_4bit": True},
+    "nf4-recomputed": RECOMPUTED | {"load_in_4bit": True},
+    "int8-weights": {"load_in_8bit": True},
+    "dora": {"use_dora": True},
+    "nf4-dora": {"use_dora": True, "load_in_4bit": True},
+    "dropout": {"lora_dropout": 0.1},
+    "float32": {"dtype": "float32"},
+    "eager": {"attn_implementation": "eager"},
+    "one-micro-batch": {"gradient_accumulation_steps": 1},
+    "padded": {"per_device_train_batch_size": 2, "lengths": (128, 127)},
+    "packed": {"packing": True, "lengths": (64, 64)},
+    "varlen": {"packing": True, "lengths": (64, 64), "attn_implementation": "torch_varlen"},
+    "one-target": {"target_modules": ["q_proj"]},
+}
+#: One of each kind in the ordinary run; together they have every quantisation and half of the techniques.
+USUAL = {("llama", "selective"), ("qwen3", "nf4-recomputed"), ("gemma3_text", "int8-offloaded"), ("qwen3_moe", "float32")}
+#: Tensors that the run holds and the dry run does not: micro-batches that wait for their turn (24 bytes a token), step counts.
+WAITING_BYTES = 16 * 1024
+CASES = [
+    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in USUAL else pytest.mark.exhaustive)
+    for kind in KINDS
+    for name in TECHNIQUES
+    if not (kind == "qwen3_moe" and "dora" in name)  # PEFT has no DoRA for experts
+]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    saved = {}
+
+    def of(kind):
+        if kind not in saved:
+            saved[kind] = save_model(kind, tmp_path_factory.mktemp(kind))
+        return saved[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind, name):
+    run, plan = planned(model(kind), tmp_path, **TECHNIQUES[name])
+    expected, seen = forecast(plan), measured(run)
+    phases = {"load", "forward", "loss", "loss backward", "backward", "optimizer", "save", "eval"}
+    assert phases <= expected.keys() & seen.keys()
+    far = {phase: (expected[phase], seen[phase]) for phase in phases if not is_close(expected[phase], seen[phase])}
+    assert far.keys() <= unseen(kind, name), far
+
+
+def is_close(expected: int, seen: int) -> bool:
+    return abs(expected - seen) <= max(0.005 * seen, WAITING_BYTES)
+
+
+def unseen(kind: str, name: str) -> set[str]:
+    """Phases that a dry run doesn't show in full; none of them is a run's peak."""
+    dora = {"load"} if "dora" in name else set()  # its magnitudes are computed from the weights while loading
+    quantised = {"save"} if "nf4" in name else set()  # each layer's quantisation state is written as bytes
+    return dora | quantised | ({"load"} if (kind, "nf4" in name) == ("qwen3_moe", True) else set())

@@ -1,0 +1,154 @@
+"""Text training of multimodal checkpoints: only the language model is loaded and adapted; all else stays as it is."""
+
+import json
+
+import pytest
+import torch
+from multimodal import CONFIGURATIONS, image_features, save_checkpoint
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from finetune.export.whole_checkpoint import write_merged_checkpoint
+from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training, trainable_parameters
+from finetune.recipe import plainest, recipe_from
+
+IDS = torch.arange(16, 64).reshape(2, 24)
+
+
+def settings(folder, **more):
+    values = {
+        "model_name_or_path": str(folder),
+        "dataset": "rows.jsonl",
+        "dtype": "float32",
+        "lora_r": 4,
+        "load_in_4bit": False,
+    }
+    return plainest(recipe_from({**values, "target_modules": "all-linear", **more}))
+
+
+def load(recipe):
+    return build_base(recipe, load_config(recipe), device="cpu", weights=True).eval()
+
+
+def trained(recipe, steps=3):
+    """The language model with adapters after a few steps."""
+    model = attach_adapters(load(recipe), recipe)
+    prepare_for_training(model, recipe)
+    optimizer = torch.optim.AdamW([parameter for _, parameter in trainable_parameters(model)], lr=1e-2)
+    for _ in range(steps):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def tensors_of(folder):
+    """Name -> bytes of each tensor in a folder's files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.fixture(params=CONFIGURATIONS)
+def checkpoint(request, tmp_path):
+    """A folder and the whole model that was saved there."""
+    folder = tmp_path / "model"
+    return folder, save_checkpoint(request.param, folder)
+
+
+def test_only_the_language_model_is_loaded_and_answers_as_the_whole_one(checkpoint):
+    folder, whole = checkpoint
+    model = load(settings(folder))
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in whole.named_parameters() if name.startswith(("model.language_model.", "lm_head."))}
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS).logits, whole(input_ids=IDS).logits)
+        padded = {"input_ids": IDS, "attention_mask": mask}
+        assert torch.equal(model(**padded).logits, whole(**padded).logits)
+        answers = [one.generate(**padded, max_new_tokens=4, do_sample=False) for one in (model, whole)]
+    assert torch.equal(*answers)
+
+
+def test_adapters_go_on_the_language_model_and_plain_peft_loads_them_onto_the_whole_one(checkpoint, tmp_path):
+    folder, _ = checkpoint
+    tuned = trained(settings(folder))
+    tuned.save_pretrained(tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folder), tmp_path / "adapter").eval()
+    adapters = [name for name, _ in plain.named_parameters() if "lora_" in name]
+    assert adapters == [name for name, _ in trainable_parameters(tuned)]
+    assert len(adapters) == 2 * 4 * 7 and all("language_model" in name for name in adapters)
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=IDS).logits, tuned(input_ids=IDS).logits)
+
+
+def test_merging_changes_the_adapted_tensors_and_nothing_else(checkpoint, tmp_path):
+    folder, whole = checkpoint
+    tuned = trained(settings(folder))
+    with torch.no_grad():
+        wanted = tuned(input_ids=IDS).logits
+    changed = write_merged_checkpoint(tuned.merge_and_unload(), folder, tmp_path / "merged")
+    before, after = tensors_of(folder), tensors_of(tmp_path / "merged")
+    assert list(before) == list(after)
+    assert {name for name in before if before[name] != after[name]} == set(changed)
+    assert len(changed) == 4 * 7 and all("proj" in name for name in changed)
+    for path in folder.iterdir():
+        copy = tmp_path / "merged" / path.name
+        assert copy.stat().st_size == path.stat().st_size
+        assert path.suffix == ".safetensors" or copy.read_bytes() == path.read_bytes()
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert torch.equal(image_features(merged), image_features(whole))
+        torch.testing.assert_close(merged(input_ids=IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+        assert (whole(input_ids=IDS).logits - wanted).abs().max() > 0.01
+
+
+def test_training_under_checkpointing_reaches_every_adapter(checkpoint):
+    from finetune.model.techniques import apply_techniques
+
+    recipe = settings(checkpoint[0], activation_checkpointing=True)
+    model = attach_adapters(load(recipe), recipe)
+    apply_techniques(model, recipe)
+    prepare_for_training(model, recipe)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for _, parameter in trainable_parameters(model))
+
+
+def test_weights_that_the_language_model_lacks_are_refused(checkpoint):
+    from finetune.errors import RecipeError
+
+    path = checkpoint[0] / "config.json"
+    values = json.loads(path.read_text())
+    values["text_config"]["num_hidden_layers"] = 5
+    values["text_config"].pop("layer_types", None)
+    path.write_text(json.dumps(values))
+    with pytest.raises(RecipeError, match="the weights lack"):
+        load(settings(checkpoint[0]))
+
+
+@pytest.mark.slow
+def test_a_run_of_a_multimodal_model_evaluates_and_merges(tmp_path):
+    from finetune.evaluate.answerer import Answerer
+    from finetune.export.merge import merge
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.worker import Worker
+
+    folder = tmp_path / "model"
+    save_checkpoint("gemma3", folder)
+    values = [
+        f"model_name_or_path={folder}", "max_steps=3", "save_steps=2", "effective_batch_size=2", "lora_r=4",
+        "per_device_train_batch_size=1", "dataset.max_rows=16", "eval_steps=0", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    run = create_run(prepare(load_recipe("tiny-cpu", values)))
+    assert Worker(run).main() == 0
+    answerer = Answerer(run)
+    prompt = answerer.prompt_ids([{"role": "user", "content": "Hello"}])
+    assert len(answerer.answer([prompt], max_new_tokens=4)) == 1
+    merged = merge(run)
+    assert (merged / "preprocessor_config.json").is_file()
+    assert list(tensors_of(merged)) == list(tensors_of(folder))

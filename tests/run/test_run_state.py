@@ -1,0 +1,70 @@
+"""A run's processes and state, read from files that anything may have happened to."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from finetune.errors import DiskFull, RecipeError
+from finetune.run import control
+from finetune.run.directory import RunDirectory
+from finetune.run.retry import adjusted_plan
+from finetune.run.state import process_is, process_record, read_processes, read_state
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", "3", '{"supervisor": []}', '{"supervisor": {"pid": 1}}', '{"supervisor": {"pid": -1, "started_s": 1}}',
+     '{"worker": {"pid": "x", "started_s": 1}}', '{"worker": {"pid": 1, "started_s": "x"}}', b"\xff\xfe"],
+)  # fmt: skip
+def test_a_damaged_process_file_names_no_process(tmp_path, content):
+    (tmp_path / "process.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    run = RunDirectory(tmp_path)
+    assert read_processes(run) == {}
+    assert read_state(run).state == "lost"
+    assert control.stop(run) is False
+
+
+def test_a_folder_in_place_of_the_process_file_names_no_process(tmp_path):
+    (tmp_path / "process.json").mkdir()
+    assert read_processes(RunDirectory(tmp_path)) == {}
+
+
+def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
+    record = process_record(os.getpid())
+    created = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 2.0)
+    assert process_is(record)
+    assert not process_is({**record, "started_ticks": record["started_ticks"] + 1})
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"no_setting": 1}', '{"gradient_accumulation_steps": "x"}'])
+def test_damaged_adjustments_are_named(finished_plan, content):
+    finished_plan.adjustments.write_text(content)
+    with pytest.raises(RecipeError, match=r"adjustments\.json"):
+        adjusted_plan(finished_plan)
+
+
+def test_a_run_whose_start_can_t_be_recorded_is_not_started(finished_plan, monkeypatch):
+    started = []
+
+    def start(command, log):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return started[0]
+
+    def full(path, values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(control, "start_detached", start)
+    monkeypatch.setattr(control, "write_json", full)
+    with pytest.raises(DiskFull, match="No space left"):
+        control.start(finished_plan)
+    assert started[0].wait(30) != 0
+
+
+@pytest.fixture
+def finished_plan(make_run):
+    """A run directory that has not been started."""
+    return make_run()
