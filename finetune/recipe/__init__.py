@@ -2,6 +2,7 @@
 
 from finetune.recipe.load import (
     find_recipe,
+    load_changes,
     load_recipe,
     load_source,
     parse_recipe,
@@ -13,6 +14,6 @@ from finetune.recipe.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, re
 from finetune.recipe.settings import Settings, plainest, resolve
 
 __all__ = [
-    "AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "find_recipe", "load_recipe", "load_source",
+    "AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "find_recipe", "load_changes", "load_recipe", "load_source",
     "parse_recipe", "plainest", "recipe_from", "resolve", "resolved", "shipped_recipes", "unresolved", "write_recipe",
 ]  # fmt: skip

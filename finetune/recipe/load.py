@@ -6,13 +6,16 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from finetune.errors import RecipeError
-from finetune.recipe import foreign, yaml
+from finetune.recipe import yaml
 from finetune.recipe.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
+
+if TYPE_CHECKING:
+    from finetune.recipe import foreign
 
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
@@ -52,7 +55,7 @@ def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = 
     """The same as `load_source` from the text; `folder` is where the file is, for other files that it names."""
     document = yaml.parse(text, name)
     ours = {*Recipe.model_fields, *ALIASES, *SWITCHES}
-    tool = foreign.tool_of(document.values, ours)
+    tool = _tool_of(document.values, ours)
     if tool is None:
         origin = {path: f"{name}:{line}" for path, line in document.lines.items()}
         for override in overrides:
@@ -67,11 +70,21 @@ def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = 
     given: dict[str, Any] = {}
     for override in mine:
         _apply(override, given, {})
+    from finetune.recipe import foreign
+
     conversion = foreign.convert(tool, document.values, document.lines, name, folder, _dotted(given), set(Recipe.model_fields))
     values, origin = conversion.values, dict(conversion.origin)
     for override in mine:
         _apply(override, values, origin)
     return Source(_validated(values, origin, name, [*document.problems, *conversion.problems(name)]), conversion)
+
+
+def _tool_of(values: dict[str, Any], ours: set[str]) -> foreign.Tool | None:
+    if ours.issuperset(values) and not (isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]):
+        return None
+    from finetune.recipe import foreign  # the tables, which a recipe doesn't need
+
+    return foreign.tool_of(values)
 
 
 def _is_theirs(override: str, tool: foreign.Tool, ours: set[str]) -> bool:
@@ -102,6 +115,21 @@ def _dotted(given: dict[str, Any]) -> dict[str, Any]:
 def recipe_from(values: dict[str, Any]) -> Recipe:
     """A Recipe from plain values, such as a form's. Raises RecipeError with all problems."""
     return _validated(values, {}, "recipe")
+
+
+def load_changes(overrides: list[str]) -> dict[str, Any]:
+    """`key=value` overrides as settings by their own names, not validated. Raises RecipeError for unknown names."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply(override, values, {})
+    problems = [
+        f"unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}"
+        for key in values
+        if key not in Recipe.model_fields
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return values
 
 
 def write_recipe(recipe: Recipe) -> str:
@@ -259,6 +287,8 @@ def _known(
 
 def _did_you_mean(key: str, known: list[str]) -> str:
     """A hint that is right: what the key means in another tool, or a name that differs by a slip of the fingers."""
+    from finetune.recipe import foreign
+
     if meaning := foreign.meaning_elsewhere(key):
         return f"; {meaning}"
     close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.8)

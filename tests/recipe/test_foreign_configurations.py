@@ -164,3 +164,24 @@ def test_hints_are_right_or_absent(key, hint):
     with pytest.raises(RecipeError) as refused:
         parse_recipe(f"model: x\ndataset: d\n{key}: 1\n")
     assert hint in refused.value.problems[0]
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+def test_no_key_of_a_table_is_lost(tool):
+    from finetune.recipe.foreign import convert
+
+    for key in (key for key in tool.keys if not key.endswith("*")):
+        values: dict = {}
+        inner = values
+        for part in key.split(".")[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[key.rpartition(".")[2]] = 1
+        made = convert(tool, values, {}, "x", Path(), {}, set())
+        assert key in {entry.key for entry in made.entries}
+
+
+def test_values_of_the_wrong_kind_are_refused_in_words():
+    text = (HERE / "axolotl_lora_1b.yml").read_text()
+    for old, new in (("learning_rate: 0.0002", "learning_rate: fast"), ("micro_batch_size: 2", "micro_batch_size: [2]")):
+        with pytest.raises(RecipeError, match="value"):
+            parse_source(text.replace(old, new), "x.yml")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import RecipeError
 from finetune.recipe.foreign import axolotl, llama_factory, mlx_lm, torchtune, trl, unsloth
 from finetune.recipe.foreign.rules import Entry, Ignore, Keep, Reading, Refuse, Tool
 
@@ -43,10 +44,8 @@ class Conversion:
         return f"{counts['carried over']} keys carried over, {counts['no effect']} without effect here"
 
 
-def tool_of(values: dict[str, Any], ours: set[str]) -> Tool | None:
-    """The tool whose configuration this is, None for a recipe. `ours` are the names that a recipe may use."""
-    if all(key in ours for key in values) and not _foreign_dataset(values):
-        return None
+def tool_of(values: dict[str, Any]) -> Tool | None:
+    """The tool whose configuration this is, None for a recipe."""
     found = []
     for tool in TOOLS:
         flat = _flat(values) if tool.nested else values
@@ -66,7 +65,12 @@ def convert(
             reading.keep(key, key, reading.values[key])
         else:
             reading.apply(key)
-    tool.finish(reading)
+    try:
+        tool.finish(reading)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # a list where the tool has a number, and the like
+        raise RecipeError(f"{name}: a value is not of the kind that {tool.name} has: {error}") from None
+    for key in [key for key in reading.values if key not in reading.entries]:
+        reading.refuse(key, "is not understood beside the other keys")
     for setting, value in tool.defaults.items():
         if not (setting == "warmup_ratio" and "warmup_steps" in reading.settings):
             reading.assume(setting, value)
@@ -101,10 +105,6 @@ _TOGETHER = {
     "dataset_name": "use dataset: {path: ...}",
     "lora_target_linear": "use target_modules: all-linear",
 }  # fmt: skip
-
-
-def _foreign_dataset(values: dict[str, Any]) -> bool:
-    return isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]
 
 
 def _has(flat: dict[str, Any], marker: str) -> bool:

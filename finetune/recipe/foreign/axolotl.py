@@ -25,6 +25,7 @@ from finetune.recipe.foreign.shared import (
     read_places,
     read_steps,
     read_template,
+    read_trackers,
     read_warmup,
 )  # fmt: skip
 
@@ -166,6 +167,8 @@ def finish(reading: Reading) -> None:
     read_warmup(reading)
     read_places(reading)
     read_dtype(reading)
+    if "report_to" in reading.values:
+        read_trackers(reading)
     _adapter(reading)
     _tokens(reading)
     model = str(reading.given.get("model_name_or_path") or reading.value("base_model", ""))

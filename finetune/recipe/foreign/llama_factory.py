@@ -158,6 +158,9 @@ def _datasets(reading: Reading) -> None:
             if key in reading.values:
                 reading.ignore(key, "replaced by the override dataset.path")
         return
+    for key in ("dataset_dir", "eval_dataset", "max_samples"):
+        if key in reading.values:
+            reading.ignore(key, "of the dataset")
     names = listed(reading.value("dataset", []))
     info, folder = _dataset_info(reading)
     if not names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool
+from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, listed
 from finetune.recipe.foreign.shared import EVERY_STEP, MEMORY, PREFERENCE, TRACKERS, read_batch
 
 #: mlx-lm doesn't clip gradients; a norm that none reaches.
@@ -61,7 +61,7 @@ def finish(reading: Reading) -> None:
         reading.ignore("fine_tune_type", "is what finetune does")
     _optimizer(reading)
     if (names := reading.value("lora_parameters.keys")) is not None:
-        reading.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in names}))
+        reading.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in listed(names)}))
     scale, rank = reading.value("lora_parameters.scale", 10.0), reading.settings.get("lora_r", DEFAULTS["lora_r"])
     if "lora_parameters.scale" in reading.values:
         reading.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)

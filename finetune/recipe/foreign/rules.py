@@ -139,7 +139,10 @@ class Reading:
         value = self.values[key]
         match self.tool.rule(key):
             case Keep(ours, convert, note):
-                self.keep(key, ours, convert(value), note)
+                try:
+                    self.keep(key, ours, convert(value), note)
+                except (TypeError, ValueError):
+                    self.refuse(key, "is not a value that this key has")
             case Ignore(why):
                 self.ignore(key, why)
             case Refuse(why, unless, lifted_by):
@@ -164,4 +167,6 @@ def shown(value: Any) -> str:
 
 def listed(value: Any) -> list[str]:
     """A list, or text with commas, as a list of words."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
+    if isinstance(value, list):
+        return [str(part) for part in value]
+    return [part.strip() for part in str(value).split(",") if part.strip()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool
+from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, listed
 from finetune.recipe.foreign.shared import EVERY_STEP, KERNELS, MEMORY, NOT_TRAINED, PROCESS, read_batch, read_dtype
 
 _FOUND = Ignore("is read from the model")
@@ -116,7 +116,7 @@ def _model(reading: Reading) -> None:
         found = (Path(folder).expanduser() / "config.json").is_file()
         note = "" if found else f"{folder} is not here: the model of that name"
         reading.keep("checkpointer.checkpoint_dir", "model_name_or_path", folder if found else Path(folder).name, note)
-    targets = [_MODULES[part] for part in reading.value("model.lora_attn_modules", []) if part in _MODULES]
+    targets = [_MODULES[part] for part in listed(reading.value("model.lora_attn_modules", [])) if part in _MODULES]
     targets += _MLP if reading.is_on("model.apply_lora_to_mlp") else []
     for key in ("model.lora_attn_modules", "model.apply_lora_to_mlp"):
         if key in reading.values:

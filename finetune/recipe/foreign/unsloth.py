@@ -71,7 +71,9 @@ def finish(reading: Reading) -> None:
         reading.keep("data.format_type", "dataset.format", kinds[kind])
     elif kind is not None:
         reading.refuse("data.format_type", "is not a format that finetune reads", "dataset.format")
-    if reading.is_on("data.local_datasets"):
+    if "data.local_datasets" in reading.values and not reading.is_on("data.local_datasets"):
+        reading.ignore("data.local_datasets", "is not set")
+    elif reading.is_on("data.local_datasets"):
         reading.keep("data.local_datasets", "dataset.path", reading.value("data.local_datasets"))
 
 
