@@ -118,7 +118,7 @@ def model_values(name: str) -> dict[str, Any]:
 def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
     """One step of fitcheck-llm's loop, with the optimizer's states allocated, as from the second step on."""
     tracker = StorageTracker(rules_for(T4))
-    model = _model(row, config)
+    model = model_of(row, config)
     observe(model, tracker)
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
@@ -133,7 +133,8 @@ def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
     return Simulation(tracker.peaks, tracker.host)
 
 
-def _model(row: Row, config: PretrainedConfig) -> Any:
+def model_of(row: Row, config: PretrainedConfig) -> Any:
+    """The measured program's model on meta, with adapters."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False, bnb_4bit_compute_dtype=torch.float16
     )

@@ -49,14 +49,18 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Fast files first, then the longest; tests of a real card are left out where there is none."""
+    """Fast files first, then the longest; tests of a real card are left out where there is none.
+
+    Files that fork a training come before those that run autograd themselves: a torch for CUDA can't fork after that.
+    """
     if not Path("/proc/driver/nvidia/version").exists():
         absent = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=absent)
         items[:] = [item for item in items if item not in absent]
+    forks = {item.path for item in items if "train" in item.fixturenames}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (item.path in slow, rank.get(item.path.stem, len(LONGEST))))
+    items.sort(key=lambda item: (item.path in slow, item.path not in forks, rank.get(item.path.stem, len(LONGEST))))
 
 
 def has_compiler():

@@ -225,7 +225,7 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
     """
     from finetune.cli.data import show_data
 
-    show_data(recipe, overrides or [], as_json=json)
+    raise typer.Exit(show_data(recipe, overrides or [], as_json=json))
 
 
 @cli.command(name="eval")
@@ -233,16 +233,17 @@ def evaluate(
     run: RunArgument = "latest",
     json: Json = False,
     rows: Annotated[int | None, typer.Option(min=1, help="Score only this many rows.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="Score the last step's adapter, when the best is another.")] = False,
 ) -> None:
     """Score base and tuned model on the held-out rows.
 
-    Scores are exact match and loss.
+    Scores are exact match, loss and perplexity; the difference has a 95 % interval of a paired bootstrap.
 
     Example:  finetune eval latest
     """
     from finetune.cli.evaluate import show_scores
 
-    show_scores(run, rows=rows, as_json=json)
+    show_scores(run, rows=rows, last=last, as_json=json)
 
 
 @cli.command()

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.text import Text
 
 from finetune.cli.app import print_json
-from finetune.cli.render import out, printable, table
+from finetune.cli.render import err, out, printable, table
+from finetune.data.report import refusal_lines
+from finetune.errors import DataError
 from finetune.recipe import AUTO, load_recipe
 from finetune.units import format_count
 
-_REFUSED_SHOWN = 10
+#: Around trained tokens where there are no colours.
+_BRACKETS = "\u27e6", "\u27e7"
 
 
-def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
-    """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it."""
+def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
+    """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it.
+
+    Returns the exit code: 4 when no row can be trained on.
+    """
     recipe = load_recipe(source, overrides)
     from finetune import data
     from finetune.model.configuration import named_model
@@ -26,23 +33,37 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> None:
     limit = None if recipe.max_length == AUTO else recipe.max_length
     prepared = data.prepare(recipe, tokenizer, max_length=limit, report_only=True)
     segments = data.mark_example(prepared, tokenizer)
+    exit_code = 0 if prepared.report.rows_used else DataError.exit_code
     if as_json:
         example = [{"text": text, "trained": trained} for text, trained in segments]
-        print_json({**prepared.report.as_json(), "fingerprint": prepared.fingerprint, "example": example})
-        return
+        held_out = prepared.eval_report and prepared.eval_report.as_json()
+        values = {**prepared.report.as_json(), "eval_report": held_out}
+        print_json({**values, "fingerprint": prepared.fingerprint, "example": example})
+        return exit_code
     _print_report("Training rows", prepared.report)
     if prepared.eval_report is not None:
         out.print()
         _print_report("Held-out rows", prepared.eval_report)
-    out.print("\n[bold]First row as the model sees it[/]; trained tokens are [black on green]marked[/]:")
+    if not segments:
+        err.print("[bold red]No row can be trained on.[/]")
+        return exit_code
+    coloured = out.is_terminal and not out.no_color
+    marks = "[black on green]marked[/]" if coloured else f"in {escape(_BRACKETS[0])} {escape(_BRACKETS[1])}"
+    out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
     shown = Text()
     for text, trained in segments:
-        shown.append(printable(text), style="black on green" if trained else "dim")
+        opening, closing = _BRACKETS if trained and not coloured else ("", "")
+        shown.append(f"{opening}{printable(text)}{closing}", style="black on green" if trained else "dim")
     out.print(shown)
+    return exit_code
 
 
 def _print_report(title: str, report: Any) -> None:
     out.print(f"[bold]{title}[/] ({report.format})")
+    if report.columns:
+        read = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
+        out.print(f"columns: {read}", markup=False)
+    out.print(report.account(), markup=False)
     shown = table("", ">")
     shown.show_header = False
     shown.add_row("read", f"{report.rows_read:,}")
@@ -53,8 +74,9 @@ def _print_report(title: str, report: Any) -> None:
         shown.add_row(f"tokens {name}", format_count(report.lengths.get(name)))
     shown.add_row("trained tokens", f"{report.trained_token_share:.1%}" if report.trained_token_share is not None else "none")
     out.print(shown)
-    for refused in report.rows_refused[:_REFUSED_SHOWN]:
-        place = f"{refused.file}:{refused.row}{f' {refused.field}' if refused.field else ''}"
-        out.print(f"  {place}: {refused.reason}", markup=False)
+    for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused else []:
+        out.print(line, markup=False)
+    if report.unused_columns:
+        out.print(f"columns not used: {', '.join(report.unused_columns)}", markup=False)
     for warning in report.warnings:
         out.print(f"note: {warning}", markup=False, style="yellow")

@@ -14,7 +14,7 @@ from finetune.cli.source import NO_DATASET, recipe_of
 from finetune.errors import DataError
 from finetune.forecast.forecast import PARTS
 from finetune.plan.plan import Verdict
-from finetune.units import format_bytes, format_count, format_seconds, parse_bytes
+from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from finetune.forecast.forecast import Forecast
@@ -33,7 +33,7 @@ def show_plan(
     from finetune.errors import RecipeError
 
     try:
-        free_bytes = parse_bytes(free) if free else None
+        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
     except ValueError as error:
         raise RecipeError(f"--free: {error}") from None
     from finetune.card import find_card
@@ -64,7 +64,10 @@ def _print_plan(plan: Plan) -> None:
         _print_ledger(plan.forecast, card.free_bytes)
         low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
         verdict = f"[bold]{_coloured(plan.verdict)}[/]"
-        out.print(f"\n{verdict}: needs {low} to {high}; {format_bytes(card.free_bytes)} are free")
+        room = f"{format_bytes(card.free_bytes)} are free"
+        if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
+            room = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
+        out.print(f"\n{verdict}: needs {low} to {high}; {room}")
         if plan.shortfall:
             _print_shortfall(plan.shortfall)
         if plan.forecast.step_s:

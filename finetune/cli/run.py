@@ -96,6 +96,8 @@ def stop_all(*, as_json: bool) -> int:
     for run in asked:
         control.wait(run, deadline_s=300)
         _tell_end(run, read_state(run), as_json)
+    if not asked and not as_json:
+        out.print("No run is running.")
     return 0
 
 
@@ -112,8 +114,12 @@ def _introduce(run: RunDirectory, prepared: Any) -> None:
     if plan.forecast:
         peak, free = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.card.free_bytes)
         out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
-    for warning in prepared.data.report.warnings:
-        out.print(f"[yellow]note:[/] {escape(warning)}")
+    for name, report in (("Training", prepared.data.report), ("Held-out", prepared.data.eval_report)):
+        if report is not None:
+            if report.rows_read != report.rows_used:
+                out.print(f"{name} data: {escape(report.account())}")
+            for warning in report.warnings:
+                out.print(f"[yellow]note:[/] {escape(warning)}")
     out.print(f"Run directory: {escape(str(run.path))}\n")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.touched import Touched, replaced
+from finetune.compat.touched import Touched, replace, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _READ_IN = "0.21.2"
 _DORA = "peft.tuners.lora.dora"
 _LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
+_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 
 TOUCHED = (
     Touched(
@@ -27,6 +28,14 @@ TOUCHED = (
     Touched(
         f"{_LAYER}._cast_input_dtype", "attribute", "casts every input to fp32, which autocast casts back, to a second copy",
         _READ_IN, "peft.tuners.lora.layer.Linear.forward", "self x dtype",
+    ),
+    Touched(
+        f"{_WRAPPER}.get_param", "patch", "of 4-bit experts it would see codes in place of a weight's shape and dtype",
+        _READ_IN, f"{_WRAPPER}._get_in_out_features", "self",
+    ),
+    Touched(
+        f"{_WRAPPER}._activate_lora", "patch", "it adds the adapter's product to the weight; that of 4-bit experts is codes",
+        _READ_IN, f"{_WRAPPER}.forward", "self active_adapters",
     ),
 )  # fmt: skip
 
@@ -55,3 +64,39 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
     import torch
 
     return values if torch.is_autocast_enabled(values.device.type) else values.to(dtype)
+
+
+def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let LoRA adapt parameters that are stored as 4-bit codes, from now on.
+
+    `logical(parameter)` has the shape, dtype and device of the weight that the codes stand for, or is the parameter itself.
+    During a forward, the parameter's `low_rank` has (A, B, scaling) of each active adapter.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    get_param, activate = ParamWrapper.get_param, ParamWrapper._activate_lora
+    if getattr(get_param, "logical", None) is logical:
+        return
+
+    def get_logical(self: Any) -> torch.Tensor:
+        return logical(get_param(self))
+
+    @contextmanager
+    def activate_beside(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        parameter = get_param(self)
+        if logical(parameter) is parameter:
+            with activate(self, active_adapters):
+                yield
+            return
+        parameter.low_rank = [
+            (self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+            for name in active_adapters if name in self.lora_A
+        ]  # fmt: skip
+        try:
+            yield
+        finally:
+            del parameter.low_rank
+
+    get_logical.logical = logical  # type: ignore[attr-defined]
+    replace(f"{_WRAPPER}.get_param", get_logical)
+    replace(f"{_WRAPPER}._activate_lora", activate_beside)

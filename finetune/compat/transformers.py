@@ -13,8 +13,10 @@ _READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 _EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
+_LINEAR = "transformers.integrations.moe._grouped_linear"
 _LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
+_QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
 
 TOUCHED = (
     Touched(
@@ -28,6 +30,41 @@ TOUCHED = (
     Touched(
         _EXPERTS, "patch", "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
         _READ_IN, "transformers.integrations.moe._grouped_mm", "input weight offs",
+    ),
+    Touched(
+        _LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
+        _READ_IN, "transformers.integrations.moe.grouped_mm_experts_forward", "input weight offs bias is_transposed",
+    ),
+    Touched(
+        "transformers.integrations.moe.grouped_mm_experts_forward", "private call", "the forward of 4-bit experts", _READ_IN,
+    ),
+    Touched(
+        "transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also where torch has none",
+        _READ_IN, "transformers.integrations.moe._grouped_linear",
+    ),
+    Touched(
+        f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
+        _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs",
+    ),
+    Touched(
+        f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
+        _READ_IN, "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map kwargs",
+    ),
+    Touched(
+        f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, one layer at a time",
+        _READ_IN, "transformers.conversion_mapping.get_model_conversion_mapping",
+    ),
+    Touched(
+        f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
+        _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self",
+    ),
+    Touched(
+        "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",
+        _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
+    ),
+    Touched(
+        "transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
+        _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
     ),
     Touched(
         _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
@@ -143,15 +180,112 @@ def build_modules(kind: Any, config: Any, dtype: Any, attention: Any, remote_cod
     return kind._from_config(config, **arguments)
 
 
-def put_quantised_layers(model: Any, quantization: Any, dtype: Any) -> None:
-    """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig does; reads no weights."""
+def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
+    """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig does; reads no weights.
+
+    `quantiser` replaces transformers' own for 4 bits.
+    """
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
-    quantizer = AUTO_QUANTIZER_MAPPING[kind](quantization, pre_quantized=False)
+    quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[kind])(quantization, pre_quantized=False)
     quantizer.preprocess_model(model, dtype=dtype, device_map=None)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
+
+
+@contextmanager
+def loading_with(quantiser: type | None) -> Iterator[None]:
+    """Inside, 4-bit models are loaded by this quantiser; None: by transformers' own."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = quantiser or before  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+
+
+@cache
+def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
+    """A subclass of transformers' 4-bit quantiser for experts, too: `pack(model, config, left_out)` makes their parameters.
+
+    A layer's experts are merged (and those stored as mxfp4 dequantised) in host memory, then quantised on the card.
+    """
+    import torch
+    from bitsandbytes.nn import Params4bit
+    from transformers.core_model_loading import WeightConverter
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    class Mxfp4Codes(Mxfp4Dequantize):
+        def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
+            codes = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+            made = super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *given, **named)
+            return {name: value.to(self.hf_quantizer.dtype) for name, value in made.items()}  # some versions give bf16
+
+    class QuantiseOnCard(Bnb4bitQuantize):
+        def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
+            values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+            return super().convert({name: v.to(self.hf_quantizer.device) for name, v in values.items()}, *given, **named)
+
+    class PackingQuantizer(Bnb4BitHfQuantizer):
+        def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
+            module, name = get_module_from_name(model, param_name)
+            return isinstance(module._parameters.get(name), Params4bit)
+
+        def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **named: Any) -> None:
+            super()._process_model_before_weight_loading(model, device_map, **named)
+            self.device, self.dtype = torch.device((device_map or {}).get("", "cpu")), model.dtype
+            pack(model, self.quantization_config, self.modules_to_not_convert)
+
+        def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:  # from 5.18 on with the model
+            for converter in weight_conversions:
+                if isinstance(converter, WeightConverter):
+                    converter.force_cpu = True
+            stored = [
+                WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [Mxfp4Codes(self)], force_cpu=True)
+                for name in ("gate_up_proj", "down_proj")
+            ]
+            return super().update_weight_conversions(weight_conversions, *model) + stored
+
+        def get_quantize_ops(self) -> Any:
+            return QuantiseOnCard(self)
+
+    return PackingQuantizer
+
+
+def replace_grouped_linear(function: Callable[..., Any]) -> None:
+    """Let experts multiply with `function(input, weight, offs, bias, is_transposed)` where it returns a result, not None."""
+    from transformers.integrations import moe
+
+    usual = moe._grouped_linear
+    if getattr(usual, "tries", None) is function:
+        return
+
+    def linear(input: Any, weight: Any, offs: Any, bias: Any = None, is_transposed: bool = False) -> Any:  # noqa: A002
+        found = function(input, weight, offs, bias, is_transposed)
+        return usual(input, weight, offs, bias, is_transposed) if found is None else found
+
+    linear.tries = function  # type: ignore[attr-defined]
+    replace(_LINEAR, linear)
+
+
+def grouped_experts() -> Callable[..., Any]:
+    """transformers' forward of experts whose rows are sorted by expert."""
+    from transformers.integrations import moe
+
+    return moe.grouped_mm_experts_forward
+
+
+def grouped_matmul(rows: Any, weights: Any, ends: Any) -> Any:
+    """Rows of each expert times its weight, (experts, in, out); `ends`: where each expert's rows end."""
+    from transformers.integrations import moe
+
+    return moe._grouped_mm(rows, weights, offs=ends)
 
 
 def enable_checkpointing(model: Any, arguments: dict[str, Any], every_n_layers: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from finetune.data.checks import BadRow, is_missing, kind_of, parsed_if_text, quoted, valid_json, valid_text
+from finetune.data.checks import BadRow, is_missing, kind_of, parsed_if_text, quoted, valid_text
+from finetune.data.meaning import check_message
+from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
 Message = dict[str, Any]
 
@@ -17,7 +19,12 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
 _OPENING = ("system", "developer")
-_PASSED_ON = ("name", "tool_call_id", "reasoning_content")
+_PASSED_ON = ("name", "tool_call_id")
+#: Names of the reasoning before an answer; the template gets it under the name that it reads.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+#: Names of a message's yes or no to training on it: OpenAI's, Axolotl's, ms-swift's and others'.
+_TRAINED = ("weight", "train", "trainable", "training", "loss")
+_READ = (*_PASSED_ON, *REASONING, *_TRAINED, "tool_calls", "function_call")
 
 
 def read_messages(value: Any, field: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
@@ -33,6 +40,30 @@ def read_messages(value: Any, field: str, role_key: str = "role", content_key: s
     if not value:
         raise BadRow(field, "is empty")
     return [_message(item, f"{field}[{index}]", role_key, content_key) for index, item in enumerate(value)]
+
+
+def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+    """The messages with tool calls, replies and lists of tools that are text in Hermes' tags as fields; and those tools.
+
+    The chat template writes them in the model's own form. Raises BadRow.
+    """
+    read: list[Message] = []
+    tools: tuple[dict[str, Any], ...] = ()
+    for index, message in enumerate(messages):
+        where, role, text = f"{field}[{index}].content", message["role"], message["content"]
+        if role == "assistant" and "<tool_call>" in text and "tool_calls" not in message:
+            text, calls = calls_in_text(text, where)
+            read.append({**message, "content": text, "tool_calls": calls} if calls else message)
+        elif role == "tool" and "<tool_response>" in text:
+            read += [{**message, "content": reply} for reply in responses_in_text(text)]
+        elif role in _OPENING and "<tools>" in text:
+            text, found = tools_in_prompt(text, where)
+            tools += found
+            read += [{**message, "content": text}] if text else []
+        else:
+            read.append(message)
+    name_replies(read)
+    return read, tools
 
 
 def answers_of(messages: list[Message], field: str) -> tuple[int, ...]:
@@ -52,7 +83,7 @@ def answers_of(messages: list[Message], field: str) -> tuple[int, ...]:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")
     trained = tuple(index for index in turns if messages[index].pop("weight", 1) != 0)
     if not trained:
-        raise BadRow(field, "has weight 0 on every assistant turn; there is nothing to train on")
+        raise BadRow(field, "has weight 0 or train: false on every assistant turn; there is nothing to train on")
     return trained
 
 
@@ -61,19 +92,45 @@ def _message(item: Any, where: str, role_key: str, content_key: str) -> Message:
         raise BadRow(where, f"is {kind_of(item)}, not a message with role and content")
     role_key = role_key if role_key in item else "from" if "from" in item else role_key
     content_key = content_key if content_key in item else "value" if "value" in item else content_key
+    check_message(item, where, (*_READ, role_key, content_key))
     message: Message = {"role": _role(item.get(role_key), f"{where}.{role_key}")}
-    calls = parsed_if_text(item.get("tool_calls"), f"{where}.tool_calls")
-    if calls and not is_missing(calls):
-        if not isinstance(calls, list):
-            raise BadRow(f"{where}.tool_calls", f"is {kind_of(calls)}, not a list")
-        message["tool_calls"] = [valid_json(call, f"{where}.tool_calls") for call in calls]
+    if str(item.get(role_key)).strip().lower() == "function_call":
+        message["tool_calls"] = read_calls(item.get(content_key), f"{where}.{content_key}")
+        item = {**item, content_key: ""}
+    for key in ("tool_calls", "function_call"):
+        calls = parsed_if_text(item.get(key) or None, f"{where}.{key}")
+        if calls and not is_missing(calls):
+            message["tool_calls"] = [*message.get("tool_calls", []), *read_calls(calls, f"{where}.{key}")]
     message["content"] = _content(item, f"{where}.{content_key}", content_key, message)
     for key in _PASSED_ON:
         if not is_missing(item.get(key)):
             message[key] = valid_text(item[key], f"{where}.{key}")
-    if message["role"] == "assistant" and not is_missing(item.get("weight")):
-        message["weight"] = item["weight"]
+    if reasoning := list(dict.fromkeys(item[key] for key in REASONING if item.get(key) and not is_missing(item[key]))):
+        message["reasoning_content"] = valid_text(reasoning[0], f"{where}.{REASONING[0]}")
+        if len(reasoning) > 1:
+            raise BadRow(where, "has two different texts of reasoning")
+    if not _is_trained(item, where, message["role"]):
+        message["weight"] = 0
     return message
+
+
+def _is_trained(item: dict[str, Any], where: str, role: str) -> bool:
+    """Whether nothing in the message leaves it out of training. Raises BadRow for parts of a weight."""
+    values = {}
+    for key in _TRAINED:
+        value = item.get(key)
+        if is_missing(value):
+            continue
+        value = value.strip().lower() if isinstance(value, str) else value
+        known = next(
+            (n for n, same in enumerate(((0, 0.0, "0", "0.0", "false"), (1, 1.0, "1", "1.0", "true"))) if value in same), None
+        )
+        if known is None:
+            raise BadRow(f"{where}.{key}", f"is {kind_of(item[key])}; a message is trained on or not: 1 or 0, true or false")
+        values[key] = bool(known)
+    if role != "assistant" and values.get("train"):
+        raise BadRow(f"{where}.train", f"is true on a message of the {role}; only the assistant's can be trained on")
+    return role != "assistant" or all(values.values())
 
 
 def _role(value: Any, where: str) -> str:

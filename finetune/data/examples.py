@@ -11,7 +11,8 @@ from hashlib import blake2b
 from typing import Any
 
 from finetune.data.checks import BadRow
-from finetune.data.formats import Example, check_columns, detect, parse, renamed, unused_columns
+from finetune.data.formats import FORMATS, Example, check_columns, detect, parse, renamed, unused_columns, usual_columns
+from finetune.data.meaning import Unused, UnusedField, check_placeholders, recognise, without
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.sources import Source, bundled_eval, find_sources
@@ -33,11 +34,13 @@ class Rows:
     refused: list[Refused] = field(default_factory=list)
     unused_columns: tuple[str, ...] = ()
     held_out: int = 0
+    columns: dict[str, str] = field(default_factory=dict)
 
     @property
-    def duplicates(self) -> int:
-        """Number of examples equal to an earlier one."""
-        return len(self.examples) - len({digest(example.content()) for example in self.examples})
+    def duplicates(self) -> list[Example]:
+        """Examples equal to an earlier one."""
+        seen: set[bytes] = set()
+        return [example for example in self.examples if _seen_before(digest(example.content()), seen)]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,12 @@ class Examples:
     eval: Rows | None = None
 
     @property
-    def shared(self) -> int:
-        """Number of held-out rows whose prompt (plain text: the text) is also in the training rows."""
+    def shared(self) -> list[Example]:
+        """Held-out rows whose prompt (plain text: the text) is also in the training rows."""
         if self.eval is None:
-            return 0
+            return []
         asked = {_asked(example) for example in self.train.examples}
-        return sum(_asked(example) in asked for example in self.eval.examples)
+        return [example for example in self.eval.examples if _asked(example) in asked]
 
 
 def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
@@ -73,6 +76,12 @@ def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
 def digest(content: Any) -> bytes:
     """A 16-byte digest of an example's content."""
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _seen_before(value: bytes, seen: set[bytes]) -> bool:
+    known = value in seen
+    seen.add(value)
+    return known
 
 
 def _asked(example: Example) -> bytes:
@@ -116,6 +125,7 @@ def _read_side(sources: list[Source], dataset: DatasetRecipe, limit: int | None)
         examples=[example for part in parts for example in part.examples],
         refused=[row for part in parts for row in part.refused],
         unused_columns=tuple(dict.fromkeys(column for part in parts for column in part.unused_columns)),
+        columns={name: column for part in parts for name, column in part.columns.items()},
     )
 
 
@@ -128,22 +138,35 @@ def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> R
         raise DataError(
             [f"{source.name}: none of the first {len(sample):,} row(s) can be read", str(first)], "Correct the file."
         )
-    check_columns(readable, source.name, dataset.format, dataset.columns)
-    mapped = [renamed(values, dataset.columns) for values in readable]
-    name = detect(mapped, source.name, dataset.columns) if dataset.format == "auto" else dataset.format
+    columns, ignored = dataset.columns, dataset.ignore_columns
+    recognise(readable, source.name, {*columns.values(), *ignored})
+    readable = [without(values, ignored) for values in readable]
+    check_columns(readable, source.name, dataset.format, columns)
+    if not columns and dataset.format == "auto":
+        columns = usual_columns(readable)
+    mapped = [renamed(values, columns) for values in readable]
+    name = detect(mapped, source.name, columns) if dataset.format == "auto" else dataset.format
     examples: list[Example] = []
     refused: list[Refused] = []
+    unused = Unused(source.name, name, (*FORMATS[name].needs, *FORMATS[name].reads))
     count = 0
     for count, row in enumerate(itertools.chain(sample, rows), 1):  # noqa: B007 - counted for after the loop
         if isinstance(row, Refused):
             refused.append(row)
             continue
+        values = renamed(without(row.values, ignored), columns)
+        unused.see(values, row.number)
         try:
-            examples.append(parse(renamed(row.values, dataset.columns), name, dataset.columns, row.file, row.number))
+            example = parse(values, name, columns, row.file, row.number)
+            check_placeholders(row.values, example.texts())
+            examples.append(example)
+        except UnusedField as field:
+            unused.field(field.name, row.number)
         except BadRow as bad:
-            refused.append(Refused(row.file, row.number, dataset.columns.get(bad.field or "", bad.field), bad.reason))
+            refused.append(Refused(row.file, row.number, columns.get(bad.field or "", bad.field), bad.reason))
+    unused.refuse()
     header = list(dict.fromkeys(column for values in mapped for column in values))
-    return Rows((source.name,), name, count, examples, refused, unused_columns(header, name))
+    return Rows((source.name,), name, count, examples, refused, unused_columns(header, name), 0, columns)
 
 
 def _hold_out(rows: Rows, size: float, seed: int) -> Examples:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, kind_of, optional_text, parsed_if_text, text_of, valid_json
-from finetune.data.conversation import Message, answers_of, read_messages
+from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, kind_of, optional_text, parsed_if_text, text_of
+from finetune.data.conversation import Message, answers_of, read_messages, read_tool_text
 from finetune.data.report import shown
+from finetune.data.tool_calls import read_calls, read_tools
 from finetune.errors import DataError
 
 
@@ -38,9 +39,16 @@ class Example:
         """The messages before the last answer, or the prompt; empty for plain text."""
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
+    def texts(self) -> list[str]:
+        """All its texts."""
+        return [*(message["content"] for message in self.messages), *filter(None, (self.prompt, self.completion, self.text))]
+
     def reference(self) -> str | None:
-        """The last answer of the row; None for plain text."""
-        return self.messages[self.answers[-1]]["content"] if self.messages else self.completion
+        """The last answer of the row; None for plain text, and where the answer is only a call of a tool."""
+        if not self.messages:
+            return self.completion
+        last = self.messages[self.answers[-1]]
+        return None if last.get("tool_calls") and not last["content"].strip() else last["content"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +63,13 @@ class Format:
 
 def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "messages") -> dict[str, Any]:
     messages = read_messages(row.get(field), field, columns.get("role", "role"), columns.get("content", "content"))
-    system = optional_text(row, "system") if field == "conversations" else ""
-    if system.strip() and messages[0]["role"] != "system":
+    system = optional_text(row, "system")
+    if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
-    return {"messages": tuple(messages), "answers": answers_of(messages, field), "tools": _tools(row)}
+    elif system.strip() and system.strip() != messages[0]["content"].strip():
+        raise BadRow("system", "differs from the system prompt in the conversation")
+    messages, listed = read_tool_text(messages, field)
+    return {"messages": tuple(messages), "answers": answers_of(messages, field), "tools": _tools(row) or listed}
 
 
 def _from_sharegpt(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -86,37 +97,48 @@ def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]
 
 def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """Two texts, concatenated without a template; or two lists of messages."""
-    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+    if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
         keys = columns.get("role", "role"), columns.get("content", "content")
-        prompt, completion = (read_messages(row.get(field), field, *keys) for field in ("prompt", "completion"))
-        messages = [*prompt, *completion]
+        sides = (("prompt", "user"), ("completion", "assistant"))
+        prompt, completion = (read_messages(_turns(row.get(field), role), field, *keys) for field, role in sides)
+        prompt, listed = read_tool_text(prompt, "prompt")
+        messages, _ = read_tool_text([*prompt, *completion], "prompt")
         answers = tuple(index for index in answers_of(messages, "prompt") if index >= len(prompt))
         if not answers:
             raise BadRow("completion", "has no assistant turn; there is nothing to train on")
-        return {"messages": tuple(messages), "answers": answers, "tools": _tools(row)}
+        return {"messages": tuple(messages), "answers": answers, "tools": _tools(row) or listed}
     return {"prompt": text_of(row, "prompt"), "completion": text_of(row, "completion")}
+
+
+def _turns(value: Any, role: str) -> Any:
+    """A list of messages, also where it is one message or, beside a list, its text."""
+    return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _from_text(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     return {"text": text_of(row, "text")}
 
 
+def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """A question and the calls that answer it, with the tools to choose from."""
+    calls = read_calls(row["answers"], "answers")
+    if not calls:
+        raise BadRow("answers", "has no call; there is nothing to train on")
+    messages = ({"role": "user", "content": text_of(row, "query")}, {"role": "assistant", "content": "", "tool_calls": calls})
+    return {"messages": messages, "answers": (1,), "tools": _tools(row)}
+
+
 def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools = parsed_if_text(row.get("tools") or None, "tools")
-    if is_missing(tools):
-        return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("tools", f"is {kind_of(tools)}, not a list of tool descriptions")
-    return tuple(valid_json(tool, "tools") for tool in tools)
+    return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
 
 
 FORMATS = {
     "messages": Format(
-        ("messages",), ("tools",),
+        ("messages",), ("system", "tools", "functions"),
         '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}', _from_messages,
     ),
     "sharegpt": Format(
-        ("conversations",), ("system", "tools"),
+        ("conversations",), ("system", "tools", "functions"),
         '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}', _from_sharegpt,
     ),
     "alpaca": Format(
@@ -126,21 +148,42 @@ FORMATS = {
     "prompt_completion": Format(
         ("prompt", "completion"), ("tools",), '{"prompt": "Q: 2+2?\\nA:", "completion": " 4"}', _from_prompt_completion
     ),
+    "xlam": Format(
+        ("query", "answers"), ("tools",),
+        '{"query": "Where is 7?", "tools": [...], "answers": [{"name": "track", "arguments": {"parcel": 7}}]}', _from_xlam,
+    ),
     "text": Format(("text",), (), '{"text": "Any text; all of it is trained on."}', _from_text),
 }  # fmt: skip
 FIELDS = sorted({name for known in FORMATS.values() for name in (*known.needs, *known.reads)} | {"role", "content"})
 
+#: Field -> column of a question and its answer under other names, read as alpaca.
+_PAIRS: tuple[dict[str, str], ...] = (
+    {"instruction": "instruction", "output": "response", "input": "context"},
+    {"instruction": "instruction", "output": "response"},
+    {"instruction": "question", "output": "answer"},
+    {"instruction": "question", "output": "response"},
+    {"instruction": "query", "output": "response"},
+    {"instruction": "query", "output": "answer"},
+    {"instruction": "prompt", "output": "response"},
+    {"instruction": "prompt", "output": "answer"},
+)
 #: Common column names -> the format and mapping to suggest.
 _SUGGESTIONS = (
-    (("question", "answer"), "prompt_completion", ("prompt", "completion")),
-    (("query", "response"), "prompt_completion", ("prompt", "completion")),
-    (("question", "response"), "prompt_completion", ("prompt", "completion")),
-    (("prompt", "response"), "prompt_completion", ("prompt", "completion")),
-    (("instruction", "response"), "alpaca", ("instruction", "output")),
     (("conversation",), "sharegpt", ("conversations",)),
     (("dialogue",), "messages", ("messages",)),
     (("content",), "text", ("text",)),
 )
+
+
+def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Field -> column for rows whose columns are a question and its answer under usual names, such as question and answer.
+
+    They become conversations, as chat sends them. Columns of a format, and others, map to nothing.
+    """
+    header = {name for row in rows for name, value in row.items() if not is_missing(value)}
+    if any(header.issuperset(known.needs) for known in FORMATS.values()):
+        return {}
+    return next((columns for columns in _PAIRS if header.issuperset(columns.values())), {})
 
 
 def renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -13,6 +12,7 @@ import numpy as np
 
 from finetune.data.checks import BadRow
 from finetune.data.examples import Examples, Rows, read_examples
+from finetune.data.findings import find
 from finetune.data.formats import Example
 from finetune.data.report import DataReport, Refused, percentiles, refusal_lines
 from finetune.data.tokens import NOT_TRAINED, Encoded, Encoder
@@ -58,8 +58,7 @@ class _Side:
     too_long: list[tuple[Example, int]] = field(default_factory=list)
     truncated: int = 0
     tokens_dropped: int = 0
-    notes: Counter[str] = field(default_factory=Counter)
-    noted: dict[str, Example] = field(default_factory=dict)
+    noted: dict[str, list[Example]] = field(default_factory=dict)
 
     def add(self, example: Example, result: list[Encoded] | BadRow, max_length: int | None, excess: str) -> None:
         """Add one row, or record why it is left out."""
@@ -78,8 +77,7 @@ class _Side:
                 return
             self.truncated += 1
         for note in {note for one in result for note in one.notes} | ({"unrolled"} if len(result) > 1 else set()):
-            self.notes[note] += 1
-            self.noted.setdefault(note, example)
+            self.noted.setdefault(note, []).append(example)
         self.used.append(example)
         self.sequences += [Encoded(one.input_ids[:max_length], one.labels[:max_length]) for one in result]
 
@@ -158,7 +156,7 @@ class SelectedRows:
         return PreparedData(
             train=train.dataset(),
             eval=held_out.dataset() if held_out else None,
-            report=_report(train, encoder, _shared(self.encoded.examples)),
+            report=_report(train, encoder, self.encoded.examples.shared),
             eval_report=_report(held_out, encoder, []) if held_out else None,
             fingerprint=_fingerprint(self.sides, self.recipe, encoder, self.max_length),
             lengths=train.lengths,
@@ -228,7 +226,7 @@ def _refuse(sides: list[_Side], recipe: Recipe, max_length: int | None) -> None:
     too_long = sorted((entry for side in sides for entry in side.too_long), key=lambda entry: -entry[1])
     problems, fixes = [], []
     if refused and recipe.dataset.on_bad_rows == "fail":
-        problems += refusal_lines(refused)
+        problems += refusal_lines(refused, sum(side.rows.read for side in sides))
         fixes.append(
             "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
         )
@@ -240,7 +238,10 @@ def _refuse(sides: list[_Side], recipe: Recipe, max_length: int | None) -> None:
         )
     if not problems and any(not side.sequences for side in sides):
         problems += (
-            ["no row is left to train on", *refusal_lines(refused, 5)]
+            [
+                "no row is left to train on",
+                *(refusal_lines(refused, sum(side.rows.read for side in sides), 5) if refused else []),
+            ]
             if not sides[0].sequences
             else ["no held-out row can be used"]
         )
@@ -250,11 +251,8 @@ def _refuse(sides: list[_Side], recipe: Recipe, max_length: int | None) -> None:
         raise DataError(problems, "\n".join(fixes))
 
 
-def _report(side: _Side, encoder: Encoder, warnings: list[str]) -> DataReport:
+def _report(side: _Side, encoder: Encoder, leaked: list[Example]) -> DataReport:
     rows = side.rows
-    duplicates = rows.duplicates
-    if duplicates:
-        warnings = [*warnings, f"{duplicates:,} row(s) are duplicates; they are kept, so they count more than once"]
     return DataReport(
         files=rows.files,
         format=rows.format,
@@ -265,40 +263,24 @@ def _report(side: _Side, encoder: Encoder, warnings: list[str]) -> DataReport:
         rows_too_long=len(side.too_long),
         rows_truncated=side.truncated,
         tokens_dropped=side.tokens_dropped,
-        duplicate_rows=duplicates,
+        duplicate_rows=len(rows.duplicates),
         sequences=len(side.sequences),
         total_tokens=sum(side.lengths),
         trained_tokens=sum(one.trained for one in side.sequences),
         lengths=percentiles(side.lengths),
         unused_columns=rows.unused_columns,
-        warnings=tuple([*warnings, *_notes(side, encoder)]),
+        columns=rows.columns,
+        findings=tuple(
+            find(
+                side.used,
+                side.noted,
+                duplicates=rows.duplicates,
+                leaked=leaked,
+                truncated=[example for example, _ in side.too_long] if side.truncated else [],
+                writes_today=encoder.template is not None and encoder.template.writes_today,
+            )
+        ),
     )
-
-
-_NOTES = {
-    "unrolled": "the chat template changes answers as the conversation goes on, so each is its own sequence, in {rows}",
-    "unprompted": "the generation prompt has text, such as <think>, that is not in the training text, in {rows}",
-    "altered": "the chat template leaves out or changes text, in {rows}",
-    "endless": "the chat template has no EOS after assistant turns; only the last answer teaches the model to stop, in {rows}",
-    "control": "the text contains special tokens of the model, and they are tokenised as such, in {rows}",
-    "unknown": "characters that the tokenizer does not know become its unknown token, in {rows}",
-}
-
-
-def _notes(side: _Side, encoder: Encoder) -> list[str]:
-    lines = []
-    for note, text in _NOTES.items():
-        if count := side.notes[note]:
-            example = side.noted[note]
-            lines.append(text.format(rows=f"{count:,} row(s) (first: {example.file}, row {example.row})"))
-    if encoder.template is not None and encoder.template.writes_today:
-        lines.append("the chat template writes today's date into every row; the same data has other tokens tomorrow")
-    return lines
-
-
-def _shared(examples: Examples) -> list[str]:
-    count = examples.shared
-    return [f"{count:,} held-out row(s) have the prompt of a training row; their scores say little"] if count else []
 
 
 def _fingerprint(sides: list[_Side], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:

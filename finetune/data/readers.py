@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import itertools
 import json
 import re
 import shlex
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 #: Most values (of lists: elements) of a Parquet row, and of the rows that are read at once.
 _MOST_VALUES = 1_000_000
 _ROW_LISTS = ("data", "rows", "examples", "train", "instances", "items")
+_SPLITS = ("train", "test", "validation", "valid", "eval", "dev")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
 
 
@@ -33,25 +37,36 @@ class Row:
 
 
 def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
-    """The rows of a .jsonl, .json, .csv or .parquet file; `name` is its name in problems.
+    """The rows of a file of a kind in READERS, also compressed with gzip; `name` is its name in problems.
 
     Raises DataError when it is empty, incomplete, not UTF-8 or not of its type.
     """
     count = 0
     try:
-        if path.suffix.lower() != ".parquet":
+        if kind_of_file(path) != ".parquet":
             _check_text(path, name)
-        for count, row in enumerate(READERS[path.suffix.lower()](path, name), 1):  # noqa: B007 - counted for after the loop
+        for count, row in enumerate(READERS[kind_of_file(path)](path, name), 1):  # noqa: B007 - counted for after the loop
             yield row
-    except OSError as error:
-        raise DataError(f"{name}: can't be read: {error.strerror or error}", "Check the file and the disk it is on.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{name}: can't be read: {getattr(error, 'strerror', None) or error}", "Check the file and the disk it is on."
+        ) from None
     if not count:
         raise DataError(f"{name}: has no rows", 'Write one row per line, for example {"prompt": "2+2=", "completion": "4"}')
 
 
+def kind_of_file(path: Path) -> str:
+    """The extension that says how to read a file, in lower case and without .gz."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
 def _check_text(path: Path, name: str) -> None:
     """Refuse a file that is empty or not UTF-8 text, by its first bytes."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         head = file.read(4096)
     if not head.strip(b"\0"):
         what = "has only zero bytes" if head else "the file is empty (0 bytes)"
@@ -77,11 +92,11 @@ def _check_text(path: Path, name: str) -> None:
 
 def _json(path: Path, name: str) -> Iterator[Row | Refused]:
     """JSON Lines, an array of rows, one row, or {"data": [rows]}: the content decides, not the extension."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         chunks = (chunk.removeprefix(b"\xef\xbb\xbf").strip() for chunk in iter(lambda: file.readline(LINE_LIMIT), b""))
         first, second = [*itertools.islice(filter(None, chunks), 2), b"", b""][:2]
     a_value_and_more = bool(second) and _parses(first)
-    if a_value_and_more or (path.suffix.lower() == ".jsonl" and not first.startswith(b"[")):
+    if a_value_and_more or (kind_of_file(path) in (".jsonl", ".ndjson") and not first.startswith(b"[")):
         return _json_lines(path, name)
     return _whole_json(path, name)
 
@@ -95,7 +110,7 @@ def _parses(chunk: bytes) -> bool:
 
 
 def _json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in _lines(file, name):
             yield _parsed(line.decode("utf-8", "surrogateescape"), name, number)
 
@@ -139,12 +154,14 @@ def _object(value: Any, name: str, number: int) -> Row | Refused:
 
 
 def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
-    if (size := path.stat().st_size) > JSON_LIMIT:
+    with _open(path) as file:
+        data = file.read(JSON_LIMIT + 1)
+    if len(data) > JSON_LIMIT:
         raise DataError(
-            f"{name}: has {size / 2**20:,.0f} MiB of JSON; the limit is {JSON_LIMIT // 2**20} MiB",
+            f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of a file that is read whole",
             f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl",
         )
-    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    text = data.decode("utf-8-sig", "surrogateescape")
     if not text.strip():
         return
     try:
@@ -168,6 +185,13 @@ def _rows_in(value: Any, name: str) -> list[Any]:
         raise DataError(
             f"{name}: is a single value, not a list of rows", 'Write a list: [{"prompt": ..., "completion": ...}, ...]'
         )
+    splits = [key for key in _SPLITS if isinstance(value.get(key), list)]
+    if len(splits) > 1:
+        raise DataError(
+            f"{name}: has the splits {', '.join(splits)} in one file",
+            f"Write a file for each:  jq '.{splits[0]}' {shlex.quote(name)} > {splits[0]}.json  "
+            f"and name the held-out rows with dataset.eval_path={splits[1]}.json",
+        )
     lists = [key for key in _ROW_LISTS if isinstance(value.get(key), list)]
     if len(lists) == 1:
         return value[lists[0]]
@@ -186,10 +210,12 @@ def _is_plain_list(value: Any) -> bool:
 
 def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
     csv.field_size_limit(LINE_LIMIT)  # the default of 128 KiB is less than one long conversation
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header_line = file.readline(LINE_LIMIT)
         file.seek(0)
-        reader = csv.reader(_text_lines(file, name), delimiter=_delimiter(header_line), strict=True)
+        reader = csv.reader(
+            _text_lines(file, name), delimiter="\t" if kind_of_file(path) == ".tsv" else _delimiter(header_line), strict=True
+        )
         header: list[str] = []
         while True:
             number = reader.line_num + 1
@@ -247,6 +273,13 @@ def _cell(cell: str) -> str | float:
     return float("nan") if re.fullmatch(r"nan|NaN|#N/A", cell) else cell
 
 
+def _text(path: Path, name: str) -> Iterator[Row | Refused]:
+    """A row of plain text for each line that isn't blank."""
+    with _open(path) as file:
+        for number, line in _lines(file, name):
+            yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
+
+
 def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -291,4 +324,6 @@ def without_nothing(value: Any) -> Any:
     return [without_nothing(part) for part in value] if isinstance(value, list) else value
 
 
-READERS = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+READERS = {
+    ".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _text, ".parquet": _parquet,
+}  # fmt: skip

@@ -22,6 +22,21 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something to know about the data before training on it. `text` says what, `first` are the first three places."""
+
+    kind: str
+    text: str
+    rows: int
+    first: tuple[str, ...]
+    fix: str
+
+    def __str__(self) -> str:
+        where = f" (first: {'; '.join(self.first)})" if self.first else ""
+        return f"{self.text.format(rows=f'{self.rows:,} row(s)')}{where}{f'. {self.fix}' if self.fix else ''}"
+
+
+@dataclass(frozen=True)
 class DataReport:
     """The rows of one split (training or held out). Lengths and token counts are after truncating and dropping rows.
 
@@ -43,7 +58,29 @@ class DataReport:
     trained_tokens: int = 0
     lengths: dict[str, int] = field(default_factory=dict)  # p50, p95, p99, max in tokens; empty without rows
     unused_columns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)  # field of the format -> column of the file
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The findings as sentences."""
+        return tuple(str(finding) for finding in self.findings)
+
+    @property
+    def rows_dropped(self) -> int:
+        """Rows left out for their length."""
+        return self.rows_too_long - self.rows_truncated
+
+    def account(self) -> str:
+        """Where every row that was read went, with the reasons."""
+        parts = [f"{self.rows_used:,} used"]
+        if self.rows_refused:
+            parts.append(f"{len(self.rows_refused):,} refused ({_kinds(list(self.rows_refused))})")
+        if self.rows_dropped:
+            parts.append(f"{self.rows_dropped:,} dropped (longer than max_length)")
+        if self.rows_held_out:
+            parts.append(f"{self.rows_held_out:,} held out")
+        return f"{self.rows_read:,} rows read: {', '.join(parts)}"
 
     @property
     def trained_token_share(self) -> float | None:
@@ -51,8 +88,9 @@ class DataReport:
         return self.trained_tokens / self.total_tokens if self.total_tokens else None
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `finetune data --json`: this class's fields by name, and `trained_token_share`."""
-        return {**asdict(self), "trained_token_share": self.trained_token_share}
+        """The content of `finetune data --json`: this class's fields and properties by name."""
+        names = ("trained_token_share", "rows_dropped", "warnings")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}, "account": self.account()}
 
 
 def percentiles(lengths: list[int]) -> dict[str, int]:
@@ -64,14 +102,36 @@ def percentiles(lengths: list[int]) -> dict[str, int]:
     return {**ranks, "max": ordered[-1]}
 
 
-def refusal_lines(refused: list[Refused], shown: int = 20) -> list[str]:
-    """A line for each of the first `shown` refused rows, then the counts of all reasons."""
-    lines = [str(row) for row in refused[:shown]]
-    if len(refused) > shown:
-        reasons = Counter(_kind(row) for row in refused)
-        kinds = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(5))
-        lines.append(f"... {len(refused):,} rows in all: {kinds}{', ...' if len(reasons) > 5 else ''}")
+def refusal_lines(refused: list[Refused], read: int, shown: int = 10) -> list[str]:
+    """How many rows are refused, and a line for each reason: how often, an example, and the first three places."""
+    groups: dict[str, list[Refused]] = {}
+    for row in refused:
+        groups.setdefault(_kind(row), []).append(row)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    lines = [f"{len(refused):,} of {read:,} row(s) can't be trained on:"]
+    for rows in ordered[:shown]:
+        field = f"{rows[0].field}: " if rows[0].field else ""
+        where = places([(row.file, row.row) for row in rows])
+        lines.append(f"  {len(rows):,} x {field}{rows[0].reason} ({where})" if len(rows) > 1 else f"  {rows[0]}")
+    if len(ordered) > shown:
+        rest = sum(map(len, ordered[shown:]))
+        lines.append(f"  and {len(ordered) - shown:,} other reason(s), for {rest:,} row(s)")
     return lines
+
+
+def places(rows: list[tuple[str, int]], most: int = 3) -> str:
+    """The first rows as `a.jsonl, row 2, 5, 9, ...`."""
+    files: dict[str, list[str]] = {}
+    for file, row in rows[:most]:
+        files.setdefault(file, []).append(str(row))
+    named = "; ".join(f"{file}, row {', '.join(numbers)}" for file, numbers in files.items())
+    return f"{named}, ..." if len(rows) > most else named
+
+
+def _kinds(refused: list[Refused], shown: int = 3) -> str:
+    reasons = Counter(_kind(row) for row in refused)
+    kinds = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(shown))
+    return f"{kinds}, ..." if len(reasons) > shown else kinds
 
 
 def _kind(row: Refused) -> str:

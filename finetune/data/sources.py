@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import os
 import re
 import shlex
@@ -11,12 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.readers import READERS, Row, read_file
+from finetune.data.readers import READERS, Row, kind_of_file, read_file
 from finetune.data.report import Refused, shown
 from finetune.errors import DataError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_OTHER_SUFFIXES = (".txt", ".tsv", ".xlsx", ".xls", ".gz", ".zip", ".zst", ".arrow", ".ndjson", ".yaml", ".yml", ".md", ".pkl")
+_OTHER_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".arrow", ".yaml", ".yml", ".md", ".pkl")
+
+
+#: Files that a folder is read for; a .txt there is as often a licence as data.
+_IN_FOLDERS = tuple(kind for kind in READERS if kind != ".txt")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def find_sources(
     Raises DataError with the problem of every path that is missing, a directory, not readable or of an unknown kind.
     """
     sources, problems, fixes = [], [], []
-    for text in [paths] if isinstance(paths, str) else paths:
+    for text in [one for path in ([paths] if isinstance(paths, str) else paths) for one in _expanded(path)]:
         try:
             sources.append(_find(text, side) or Source(text, None, config, split, revision))
         except DataError as error:
@@ -60,6 +65,30 @@ def find_sources(
 def bundled_eval(path: str | list[str]) -> list[Source]:
     """The held-out rows that belong to a bundled dataset; none for anything else."""
     return [Source(f"{path} (eval)", files["eval"])] if isinstance(path, str) and (files := _bundled(path)) else []
+
+
+def _expanded(text: str) -> list[str]:
+    """The data files in a folder, or those that a pattern such as data/*.jsonl names, sorted; anything else as it is."""
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    try:
+        if path.is_dir() and not _bundled(text) and not _is_saved(path):
+            found = [entry for entry in path.iterdir() if _is_data(entry)]
+        elif set("*?[") & set(text) and not path.exists():
+            found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]  # noqa: PTH207
+        else:
+            return [text]
+    except (OSError, ValueError):
+        return [text]
+    return sorted(map(str, found)) or [text]
+
+
+def _is_data(entry: Path) -> bool:
+    return entry.is_file() and kind_of_file(entry) in _IN_FOLDERS and entry.name != "dataset_info.json"
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of datasets wrote this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _find(text: str, side: str) -> Source | None:
@@ -77,9 +106,16 @@ def _find(text: str, side: str) -> Source | None:
         return _regular(path, name)
     if files := _bundled(text):
         return Source(text, files[side])
+    if mode is not None and stat.S_ISDIR(mode) and _is_saved(path):
+        part = "['train']" if (path / "dataset_dict.json").is_file() else ""
+        code = f"from datasets import load_from_disk; load_from_disk({text!r}){part}.to_parquet('train.parquet')"
+        raise DataError(
+            f"{name}: was written by save_to_disk, which is not read", f"Write a file:  python -c {shlex.quote(code)}"
+        )
     if mode is not None and stat.S_ISDIR(mode):
         raise DataError(
-            f"{name}: is a directory, not a file", f"Name the file(s): {_inside(path) or 'there are none that can be read'}"
+            f"{name}: is a directory without data files",
+            f"Name the file(s), or a folder with {', '.join(_IN_FOLDERS)}: {_inside(path)}",
         )
     if mode is not None:
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
@@ -93,9 +129,12 @@ def _find(text: str, side: str) -> Source | None:
 
 
 def _regular(path: Path, name: str) -> Source:
-    if path.suffix.lower() not in READERS:
+    if kind_of_file(path) not in READERS or path.name.lower().endswith(".parquet.gz"):
         ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no extension"
-        raise DataError(f"{name}: {ending}, which is not supported", f"Supported extensions: {', '.join(READERS)}.")
+        raise DataError(
+            f"{name}: {ending}, which is not supported",
+            f"Supported extensions: {', '.join(READERS)}, and .gz after one of them.",
+        )
     if not os.access(path, os.R_OK):
         raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")
     return Source(name, path)
@@ -111,7 +150,7 @@ def _bundled(text: str) -> dict[str, Path] | None:
 
 def _looks_local(path: Path, text: str) -> bool:
     """Whether a missing path was meant as a file: by its extension, its prefix, or an existing folder."""
-    known = path.suffix.lower() in (*READERS, *_OTHER_SUFFIXES)
+    known = path.suffix.lower() in (*READERS, *_OTHER_SUFFIXES) or bool(set("*?[") & set(text))
     return (
         known
         or text.startswith((".", "/", "~"))
@@ -134,7 +173,7 @@ def _did_you_mean(path: Path) -> str:
 
 def _inside(folder: Path) -> str:
     try:
-        found = sorted(str(entry) for entry in folder.iterdir() if entry.suffix.lower() in READERS)
+        found = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
         return f"(the directory can't be listed: {error.strerror})"
-    return ", ".join(shown(entry, 200) for entry in found[:8])
+    return f"it has {', '.join(map(shown, found[:8])) or 'nothing'}"

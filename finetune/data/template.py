@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.checks import BadRow
-from finetune.data.conversation import Message
+from finetune.data.conversation import REASONING, Message
 from finetune.data.formats import Example
 from finetune.data.report import shown
+from finetune.data.tool_calls import is_written
 from finetune.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Rendered:
     text: str
     spans: list[Span]
     notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered
+    literal: list[Span] = field(default_factory=list)  # special tokens in the row's own text, which stay text
 
 
 class Template:
@@ -54,6 +57,8 @@ class Template:
         self.has_markers = bool(_MARKER.search(self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
         self.fixed = {name: value for name, value in _FIXED.items() if name in self.source}
+        self._reasoning = next((name for name in REASONING if re.search(rf"[.\['\"]{name}\b", self.source)), REASONING[0])
+        self._calls_as: tuple[bool, bool] | None = None
         eos = {tokenizer.eos_token_id} - {None}
         inside, last = self._after_an_answer(goes_on=True), self._after_an_answer(goes_on=False)
         self.ends, self.stops = eos | inside | last, eos | (last or inside)
@@ -79,6 +84,16 @@ class Template:
         else:
             rendered = self._by_prefix(messages, example)
         _check_content(messages, example.answers, rendered)
+        _check_calls(messages, example.answers, rendered)
+        return rendered
+
+    def whole(self, example: Example) -> Rendered:
+        """One conversation as one text that is trained on as a whole. Raises BadRow."""
+        messages = list(example.messages)
+        text = self.render(messages, example.tools)
+        rendered = Rendered(text, [(0, len(text))])
+        _check_content(messages, example.answers, [rendered])
+        _check_calls(messages, example.answers, [rendered])
         return rendered
 
     def _by_prefix(self, messages: list[Message], example: Example) -> list[Rendered]:
@@ -135,6 +150,10 @@ class Template:
 
         if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+        messages = [_renamed(message, self._reasoning) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            as_text, with_ids = self._call_form()
+            messages = _in_form(messages, as_text=as_text, with_ids=with_ids)
         values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.fixed}
         try:
             with _at_most(RENDER_S):
@@ -154,6 +173,28 @@ class Template:
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BadRow("messages", f"the chat template refuses it: {shown(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
+
+    def _call_form(self) -> tuple[bool, bool]:
+        """Whether the template takes the arguments of a call as JSON text, and whether it needs ids; found by rendering one."""
+        if self._calls_as is not None:
+            return self._calls_as
+        arguments = {"place": 'a "place"', "count": 3}
+        call = {"type": "function", "function": {"name": "find_it", "arguments": arguments}}
+        talk: list[Message] = [
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "find_it", "content": "found"},
+            {"role": "assistant", "content": "an answer"},
+        ]
+        for form in ((False, False), (True, False), (False, True), (True, True)):
+            self._calls_as = form
+            try:
+                if is_written(self.render(talk), "find_it", arguments):
+                    return form
+            except BadRow:
+                continue
+        self._calls_as = (False, False)
+        return self._calls_as
 
     def _after_an_answer(self, goes_on: bool) -> set[int]:
         """The special token that the template writes right after an answer, found by rendering one; empty if there is none."""
@@ -237,9 +278,13 @@ def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: 
         answer = messages[turn]["content"].split("</think>")[-1].strip().removeprefix("<think>").strip()
         if answer not in trained and _close(answer) not in _close(trained):
             raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out or changes its text")
-        for name in _called(messages[turn]):
-            if name not in trained:
-                raise BadRow(f"messages[{turn}]", f"the chat template leaves out its call of the tool {shown(name)}")
+        reasoning = messages[turn].get("reasoning_content", "")
+        if _close(reasoning) not in _close(trained):
+            raise BadRow(
+                f"messages[{turn}].reasoning_content",
+                "the chat template leaves out the reasoning; use a model whose template writes it, or leave it out on purpose: "
+                "dataset.ignore_columns=[reasoning_content]",
+            )
     texts = [one.text for one in rendered]
     for message in messages:
         text = message["content"].strip()
@@ -247,10 +292,55 @@ def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: 
             rendered[0].notes.add("altered")
 
 
-def _called(message: Message) -> list[str]:
-    """Names of the tools that a message calls."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
+def _check_calls(messages: list[Message], answers: tuple[int, ...], rendered: list[Rendered]) -> None:
+    """Raises BadRow when a call of a tool is not in the text, or doesn't parse back to the same name and arguments."""
+    trained = "\n".join(one.text[start:end] for one in rendered for start, end in one.spans)
+    for turn, message in enumerate(messages):
+        text = trained if turn in answers else "\n".join(one.text for one in rendered)
+        for call in message.get("tool_calls") or []:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name not in text:
+                raise BadRow(f"messages[{turn}]", f"the chat template leaves out its call of the tool {shown(name)}")
+            if not is_written(text, name, arguments):
+                raise BadRow(
+                    f"messages[{turn}]",
+                    f"the chat template changes its call of the tool {shown(name)}: it parses back to other arguments",
+                )
+            told = next((m["content"] for m in messages if m["role"] != "user" and "<tool_call>" in m["content"]), None)
+            if told is not None and not re.search(r"<tool_call>\s*\{", text):
+                raise BadRow(
+                    "messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form"
+                )
+
+
+def _renamed(message: Message, reasoning: str) -> Message:
+    """The message with its reasoning under the name that the template reads."""
+    if "reasoning_content" not in message or reasoning == "reasoning_content":
+        return message
+    return {reasoning if name == "reasoning_content" else name: value for name, value in message.items()}
+
+
+def _in_form(messages: list[Message], *, as_text: bool, with_ids: bool) -> list[Message]:
+    """The messages with their calls as the template takes them. New ids have nine characters, as Mistral's templates demand."""
+    made, number, open_ids = [], 0, list[str]()
+    for message in messages:
+        if message.get("tool_calls"):
+            calls, open_ids = [], []
+            for call in message["tool_calls"]:
+                function = call["function"]
+                if as_text:
+                    function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+                call = {**call, "function": function}
+                if with_ids:
+                    number += 1
+                    call.setdefault("id", f"call{number:05d}")
+                    open_ids.append(call["id"])
+                calls.append(call)
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and open_ids:
+            message = {"tool_call_id": open_ids.pop(0), **message}
+        made.append(message)
+    return made
 
 
 def _close(text: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
 from finetune.data.formats import Example
+from finetune.data.literal import Literal
 from finetune.data.template import Rendered, Span, Template
 from finetune.errors import DataError, RecipeError
 
@@ -52,7 +52,7 @@ class Encoder:
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self._ends = (self.template.ends if self.template else eos) | special
         self._may_follow = self.template.ends if self.template else eos
-        self._control = re.compile("|".join(map(re.escape, sorted(set(tokenizer.all_special_tokens)))) or "(?!)")
+        self._literal = Literal(tokenizer)
         ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
         if not self.stops:
@@ -80,10 +80,11 @@ class Encoder:
         if self.template is None:
             self.template = Template(self.tokenizer)
         try:
-            text = self.template.render(question, tools, prompt=True)
+            text = self.template.render(self._literal.hidden(question), tools, prompt=True)
         except BadRow as bad:
             raise DataError(f"{bad.field}: {bad.reason}") from None
-        return self._ids([text], plain=False)[0][0]
+        prompt = self._literal.shown(Rendered(text, []))
+        return self._literal.ids(prompt.text, prompt.literal)[0] if prompt.literal else self._ids([text], plain=False)[0][0]
 
     def _render(self, example: Example) -> list[Rendered] | BadRow:
         if example.text is not None:
@@ -93,14 +94,14 @@ class Encoder:
             return [Rendered(text, [(0 if self.train_on_inputs else len(example.prompt), len(text))])]
         assert self.template is not None, "conversations were announced"
         try:
-            if self.train_on_inputs:
-                text = self.template.render(list(example.messages), example.tools)
-                rendered = [Rendered(text, [(0, len(text))])]
-            else:
-                rendered = self.template.sequences(example)
+            hidden = replace(example, messages=tuple(self._literal.hidden(list(example.messages))))
+            rendered = [self.template.whole(hidden)] if self.train_on_inputs else self.template.sequences(hidden)
         except BadRow as bad:
             return bad
-        if any(self._control.search(message["content"]) for message in example.messages):
+        rendered = [self._literal.shown(one) for one in rendered]
+        if any(one.literal for one in rendered):
+            rendered[0].notes.add("literal")
+        if any(self._literal.found_in(message["content"]) for message in hidden.messages):
             rendered[0].notes.add("control")
         return rendered
 
@@ -113,6 +114,8 @@ class Encoder:
             for place, one, (ids, offsets) in zip(
                 places, texts, self._ids([one.text for one in texts], plain=plain), strict=True
             ):
+                if one.literal:
+                    ids, offsets = self._literal.ids(one.text, one.literal)
                 trained = _overlapping(offsets, one.spans) if offsets is not None else self._by_prefix(ids, one, plain)
                 done[place] = self._finished(ids, trained, set(one.notes))
         return [done[place] for place in range(len(flat))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +28,22 @@ if TYPE_CHECKING:
 
 
 class Answerer:
-    """The base model of a run with its adapter. `adapter` is the name of the adapter's folder."""
+    """The base model of a run with its adapter, or with the `last` step's beside the best.
 
-    def __init__(self, run: RunDirectory, *, need_adapter: bool = True) -> None:
+    `adapter`: name of the adapter's folder. `plain`: the run was trained on prompts as they are, without the chat template.
+    """
+
+    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False) -> None:
         quiet_libraries()
         self.run, self.plan = run, read_plan(run.plan)
-        folder = _adapter_folder(run, need_adapter)
+        folder = run.last_adapter if last else _adapter_folder(run, need_adapter)
+        if last:
+            _require_last(run)
         self.adapter = folder.name if folder else None
         require_data(run)
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
+        self.plain = bool(_report(run).get("plain"))
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = _load(self.plan, folder, self.device)
         self._tuned = folder is not None
@@ -58,13 +65,22 @@ class Answerer:
         )  # fmt: skip
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation with the generation prompt, as in training."""
-        return self.encoder.prompt_ids(messages)
+        """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
+        return self.encoder.prompt_ids(messages[-1]["content"] if self.plain else messages)
+
+
+def _report(run: RunDirectory) -> dict[str, Any]:
+    """The data report of the run; empty where an earlier version wrote none."""
+    try:
+        found = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
     if run.adapter.is_dir():
-        require_intact_adapter(run)
+        require_intact_adapter(run.adapter)
         return run.adapter
     checkpoint, _ = newest_verified(run.checkpoints)
     if checkpoint is not None:
@@ -74,6 +90,12 @@ def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
             f"{run.path} has no adapter and no sealed checkpoint yet", f"Let it train further: finetune resume {run.path}"
         )
     return None
+
+
+def _require_last(run: RunDirectory) -> None:
+    if not run.last_adapter.is_dir():
+        raise RecipeError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
+    require_intact_adapter(run.last_adapter)
 
 
 def _load(plan: Plan, folder: Any, device: str) -> Any:

@@ -16,6 +16,7 @@ from finetune.events.kinds import (
     Memory,
     OutOfMemory,
     Phase,
+    Result,
     Retry,
     RunWarning,
     Sample,
@@ -27,6 +28,6 @@ from finetune.events.kinds import (
 
 __all__ = [
     "KINDS", "VERSION", "Checkpoint", "Evaluation", "Event", "EventReader", "EventWriter", "ForecastCheck", "LossSpike",
-    "Memory", "OutOfMemory", "Phase", "Retry", "RunWarning", "Sample", "Start", "State", "Step", "Unknown", "event_from",
-    "event_json", "read_events",
+    "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start", "State", "Step", "Unknown",
+    "event_from", "event_json", "read_events",
 ]  # fmt: skip

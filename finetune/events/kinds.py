@@ -129,6 +129,21 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Result(Event):
+    """The adapter is written: of the step with the lowest held-out loss or, without evaluations, of the last one."""
+
+    kind: ClassVar[str] = "result"
+    durable: ClassVar[bool] = True
+
+    step: Annotated[Whole, "optimizer steps that the adapter was trained for"]
+    path: Annotated[str | None, "its folder, in the run directory"] = None
+    eval_loss: Annotated[float | None, "its held-out loss"] = None
+    last_step: Annotated[Whole | None, "optimizer steps done at the end of the run"] = None
+    last_path: Annotated[str | None, "folder of the last step's adapter; null when that is the best one"] = None
+    last_eval_loss: Annotated[float | None, "held-out loss of the last step's adapter, when it is another"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForecastCheck(Event):
     """Forecast against measured memory, after the first two steps and, for the peak of all steps, at the end of the run."""
 
@@ -216,6 +231,7 @@ class Unknown(Event):
 KINDS: dict[str, type[Event]] = {
     each.kind: each
     for each in (
-        State, Phase, Start, Step, Evaluation, Checkpoint, ForecastCheck, Sample, RunWarning, Retry, OutOfMemory, LossSpike,
+        State, Phase, Start, Step, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry, OutOfMemory,
+        LossSpike,
     )
 }  # fmt: skip

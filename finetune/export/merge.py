@@ -34,7 +34,7 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
         raise RecipeError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-    require_intact_adapter(run)
+    require_intact_adapter(run.adapter)
     if target.exists():
         raise RecipeError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)

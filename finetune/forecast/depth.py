@@ -67,7 +67,8 @@ def simulate_deep(
             more = _adapter_bytes(peaks) / max(1, _adapter_bytes(few.peaks))
             host = _with_more_states(_with_more_layers(few.host, depth), more)
             peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
-            return dataclasses.replace(few, peaks=peaks, host=host), f"dry run, {depth.run} of {depth.full} layers, repeated"
+            made = dataclasses.replace(few, peaks=peaks, host=host, depth=depth)
+            return made, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
 

@@ -21,6 +21,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it: that is the load peak.
     """
     made: dict[int, torch.nn.Parameter] = {}
+    tracker.recording.begin("load")
     tracker.phase = "load"
     for adapters in (False, True):
         for path, module in model.named_modules():
@@ -44,6 +45,8 @@ def _fill(
         with tracker.making("adapters" if adapters else "weights"):
             if id(parameter) not in made:
                 made[id(parameter)] = _packer(module, name)(parameter, dtype)
+                if not adapters:
+                    tracker.recording.weights[tracker.layer] += made[id(parameter)].nbytes
             module._parameters[name] = made[id(parameter)]
         if hasattr(made[id(parameter)], "quant_state"):
             module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
@@ -62,9 +65,9 @@ def _fill_buffers(module: torch.nn.Module) -> None:
 
 
 def _packer(module: torch.nn.Module, name: str) -> Callable[[torch.nn.Parameter, torch.dtype], torch.nn.Parameter]:
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    from bitsandbytes.nn import Linear8bitLt, Params4bit
 
-    if name == "weight" and isinstance(module, Linear4bit):
+    if isinstance(module._parameters[name], Params4bit):
         return _packed_4bit
     if name == "weight" and isinstance(module, Linear8bitLt):
         return _packed_8bit

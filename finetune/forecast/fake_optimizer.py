@@ -27,6 +27,7 @@ def first_step(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
 ) -> None:
     """Run a step with zero gradients, so that the optimizer states exist, tagged with their layer."""
+    tracker.recording.begin("first step")
     tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
     zero_gradients(model, tracker)
     with paged_states_on_host(on_cpu):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
+from finetune.forecast.caching_allocator import OutOfMemory
 from finetune.forecast.forecast import PARTS
+from finetune.forecast.reserved import Replay, replay
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
 from finetune.recipe.schema import Decides, settings_that_decide
@@ -76,14 +79,7 @@ def dry_run(
     disk. Raises RecipeError for a model that can't be built.
     """
     values = config if isinstance(config, dict) else config.to_dict()
-    trained = micro_batch * (tokens - 1) if trained_tokens is None else min(trained_tokens, micro_batch * (tokens - 1))
-    eval_rows = 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size
-    shape: dict[str, Any] = {
-        "rows": micro_batch, "tokens": tokens, "trained_tokens": trained,
-        "padded": micro_batch > 1 and settings.packing is not True,
-        "documents": max(1, tokens // 256) if settings.packing is True else 1,
-        "eval_rows": eval_rows,
-    }  # fmt: skip
+    shape = _shape(settings, micro_batch, tokens, trained_tokens)
     key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
     known = cache.read(key)
     if known is not None:
@@ -93,6 +89,72 @@ def dry_run(
     made = _run(values, settings, Batch(**shape), capability)
     cache.write(key, asdict(made))
     return made
+
+
+def replayed(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    *,
+    micro_batch: int,
+    tokens: int,
+    capability: tuple[int, int],
+    expandable: bool,
+    limit: int | None = None,
+) -> Replay | None:
+    """What torch's allocator makes of the dry run's events, with or without expandable segments; cached on disk.
+
+    `limit`: most bytes that torch may reserve; then None also when that is too little. None where events can't be replayed:
+    where copies run beside the computation, layers are compiled, or only every n-th layer is checkpointed.
+    """
+    if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
+        return None
+    values = config if isinstance(config, dict) else config.to_dict()
+    shape = _shape(settings, micro_batch, tokens, None)
+    key = cache.key_of(
+        kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
+        expandable=expandable, limit=limit,
+    )  # fmt: skip
+    known = cache.read(key)
+    if known is None:
+        made = _replay(values, settings, shape, capability, expandable, limit)
+        known = {"made": asdict(made) if made else None}
+        cache.write(key, known)
+    return Replay(**known["made"]) if known["made"] else None
+
+
+def _replay(
+    values: dict[str, Any],
+    settings: Settings,
+    shape: dict[str, Any],
+    capability: tuple[int, int],
+    expandable: bool,
+    limit: int | None,
+) -> Replay | None:
+    from finetune.forecast.simulate import Batch
+    from finetune.model.build import config_from
+
+    simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability)
+    collects = gc.isenabled()
+    gc.disable()  # a hundred thousand small objects and no cycle
+    try:
+        trace = simulation.trace()
+        return replay(trace, expandable=expandable, limit=limit) if trace else None
+    except OutOfMemory:
+        return None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _shape(settings: Settings, micro_batch: int, tokens: int, trained_tokens: int | None) -> dict[str, Any]:
+    """The largest micro-batch: fields of `simulate.Batch`."""
+    most = micro_batch * (tokens - 1)
+    return {
+        "rows": micro_batch, "tokens": tokens, "trained_tokens": most if trained_tokens is None else min(trained_tokens, most),
+        "padded": micro_batch > 1 and settings.packing is not True,
+        "documents": max(1, tokens // 256) if settings.packing is True else 1,
+        "eval_rows": 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size,
+    }  # fmt: skip
 
 
 def _memory_settings(settings: Settings) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import ERROR, getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.fake_model import fake_dora_weights, materialise
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
-from finetune.forecast.rules import rules_for, rules_for_cpu
+from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.forecast.trace import NotRepeated
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import (
     attach_adapters,
@@ -37,7 +38,9 @@ from finetune.model.checkpointing import decoder_layers
 from finetune.model.techniques import apply_techniques, step_context
 
 if TYPE_CHECKING:
+    from finetune.forecast.depth import Depth
     from finetune.forecast.rules import Capability
+    from finetune.forecast.trace import Recording, Trace
     from finetune.forecast.tracker import Peak, Place
     from finetune.recipe import Settings
 
@@ -59,16 +62,29 @@ class Batch:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user."""
+    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user.
+
+    `recording`: the events of the layers that were run, which stand for a model of `depth`; None for a mixture of simulations.
+    """
 
     peaks: dict[Place, Peak]
     host: Peak
     notes: tuple[str, ...] = ()
+    recording: Recording | None = field(default=None, compare=False)
+    depth: Depth | None = field(default=None, compare=False)
+
+    def trace(self) -> Trace | None:
+        """The events of the run at full depth; None where they can't be had."""
+        try:
+            return self.recording.trace(self.depth) if self.recording else None
+        except NotRepeated:
+            return None
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
     """Simulate the step on a card of this compute capability; None for a run on the CPU."""
-    tracker = StorageTracker(rules_for_cpu() if capability is None else rules_for(capability))
+    rules = rules_for_cpu() if capability is None else rules_for(capability)
+    tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         apply_techniques(model, settings)
@@ -81,7 +97,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
         del model
-    return Simulation(tracker.peaks, tracker.host, notes)
+    return Simulation(tracker.peaks, tracker.host, notes, tracker.recording)
 
 
 @contextmanager
@@ -113,7 +129,7 @@ def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
             names.add(type(module).__name__)
     notes = []
     if experts:
-        notes.append("the experts stay 16-bit: bitsandbytes quantises linear layers, not fused expert tensors")
+        notes.append("the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded")
     if names:
         notes.append(f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}")
     return tuple(notes)
@@ -123,30 +139,42 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
     model.train()
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
+        parameter.register_hook(functools.partial(_accumulates, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
     if settings.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
+    tracker.recording.begin("micro-batch")
     inputs = _inputs(settings, batch, batch.rows, tracker)
     with step_context(settings, "cpu"):
         loss = _forward(model, settings, inputs, tracker, "forward")
         tracker.phase, tracker.part, tracker.layer = "loss backward", "loss", None
         backward(loss)
     del loss
+    tracker.recording.begin("clipping")
     tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
     torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm, foreach=not on_cpu)
+    tracker.recording.begin("optimizer")
     with paged_states_on_host(on_cpu):
         optimizer.step()
     optimizer.zero_grad()
     del inputs
+    tracker.recording.begin("save")
     gc.collect()
     tracker.phase = "save"
     tracker.record("steady state")
     if batch.eval_rows:
+        tracker.recording.begin("eval")
         model.eval()
         with torch.no_grad():
             _forward(model, settings, _inputs(settings, batch, batch.eval_rows, tracker), tracker, "eval")
+
+
+def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Note which gradient a new one is added to."""
+    if parameter.grad is not None:
+        tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
 
 
 def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tracks every storage on the card from allocation to release, tagged with its part of the forecast and its layer."""
+"""Tracks every storage on the card from allocation to release: sums tagged with part and layer, and the order of events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from finetune.forecast import fake_operators
+from finetune.forecast.trace import Recording
+from finetune.units import MIB
 
 #: The CUDA caching allocator rounds every request up to a multiple of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
 BLOCK_BYTES = 512
 
+#: cublasLt keeps a workspace of its own for linear layers with a bias (CublasHandlePool.cpp, getCUDABlasLtWorkspaceSize).
+CUBLASLT_BYTES = MIB
+
 _DEVICE = torch.ops.prim.device.default
+_LINEAR, _ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, _LINEAR, _ADDMM}
+
+#: Phases in which operators run on parameters, not on layers.
+_UPDATES = ("first step", "optimizer")
 
 #: (part of the ledger, layer number or None)
 Tag = tuple[str, int | None]
@@ -48,12 +58,19 @@ class StorageTracker(TorchDispatchMode):
 
     New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
     peak of each place, `host` the peak of host memory. Works on real and fake tensors. `rules` change what operators allocate.
+
+    `recording` has the order of allocations and releases, with cuBLAS's workspaces of `workspace_bytes`, which the sums lack.
     """
 
-    def __init__(self, rules: dict[Any, Rule] | None = None) -> None:
+    def __init__(self, rules: dict[Any, Rule] | None = None, *, workspace_bytes: int = 0) -> None:
         super().__init__()
+        self.recording = Recording()
+        self._phase = ""
+        self._layer: int | None = None
         self.phase, self.part = "load", "weights"
-        self.layer: int | None = None
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[tuple[bool, bool]] = set()
+        self._source: int | None = None
         self.live_bytes = 0
         self.live: Counter[Tag] = Counter()
         self.peaks: dict[Place, Peak] = {}
@@ -62,21 +79,48 @@ class StorageTracker(TorchDispatchMode):
         self._host_live: Counter[Tag] = Counter()
         self._sizes: dict[int, tuple[int, Tag]] = {}
 
+    @property
+    def phase(self) -> str:
+        """The current phase of the step."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if phase != self._phase:
+            self.recording.begin_phase(phase)
+        self._phase = phase
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that runs, or that new tensors belong to."""
+        return self._layer
+
+    @layer.setter
+    def layer(self, layer: int | None) -> None:
+        self._layer = layer
+        if layer is not None:
+            self.recording.enter(layer)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
+        if self._phase in _UPDATES and args and isinstance(args[0], torch.Tensor):
+            self._comes_from(args[0])
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
             self.follow(out)
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):
             for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
+                self._comes_from(source)
                 self.follow(leaf, layer=self._layer_of(source))
         else:
             for leaf in tree_iter(out):
                 if isinstance(leaf, torch.Tensor):
                     self.follow(leaf)
         self.record(func)
+        if self._workspace_bytes and func in _MATMULS:
+            self._workspace(func is _ADDMM or (func is _LINEAR and len(args) > 2 and args[2] is not None))
         return out
 
     def record(self, operator: Any = "", scratch_bytes: int = 0) -> None:
@@ -96,6 +140,7 @@ class StorageTracker(TorchDispatchMode):
     def scratch(self, operator: str, *sizes: int) -> None:
         """Record temporary buffers of a running kernel, sizes in bytes."""
         self.record(operator, sum(block_bytes(size) for size in sizes))
+        self.recording.scratch(sizes, self._layer)
 
     def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
         """Move a storage to another part, such as gradients or optimizer, and to `layer` when given."""
@@ -115,6 +160,19 @@ class StorageTracker(TorchDispatchMode):
             yield
         finally:
             self.part = before
+
+    def _workspace(self, biased: bool) -> None:
+        """cuBLAS's workspace of this thread, and cublasLt's, when first needed. Backward runs in a thread of its own."""
+        backward = self._phase in ("loss backward", "backward")
+        for lt, size in ((False, self._workspace_bytes), (True, CUBLASLT_BYTES))[: 1 + biased]:
+            if (backward, lt) not in self._workspaces:
+                self._workspaces.add((backward, lt))
+                self.recording.keep(size)
+
+    def _comes_from(self, tensor: torch.Tensor) -> None:
+        """What is made next, of a parameter, a gradient or a state, belongs to its layer."""
+        layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
+        self._source = self._source if layer is None else layer
 
     def _layer_of(self, tensor: torch.Tensor) -> int | None:
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
@@ -139,6 +197,8 @@ class StorageTracker(TorchDispatchMode):
             self.live_bytes += size
             self.live[tag] += size
             self._sizes[key] = (size, tag)
+            own = self._source if tag[1] is None and self._phase in _UPDATES else tag[1]
+            self.recording.allocate(key, storage.nbytes(), own)
         weakref.finalize(storage, self._released, key).atexit = False
 
     def _released(self, key: int) -> None:
@@ -146,5 +206,6 @@ class StorageTracker(TorchDispatchMode):
         if size < 0:  # negative sizes are host memory
             self._host_live[tag] += size
             return
+        self.recording.release(key)
         self.live_bytes -= size
         self.live[tag] -= size

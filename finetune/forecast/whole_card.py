@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.forecast.forecast import Forecast
-from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run
+from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
 from finetune.units import MIB
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
     from finetune.card.card import Card
     from finetune.forecast.ledger import DryRun
+    from finetune.forecast.reserved import Replay
     from finetune.recipe import Settings
 
-#: Share of allocated memory that torch reserves on top (fragmentation): (least, likely, most). With expandable segments freed
-#: pages serve any request: up to 5 %. Without: 6-14 % on 18 measured A100 rows with a fused loss.
+#: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
+#: expandable segments freed pages serve any request: up to 5 %. Without: 6-14 % on 18 measured A100 rows with a fused loss.
 EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
@@ -37,7 +38,8 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings,
     alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
     run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
-    low, likely, high = _reserved(highest, card)
+    held = _replayed(config, settings, card, highest, tokens) if run is alone else None
+    low, likely, high = _reserved(highest, card, held, even=settings.packing is True)
     low -= highest - _least_peak(run, alone) if run is not alone else 0
     context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
@@ -55,17 +57,38 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings,
         disk_bytes=_disk_bytes(alone, settings),
         method=run.method,
         versions=run.versions,
-        notes=run.notes + _notes(settings, card, tokens, micro),
+        notes=run.notes + _notes(settings, card, tokens, micro, held),
     )
 
 
-def _reserved(allocated: int, card: Card) -> tuple[int, int, int]:
-    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve."""
+def _replayed(
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, tokens: int
+) -> Replay | None:
+    """The replayed allocator of one process on this card; None where that shows nothing: what does not fit anyway, and copies
+    of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
+    if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
+        return None
+    return replayed(
+        config, settings, micro_batch=settings.per_device_train_batch_size, tokens=tokens,
+        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(),
+    )  # fmt: skip
+
+
+def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) -> tuple[int, int, int]:
+    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
+
+    The least is what is allocated: at the limit torch gives cached blocks back. Without expandable segments the most is what
+    the replay reserves, if its one length is that of all rows. With them no card has been measured, and uneven rows fragment
+    more than one length shows: there the replay only raises the most, never lowers it.
+    """
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
     else:
         shares = EXPANDABLE if expandable_segments() else SEGMENTED
     low, likely, high = (round(allocated * (1 + share)) for share in shares)
+    if held is not None:
+        likely = held.reserved_bytes
+        high = likely if even and not expandable_segments() else max(likely, high)
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
 
 
@@ -100,17 +123,24 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge."""
-    adapter = run.parts["adapters"]
-    return (settings.save_total_limit + 1) * 3 * adapter + adapter + 2 * run.parameters
+    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge.
+
+    With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
+    """
+    adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
+    return (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
-def _notes(settings: Settings, card: Card, tokens: int, micro: int) -> tuple[str, ...]:
+def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay | None) -> tuple[str, ...]:
     notes = []
     if settings.torch_compile:
         notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
     if not card.is_cpu and not expandable_segments():
-        notes.append("no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated")
+        more = "may reserve up to 14 % more than is allocated"
+        if held is not None and settings.packing is True:
+            share = held.reserved_bytes / held.allocated_bytes - 1
+            more = f"reserves {share:.1%} more than is allocated, by a replay of torch's allocator"
+        notes.append(f"no expandable segments on this platform: fragmentation {more}")
     if micro > 1 and settings.packing is not True and settings.attn_implementation == "sdpa":
         notes.append(f"padded rows need a {tokens} x {tokens} attention mask each, counted as activations")
     return tuple(notes)

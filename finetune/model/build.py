@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,13 @@ from transformers.utils import is_flash_attn_2_available
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
-from finetune.compat.transformers import build_modules, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, loading_with, put_quantised_layers, repeat_keys
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
+from finetune.model.experts import experts_quantiser, has_experts, split_targets
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
+from finetune.model.names import resolve
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:
@@ -100,10 +103,15 @@ def build_base(
     where = torch.device(device)
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
         repeat_keys()
+    quantiser = _quantiser(settings, config)
     if not weights:
-        return build_on_meta(config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code)
+        return build_on_meta(
+            config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code, quantiser=quantiser
+        )
+    if quantiser is not None and getattr(config, "quantization_config", None):
+        config = _as_stored_in_16_bit(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
-    with _explained(settings):
+    with _explained(settings), loading_with(quantiser):
         loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
@@ -177,18 +185,23 @@ def _is_no_product(module: torch.nn.Module) -> bool:
 def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
     targets = settings.target_modules
+    layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=settings.lora_dropout, target_modules=targets, exclude_modules=_not_adapted(model),
+        lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
+        exclude_modules=_not_adapted(model),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
-    for target in targets if isinstance(targets, list) else []:  # PEFT is content when one of several exists
+    for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
             raise RecipeError(
                 f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
             )
     try:
-        peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
+        with warnings.catch_warnings():
+            # PEFT looks for the ranks of experts among layers only
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
     except ValueError as error:
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
@@ -245,61 +258,97 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
 
     A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
     """
-    own = getattr(config, "quantization_config", None)
-    if own:
-        return _own_quantization(settings, own if isinstance(own, dict) else own.to_dict())
+    if own := _stored_quantisation(config):
+        return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
     if settings.load_in_4bit is True:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=model_dtype(settings),
-            # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
-            # (https://github.com/huggingface/accelerate/issues/3983)
-            bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
-        )
+        return _nf4(settings)
     if settings.load_in_8bit is True:
         return BitsAndBytesConfig(load_in_8bit=True)
     return None
 
 
-def _own_quantization(settings: Settings, own: dict[str, Any]) -> Any:
+def _nf4(settings: Settings) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=model_dtype(settings),
+        # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
+        # (https://github.com/huggingface/accelerate/issues/3983)
+        bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
+    )
+
+
+def _quantiser(settings: Settings, config: PretrainedConfig) -> type | None:
+    """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
+    own = _stored_quantisation(config)
+    stored = own.get("quant_method") == "bitsandbytes"
+    packs = settings.load_in_4bit is True and not shards_weights(settings.launch) and not stored
+    return experts_quantiser() if packs else None
+
+
+def _stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
+    """A checkpoint's own `quantization_config`; empty when it is 16-bit."""
+    own = getattr(config, "quantization_config", None) or {}
+    return own if isinstance(own, dict) else own.to_dict()
+
+
+def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
+    return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+
+
+def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:
     name, method = settings.model_name_or_path, own.get("quant_method", "")
     if method == "bitsandbytes":
         wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
         if wanted is not True:
             raise RecipeError(
-                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or give the 16-bit model."
+                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or {_give_original(name)}."
+            )
+        if fused_experts:
+            raise RecipeError(
+                f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "
+                "into transformers 5's fused experts",
+                f"G{_give_original(name)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
             )
         if bits == "4bit" and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
-                "Give the 16-bit model; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
+                f"G{_give_original(name)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
-    if method == "mxfp4" and True not in (settings.load_in_4bit, settings.load_in_8bit):
-        from transformers.utils.quantization_config import Mxfp4Config
+    if method == "mxfp4" and settings.load_in_4bit is True and not shards_weights(settings.launch):
+        return _nf4(settings)
+    if method in ("mxfp4", "fp8") and True not in (settings.load_in_4bit, settings.load_in_8bit):
+        from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-        return Mxfp4Config(dequantize=True)
+        return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     stored = method or "an unknown quantisation"
+    dequantised = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or " if method in ("mxfp4", "fp8") else ""
+    advice = f"{dequantised}{_give_original(name)}; load_in_4bit=true quantises it while loading."
     raise RecipeError(
         f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
-        "Set load_in_4bit=false load_in_8bit=false, or give a 16-bit copy of the model."
-        if method == "mxfp4"
-        else "Give the 16-bit model; load_in_4bit=true quantises it while loading.",
+        advice[0].upper() + advice[1:],
     )
 
 
+def _give_original(name: str) -> str:
+    """`give Qwen/Qwen3-8B`: the model that a quantised copy was made from; in general words where its name doesn't say."""
+    match = resolve(name) or resolve(name.rstrip("/").rpartition("/")[2])
+    return f"give {match.name}" if match is not None and match.name != name else "give the 16-bit model"
+
+
 def build_on_meta(
-    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False
-) -> PreTrainedModel:
-    """The modules of a loaded model, on meta. transformers' own quantiser replaces layers by bitsandbytes'."""
-    bare = type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False,
+    quantiser: type | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
+    bare = _as_stored_in_16_bit(config)
     with _unbuildable(config), torch.device("meta"):
         model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
-        put_quantised_layers(model, quantization, dtype)
+        put_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model

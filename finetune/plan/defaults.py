@@ -8,6 +8,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import RecipeError
 from finetune.plan.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.plan.attention import PACKED_LENGTH, choose_packing
 from finetune.recipe import AUTO, write_recipe
@@ -54,9 +55,10 @@ def _dtype(card: Card) -> tuple[str, str]:
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
-    choices = choices.choose(
-        "target_modules", "all-linear", "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
-    )
+    why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
+    if shape.targets != "all-linear":
+        why = f"attention: all-linear would put an adapter on each of the {shape.experts} experts of each layer, too"
+    choices = choices.choose("target_modules", shape.targets, why)
     choices = choices.choose("lora_r", *advise_rank(shape, data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
     return choices.choose("learning_rate", *advise_learning_rate(shape))
@@ -107,6 +109,10 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
     every = max(1, math.ceil(steps / CADENCE)) if steps else 100
     about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
     evaluates = data is None or data.eval_rows > 0
+    if choices.recipe.early_stopping_patience and not evaluates:
+        raise RecipeError(
+            "early_stopping_patience needs held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
+        )
     choices = choices.choose("eval_steps", *((every, about) if evaluates else (0, "no held-out rows")))
     return choices.choose("save_steps", every, about)
 

@@ -54,10 +54,9 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choice
     }  # fmt: skip
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
-    if job.shape.experts and strategy.bits in (4, 8):
-        name = "load_in_4bit" if strategy.bits == 4 else "load_in_8bit"
-        experts = "; experts stay 16-bit: bitsandbytes quantises only linear layers"
-        choices = choices.because(name, choices.reasons[name] + experts)
+    if job.shape.experts and strategy.bits == 8:
+        experts = "; experts stay 16-bit: int8 is for linear layers; load_in_4bit quantises experts, too"
+        choices = choices.because("load_in_8bit", choices.reasons["load_in_8bit"] + experts)
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
 

@@ -238,14 +238,17 @@ def _with_rank(choices: Choices, rank: int) -> Choices:
     return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
 
 
-def _stored_bits(config: dict[str, Any]) -> int | None:
-    """Bits of a checkpoint stored quantised by bitsandbytes; 16 for other quantised formats; None when not quantised."""
+def _stored_bits(config: dict[str, Any]) -> tuple[int, ...]:
+    """Bits that a checkpoint stored quantised can be trained in; empty when it is not quantised.
+
+    bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
+    """
     own = config.get("quantization_config")
     if not own:
-        return None
+        return ()
     if own.get("quant_method") == "bitsandbytes":
-        return 4 if own.get("load_in_4bit") else 8
-    return 16
+        return (4,) if own.get("load_in_4bit") else (8,)
+    return (16, 4) if own.get("quant_method") == "mxfp4" else (16,)
 
 
 def _notes_of(history: History, card: Card) -> tuple[str, ...]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
-from finetune.recipe import plainest
+from finetune.recipe import AUTO, plainest, resolved
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
-#: Names of the number of experts in configurations.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Names of the number of experts of a token in configurations.
+_USED = ("num_experts_per_tok", "top_k_experts")
 #: Shapes that this process has counted or read.
 _known: dict[str, ModelShape] = {}
 
@@ -21,9 +22,10 @@ _known: dict[str, ModelShape] = {}
 class ModelShape:
     """Counts of parameters, and the widths that speed and advice need.
 
-    `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are fused experts of a mixture, which stay
-    16-bit; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear layers;
-    `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
+    `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
+    those that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear
+    layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
+    `targets` are the `target_modules` of `auto`.
     """
 
     family: str
@@ -40,6 +42,8 @@ class ModelShape:
     max_positions: int | None = None
     experts: int = 0
     experts_used: int = 0
+    expert_4bit: int = 0
+    targets: str | list[str] = "all-linear"
 
     @property
     def computed(self) -> float:
@@ -57,13 +61,14 @@ class ModelShape:
         return f"{self.parameters / 1e9:.1f}B" if self.parameters >= 0.95e9 else f"{self.parameters / 1e6:.0f}M"
 
     def weight_bytes(self, bits: int) -> int:
-        """Bytes of the base weights with linear layers in `bits` (4: NF4 with double quantisation), the rest in 16 bit.
+        """Bytes of the base weights with linear layers, for 4 bits also experts, in `bits`, the rest in 16 bit; 4 is NF4.
 
         Double quantisation: 0.5 byte, a byte of scale for each 64 weights and a float for each 256 scales.
         """
         each = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0, 32: 4.0}[bits]
         rest = 4.0 if bits == 32 else 2.0
-        return round(self.linear * each + (self.parameters - self.linear) * rest)
+        quantised = self.linear + (self.expert_4bit if bits == 4 else 0)
+        return round(quantised * each + (self.parameters - quantised) * rest)
 
 
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
@@ -86,6 +91,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     import torch
 
     from finetune.model.build import attach_adapters, build_on_meta, config_from, trainable_parameters
+    from finetune.model.experts import adapts_experts, packable_experts
     from finetune.model.language_model import text_config
 
     config = config_from(values, recipe)
@@ -96,29 +102,51 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "linear": sum(part.weight.numel() for part in linears),
         "expert": sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3),
+        "expert_4bit": sum(module.get_parameter(name).numel() for _, module, name in packable_experts(model)),
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
     }
     plain = plainest(recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False)
-    adapters = [parameter for _, parameter in trainable_parameters(attach_adapters(model, plain))]
+    adapted = attach_adapters(model, plain)
+    targets: Any = plain.target_modules
+    if recipe.target_modules == AUTO and adapts_experts(adapted) and (attention := _attention_layers(adapted.unload())):
+        targets = attention
+        adapted = attach_adapters(adapted.unload(), resolved(plain, target_modules=targets))
+    adapters = [parameter for _, parameter in trainable_parameters(adapted)]
     return ModelShape(
         family=config.model_type,
         adapter_per_rank=sum(parameter.numel() for parameter in adapters),
         adapters=len(adapters) // 2,
+        targets=targets,
         **base,
         **_widths(text_config(config)),
     )
 
 
+def _attention_layers(model: Any) -> list[str]:
+    """Names of the linear layers of attention."""
+    import torch
+
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return sorted({name.rpartition(".")[2] for name in names if re.search(r"attn|attention", name.rpartition(".")[0])})
+
+
 def _widths(text: Any) -> dict[str, Any]:
+    from finetune.model.experts import EXPERT_COUNTS
+
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-    experts = max(next((getattr(one, name) for name in _EXPERTS if getattr(one, name, None)), 0) for one in layers)
-    used = max(getattr(one, "num_experts_per_tok", None) or 0 for one in layers) if experts else 0
+    experts = max(_first(one, EXPERT_COUNTS) for one in layers)
+    used = max(_first(one, _USED) for one in layers) if experts else 0
     return {
         "layers": text.num_hidden_layers, "hidden": layers[0].hidden_size,
         "attention_width": max(map(_attention_width, layers)), "experts": experts, "experts_used": used,
         "max_positions": getattr(layers[0], "max_position_embeddings", None),
     }  # fmt: skip
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these values that a configuration has; 0 when it has none."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 def _attention_width(layer: Any) -> int:

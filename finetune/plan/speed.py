@@ -127,6 +127,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     tokens = strategy.micro * width
     again = strategy.recomputed_layers(shape.layers) / shape.layers
     passes = 2 + again
+    quantised = shape.linear + (shape.expert_4bit if strategy.bits == 4 else 0)
     micro = {
         "matmul": max(
             _layer_flops(shape, strategy, tokens, batches.attended if batches.packed else width, rank) / flops,
@@ -134,7 +135,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         ),
         "loss": 6 * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
         "elementwise": _elementwise_bytes(shape, strategy, tokens, again) * overhead / bandwidth,
-        "dequantisation": passes * shape.linear * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
+        "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if job.offloading:

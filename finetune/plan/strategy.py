@@ -72,8 +72,8 @@ class Strategy:
         }[self.checkpointing]  # fmt: skip
 
 
-def strategies(choices: Choices, card: Card, stored_bits: int | None = None) -> list[Strategy]:
-    """Every strategy that the recipe leaves open on this card. `stored_bits`: bits of a checkpoint stored quantised."""
+def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = ()) -> list[Strategy]:
+    """Every strategy that the recipe leaves open on this card. `stored_bits`: all that a quantised checkpoint allows."""
     micros = list(_micro_batches(choices))
     return [
         Strategy(bits, checkpointing, every_n, optim, micro)
@@ -115,14 +115,14 @@ def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
     return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 
 
-def _bits(choices: Choices, card: Card, stored_bits: int | None) -> tuple[int, ...]:
+def _bits(choices: Choices, card: Card, stored_bits: tuple[int, ...]) -> tuple[int, ...]:
     recipe, plain = choices.recipe, 32 if choices.value("dtype") == "float32" else 16
     if recipe.load_in_4bit is True:
         return (4,)
     if recipe.load_in_8bit is True:
         return (8,)
-    if stored_bits is not None:
-        return (stored_bits,)
+    if stored_bits:
+        return stored_bits if len(stored_bits) == 1 or recipe.load_in_4bit == AUTO else (plain,)
     if card.is_cpu:
         return (plain,)
     can_be_8 = recipe.load_in_8bit == AUTO and not shards(recipe.launch)

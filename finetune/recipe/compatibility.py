@@ -44,6 +44,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _sharding(recipe)
     yield from _processes(recipe.launch)
     yield from _offload(recipe.launch)
+    yield from _evaluation(recipe)
     yield from _names(recipe)
 
 
@@ -113,6 +114,11 @@ def _offload(launch: LaunchRecipe) -> Iterator[str]:
         yield "launch.offload nvme needs launch.nvme_path, a directory on the drive"
     if launch.offload != "nvme" and launch.nvme_path:
         yield f"launch.nvme_path is set, but launch.offload is {launch.offload}"
+
+
+def _evaluation(recipe: Recipe) -> Iterator[str]:
+    if recipe.early_stopping_patience and recipe.eval_steps == 0:
+        yield "early_stopping_patience counts evaluations, and eval_steps is 0; leave one of them out"
 
 
 def _names(recipe: Recipe) -> Iterator[str]:

@@ -121,18 +121,21 @@ class DatasetRecipe(_Strict):
     """Where the rows come from and how to read them."""
 
     path: str | list[str] = _data(
-        ..., TOKENS | BYTES | RESULT, "Local .jsonl/.json/.csv/.parquet file(s), or a dataset id on the hub.", min_length=1
+        ..., TOKENS | BYTES | RESULT, "Local file(s), a folder or a pattern (*.jsonl), or a hub dataset's id.", min_length=1
     )
     eval_path: str | list[str] | None = _data(None, TOKENS, "Held-out rows: local file(s), or none.")
     name: str | None = _data(None, TOKENS | RESULT, "Configuration of a hub dataset.")
     split: str = _data("train", TOKENS | RESULT, "Split of a hub dataset to train on.")
     eval_split: str | None = _data(None, TOKENS, "Split of a hub dataset to hold out.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
-    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]] = _data(
+    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text"]] = _data(
         AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns."
     )
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
+    )
+    ignore_columns: list[str] = _data(
+        [], TOKENS | RESULT, "Columns and fields of messages to leave out on purpose, e.g. [label, reasoning_content]."
     )
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
@@ -250,7 +253,12 @@ class Recipe(_Strict):
     memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
     # -- run
     output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
-    eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, BYTES, "Steps between evaluations; 0 is never.")
+    eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(
+        AUTO, BYTES | EXACTNESS, "Steps between evaluations; 0 is never. The step with the lowest held-out loss is the result."
+    )
+    early_stopping_patience: Positive | None = _run(
+        None, EXACTNESS, "End the run after this many evaluations without a lower held-out loss."
+    )
     sample_answers: Annotated[int, Field(ge=0, le=16)] = _run(3, NOTHING, "Held-out prompts answered at each evaluation.")
     save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 is only at the end.")
     loss_spike_factor: Annotated[float, Field(gt=1)] | None = _run(
@@ -259,8 +267,8 @@ class Recipe(_Strict):
         "When the loss is this many times its recent median: back to the last checkpoint, half the learning rate.",
     )
     record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for `finetune snapshot`.")
-    save_total_limit: Positive = _run(2, NOTHING, "Checkpoints kept.")
-    per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES, "Micro-batch of evaluation.")
+    save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints kept; the best one is kept beside them.")
+    per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
     report_to: Trackers = _run([], NOTHING, "Experiment trackers to log to.")
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Many cards or machines.")
@@ -289,6 +297,7 @@ ALIASES = {
     "gradient_accumulation": "gradient_accumulation_steps", "num_epochs": "num_train_epochs", "epochs": "num_train_epochs",
     "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim",
     "gradient_checkpointing": "activation_checkpointing", "out_dir": "output_dir",
+    "patience": "early_stopping_patience", "early_stopping_steps": "early_stopping_patience",
 }  # fmt: skip
 
 #: Switches of other tools that choose the dtype when they are true.

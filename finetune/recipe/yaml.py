@@ -41,7 +41,8 @@ def parse(text: str, name: str) -> Document:
     if root is None:
         raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
     if not isinstance(root, yaml.MappingNode):
-        raise RecipeError(f"{name}: not a recipe; it must be a list of `key: value` lines")
+        fix = f"If it is data: finetune data tiny-cpu dataset.path={name}" if isinstance(root, yaml.SequenceNode) else ""
+        raise RecipeError(f"{name}: not a recipe; it must be a list of `key: value` lines", fix)
     document.values = _mapping(root, "", document.lines, document.problems, name)
     return document
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from finetune.card.context import record_measurement
-from finetune.errors import DoesNotFit
 from finetune.events import ForecastCheck, Memory
 from finetune.plan.history import record_run
 from finetune.units import format_bytes
@@ -35,21 +34,16 @@ def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> 
 def excess(plan: Plan, check: ForecastCheck) -> str | None:
     """A warning when the run allocated far more than forecast, None when it did not or was started with --force.
 
-    Raises DoesNotFit when that is more than the budget, which takes memory from other programs.
+    It is never more than the budget, which limits the allocator: that would have been out of memory.
     """
     error = check.allocated_error
     if error is None or error <= MARGIN or plan.verdict == "does not fit":
         return None
-    allocated, budget = check.measured_allocated_bytes or 0, budget_bytes(plan)
-    what = (
-        f"the first steps allocated {format_bytes(allocated)}, but the forecast was "
-        f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%})"
+    return (
+        f"the first steps allocated {format_bytes(check.measured_allocated_bytes)}, but the forecast was "
+        f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%}); it still fits the budget of "
+        f"{format_bytes(budget_bytes(plan))}. This is a bug in the forecast: please report it with plan.json."
     )
-    bug = "This is a bug in the forecast: please report it with plan.json."
-    if allocated + (plan.card.context_bytes or 0) > budget:
-        over = f"{what}, and with the CUDA context that is more than the budget of {format_bytes(budget)}"
-        raise DoesNotFit(over, f"{bug} To run anyway: --force.")
-    return f"{what}; it still fits the budget of {format_bytes(budget)}. {bug}"
 
 
 def budget_bytes(plan: Plan) -> int:

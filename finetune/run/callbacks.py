@@ -16,6 +16,7 @@ from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.events import RunWarning, Step
 from finetune.run.accuracy import compare_with_forecast, excess, highest
+from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import asked
 
@@ -59,6 +60,7 @@ class RunCallback(TrainerCallback):
         self.spike: str | None = None
         self.trainer: RunTrainer | None = None
         self.diverged: str | None = None
+        self.stopped_early: str | None = None
         self._first: list[Memory] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -105,15 +107,33 @@ class RunCallback(TrainerCallback):
         self._compare(state, memory)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Apply the plan's learning rate to a resumed schedule: it may have been lowered since the checkpoint."""
+        """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""
         if self.trainer is None or state.global_step == 0:
             return
+        self.trainer.recall_best()
         rate = args.learning_rate
         optimizer: Any = self.trainer.optimizer
         for group in optimizer.param_groups:
             if group.get("initial_lr", rate) != rate:
                 group["lr"], group["initial_lr"] = group["lr"] * rate / group["initial_lr"], rate
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in optimizer.param_groups])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the best step so far, and end the run when none was better for the recipe's patience."""
+        if self.trainer is None:
+            return
+        is_best = self.trainer.is_best_so_far()
+        if state.global_step >= state.max_steps:  # its adapter is written next
+            return
+        control.should_save |= is_best
+        patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))
+        if patience and waited >= patience:
+            self.stopped_early = (
+                f"stopped early at step {state.global_step} of {state.max_steps}, after {waited} evaluations without a lower "
+                "held-out loss"
+            )
+            control.should_training_stop = True
+            control.should_save = False  # a checkpoint of this step would go on past it
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look for a leak: between epochs only long-lived tensors are allocated."""

@@ -19,6 +19,8 @@ from finetune.run.accuracy import budget_bytes
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from finetune.card import Card
     from finetune.plan.plan import Plan
 
@@ -44,6 +46,11 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     return tuple(device.uuid or "" for device in devices[:processes])
 
 
+def visibility(cards: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that sees these cards only, set before it first asks CUDA; empty without cards."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if cards else {}
+
+
 def holders_of(cards: tuple[str, ...]) -> list[str]:
     """Processes that use these cards, with their bytes, largest first."""
     try:
@@ -62,16 +69,17 @@ def open_card(plan: Plan, number: int) -> None:
 
 
 def limit_card(plan: Plan) -> str:
-    """Limit the allocator to the budget less the context; returns a warning when less is free, else an empty text.
+    """Limit the allocator to the budget less the context; returns a warning when less is free than that by more than the
+    context is uncertain, else an empty text.
 
     More is then out of memory at once. With the driver of Windows, which would spill to host memory, what is free limits, too.
     """
     wanted, free = max(0, budget_bytes(plan) - (plan.card.context_bytes or 0)), cuda.free_bytes()
     allowed = min(wanted, free) if has_windows_driver() else wanted
     cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
-    if free >= wanted:
+    if free + plan.card.context_uncertainty_bytes >= wanted:
         return ""
-    return f"{format_bytes(free)} of {plan.card.name} are free, {format_bytes(wanted)} were when the run was planned"
+    return f"{format_bytes(free)} of {plan.card.name} are free; by its plan the run may take {format_bytes(wanted)}"
 
 
 def kernel_problem(plan: Plan) -> str:
@@ -113,7 +121,7 @@ def _why_not(card: Card, error: Exception) -> tuple[str, str]:
     known = problem_of(build, driver) or problem_of_card(build, card.name, card.capability)
     if known is not None:
         return known
-    text = str(error).strip().splitlines()[0]
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "out of memory" in text:
         users = ", ".join(holders_of((card.uuid or "",))[:6])
         return f"{card.name} has no memory for a CUDA context", f"Close programs that use it{f': {users}' if users else ''}."

@@ -10,6 +10,10 @@ from pathlib import Path
 
 from finetune.files import cache_dir, write_json
 from finetune.run.state import process_is, process_record
+from finetune.system import take_lock
+
+#: Seconds to wait for another run that joins; each takes milliseconds.
+_JOIN_S = 10.0
 
 
 class Queue:
@@ -20,10 +24,17 @@ class Queue:
         self._ticket: Path | None = None
 
     def join(self, run: Path) -> None:
-        """Add the calling process to the end of the queue."""
+        """Add the calling process to the end of the queue, also when the clock has been set back."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._ticket = self.folder / f"{time.time_ns():020d}-{os.getpid()}.json"
-        write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve()), "cards": self.cards})
+        lock = take_lock(self.folder / "lock", wait_s=_JOIN_S)  # else a ticket could appear before one that has seen it missing
+        try:
+            taken = (ticket.name.partition("-")[0] for ticket in self.folder.glob("*.json"))
+            last = max((int(number) for number in taken if number.isdecimal()), default=0)
+            self._ticket = self.folder / f"{max(time.time_ns(), last + 1):020d}-{os.getpid()}.json"
+            write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve()), "cards": self.cards})
+        finally:
+            if lock is not None:
+                lock.release()
 
     def ahead(self) -> list[str]:
         """Run directories ahead in the queue, in order; empty when it is the caller's turn."""

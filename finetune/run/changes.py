@@ -13,6 +13,8 @@ from finetune.run.retry import adjust
 
 #: Settings that decide nothing that is learnt, but are fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "launch", "gpu"}
+#: They choose among the steps, and change none of them.
+_CHOOSE = {"eval_steps", "early_stopping_patience"}
 _SCHEDULE = "the learning rate of all steps so far was for the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 
@@ -25,7 +27,7 @@ def change(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     for name, value in changes.items():
         if name in _FIXED:
             problems.append(f"{name} can't change: the run directory and the plan exist")
-        elif decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
+        elif name not in _CHOOSE and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
             problems.append(f"{name} would change what is learnt: {_WHY.get(name, 'the steps so far had another value')}")
         elif value == AUTO:
             problems.append(f"{name}=auto: the plan is made; give a value")

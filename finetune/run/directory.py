@@ -1,6 +1,6 @@
 """The run directory, which has all files of a run.
 
-recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapter/ trackers/
+recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapter/ adapter-last/ trackers/
 """
 
 from __future__ import annotations
@@ -93,8 +93,13 @@ class RunDirectory:
 
     @property
     def adapter(self) -> Path:
-        """The result: adapter, tokenizer and plan."""
+        """The result: adapter, tokenizer and plan. With held-out rows it is of the best step."""
         return self.path / "adapter"
+
+    @property
+    def last_adapter(self) -> Path:
+        """The last step's adapter, when the best one by held-out loss is another's."""
+        return self.path / "adapter-last"
 
     @property
     def trackers(self) -> Path:
@@ -182,7 +187,7 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
     if str(source) == "latest":
         found = runs_from_here(runs)
         if not found:
-            raise RecipeError("there are no runs yet", "Start one: finetune run recipes/tiny-cpu.yaml")
+            raise RecipeError("there are no runs yet", "Start one: finetune run tiny-cpu")
         return found[0]
     for path in (Path(source), runs / str(source)):
         if (path / "plan.json").is_file():
@@ -202,12 +207,12 @@ def require_data(run: RunDirectory) -> None:
         raise RecipeError([f"{run.data}: {change}" for change in changes[:5]], again)
 
 
-def require_intact_adapter(run: RunDirectory) -> None:
-    """Raise RecipeError when the finished adapter is not what the run wrote."""
-    if changes := changes_in(run.adapter):
+def require_intact_adapter(adapter: Path) -> None:
+    """Raise RecipeError when the finished adapter in a folder is not what the run wrote."""
+    if changes := changes_in(adapter):
         raise RecipeError(
-            [f"{run.adapter}: {change}" for change in changes[:5]],
-            f"Delete or rename {run.adapter} to use the newest sealed checkpoint, or train again.",
+            [f"{adapter}: {change}" for change in changes[:5]],
+            f"Delete or rename {adapter} to use the newest sealed checkpoint, or train again.",
         )
 
 

@@ -120,14 +120,15 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
     return None, skipped
 
 
-def rotate(checkpoints: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints, unless the newest is damaged. Returns the removed ones."""
+def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints and that of step `best`, unless the newest is damaged; returns them."""
     sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
     if len(sealed) <= keep or verify(sealed[0]):
         return []
-    for path in sealed[keep:]:
+    removed = [path for path in sealed[keep:] if path.name != f"checkpoint-{best}"]
+    for path in removed:
         shutil.rmtree(path, ignore_errors=WINDOWS)  # which keeps what a virus scanner has open
-    return sealed[keep:]
+    return removed
 
 
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
-from finetune.run.card import cards_of, holders_of
+from finetune.run.card import cards_of, holders_of, visibility
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
@@ -259,9 +259,7 @@ def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and it plans anew for each length
     environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    if cards:
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return {**allocator_environment(), **environment}
+    return {**allocator_environment(), **environment, **visibility(cards)}
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

@@ -17,8 +17,9 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, Evaluation, Phase
+from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
 from finetune.model.techniques import step_context, training_arguments
+from finetune.run.best import best_of, best_sealed, evaluations, lost_best
 from finetune.run.failures import is_disk_full
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from finetune.events import EventWriter
     from finetune.plan.plan import Plan
     from finetune.recipe import Settings
+    from finetune.run.best import Evaluated
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
 
@@ -138,6 +140,7 @@ class RunTrainer(SFTTrainer):
         self._counted: dict[str, Any] = {}
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
+        self.best: Evaluated | None = None  # that has a checkpoint, or gets one before the next step
         super().__init__(**arguments)
         self.samples = Samples(plan, run, self.processing_class)
 
@@ -182,6 +185,21 @@ class RunTrainer(SFTTrainer):
             self.samples.emit(self.accelerator.unwrap_model(self.model), self.state.global_step, self.events)
         return metrics
 
+    def recall_best(self) -> None:
+        """Find the best step of a resumed run in its history; say when its checkpoint is lost."""
+        evaluated = evaluations(self.state.log_history)
+        self.best, lowest = best_sealed(evaluated, self.run.checkpoints), best_of(evaluated)
+        if lowest is not None and lowest != self.best:
+            self.events.emit(RunWarning(message=lost_best(lowest.step, "missing or damaged")))
+
+    def is_best_so_far(self) -> bool:
+        """After an evaluation: whether its loss is the lowest of the steps that have a checkpoint, and remembered as such."""
+        newest = evaluations(self.state.log_history)[-1:]
+        if best_of(newest) is None or (self.best is not None and newest[0].loss >= self.best.loss):
+            return False
+        self.best = newest[0]
+        return True
+
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
         """Write no model card: TRL would put one beside each checkpoint."""
 
@@ -202,7 +220,7 @@ class RunTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
             ranks.barrier()
         if self.is_local_process_zero():
-            self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, took())
+            self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, took(), self.best)
 
     def finish_sealing(self) -> None:
         """Wait until the newest checkpoint is sealed. Raises the error of its sealing, once."""
@@ -210,7 +228,7 @@ class RunTrainer(SFTTrainer):
         if sealing is not None:
             sealing.result()
 
-    def _seal(self, folder: Path, step: int, save_s: float) -> None:
+    def _seal(self, folder: Path, step: int, save_s: float, best: Evaluated | None) -> None:
         began = time.perf_counter()
         with self._or_nothing(step):
             target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
@@ -218,7 +236,7 @@ class RunTrainer(SFTTrainer):
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
             path = target.relative_to(self.run.path).as_posix()
             self.events.emit(Checkpoint(step=step, path=path, bytes=size, save_s=save_s, seal_s=seal_s))
-        rotate(self.run.checkpoints, self.plan.settings.save_total_limit)
+        rotate(self.run.checkpoints, self.plan.settings.save_total_limit, best.step if best else None)
 
     @contextlib.contextmanager
     def _or_nothing(self, step: int) -> Iterator[None]:

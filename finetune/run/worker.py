@@ -6,7 +6,6 @@ Exit status: 0 finished, 3 card can't be used, 5 out of memory, 6 diverged, 7 di
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 import traceback
@@ -21,15 +20,16 @@ from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.model.weights import weights_fingerprint
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
+from finetune.run.best import in_words, save_result
 from finetune.run.card import kernel_problem, limit_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import facts_differ, newest_verified, write_manifest
+from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import start_recording, write_snapshot
 from finetune.run.trackers import Trackers
-from finetune.system import outlive_terminal, rename, take_lock
+from finetune.system import outlive_terminal, take_lock
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -106,16 +106,16 @@ class Worker:
         if callback.diverged:
             raise Diverged(callback.diverged, self._after_divergence())
         step = trainer.state.global_step
-        if self.stop.signal is not None and step < trainer.state.max_steps:
+        if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"stopped at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
             code = 128 + self.stop.signal
             self.events.emit(events.State(state="stopped", message=message, exit_code=code))
             return code
         self.phase = "save"
-        self._save_adapter(trainer)
+        message = self._save_result(trainer, callback.stopped_early)
         if self.rank.is_local_rank_0:
             self._check_forecast()
-        self.events.emit(events.State(state="finished", message=f"adapter in {self.run.adapter}", exit_code=0))
+        self.events.emit(events.State(state="finished", message=message, exit_code=0))
         return 0
 
     def _check_forecast(self) -> None:
@@ -222,24 +222,14 @@ class Worker:
         if not self.plan.card.is_cpu:
             cuda.release_cached()
 
-    def _save_adapter(self, trainer: Any) -> None:
-        """Save the adapter atomically: write to a hidden folder, then rename it."""
-        building = self.run.path / ".adapter"
-        if self.rank.is_local_rank_0:
-            shutil.rmtree(building, ignore_errors=True)
-        ranks.barrier()
-        if self.plan.settings.launch.strategy != "ddp":  # sharded: all ranks take part
-            trainer.save_model(str(building))
-        if not self.rank.is_local_rank_0:
-            return
-        if self.plan.settings.launch.strategy == "ddp":
-            trainer.model.save_pretrained(str(building), safe_serialization=True)
-        (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
-        trainer.processing_class.save_pretrained(str(building))
-        shutil.copy(self.run.plan, building / "plan.json")
-        write_manifest(building, {})
-        shutil.rmtree(self.run.adapter, ignore_errors=True)
-        rename(building, self.run.adapter)
+    def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
+        """Save the adapter of the best and, if another, of the last step; returns the run's last message."""
+        result = save_result(trainer, self.run)
+        if result is None:
+            return ""
+        self.events.emit(result)
+        text = in_words(result, self.run, trainer.state.max_steps)
+        return f"{stopped_early}; {text}" if stopped_early else text
 
     def _after_divergence(self) -> str:
         good, _ = newest_verified(self.run.checkpoints)

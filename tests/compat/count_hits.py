@@ -77,8 +77,9 @@ def dry_runs():
         settings = plainest(recipe_from({**RESOLVED, **kind}))
         assert dry_run(small, settings, micro_batch=1, tokens=128, capability=(7, 5)).allocated_bytes > 0
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    settings = plainest(recipe_from({**RESOLVED, "dtype": "float16"}))
-    assert dry_run({**small, **experts}, settings, micro_batch=1, tokens=128, capability=(7, 5)).allocated_bytes > 0
+    for kind in ({"dtype": "float16"}, {"dtype": "float16", "load_in_4bit": True}):
+        settings = plainest(recipe_from({**RESOLVED, **kind}))
+        assert dry_run({**small, **experts}, settings, micro_batch=1, tokens=128, capability=(7, 5)).allocated_bytes > 0
 
 
 CHECKPOINT = "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func"

@@ -56,7 +56,18 @@ def build_tokenizer(template: str | None = CHATML, *, extra: tuple[str, ...] = (
 def recipe(path, **settings):
     """A recipe for `path`; settings of the dataset are those the dataset has."""
     dataset = {"path": path}
-    for name in ("eval_path", "format", "columns", "on_bad_rows", "test_split_size", "max_rows", "split", "eval_split", "name"):
+    for name in (
+        "eval_path",
+        "format",
+        "columns",
+        "ignore_columns",
+        "on_bad_rows",
+        "test_split_size",
+        "max_rows",
+        "split",
+        "eval_split",
+        "name",
+    ):
         if name in settings:
             dataset[name] = settings.pop(name)
     return recipe_from({"model_name_or_path": "tiny", "dataset": dataset, **settings})

@@ -96,9 +96,11 @@ def test_bad_rows_stop_everything_by_default_and_say_how_to_skip_them(write):
     with pytest.raises(DataError) as error:
         prepare(recipe(path), build_tokenizer(), max_length=None)
     assert error.value.exit_code == 4
-    assert len(error.value.problems) == 21
-    assert error.value.problems[0] == f"{path}, row 2: messages: has no assistant turn; there is nothing to train on"
-    assert error.value.problems[-1] == "... 33 rows in all: 30 x messages has no assistant turn, 3 x messages is empty"
+    assert error.value.problems == [
+        "33 of 34 row(s) can't be trained on:",
+        f"  30 x messages: has no assistant turn; there is nothing to train on ({path}, row 2, 3, 4, ...)",
+        f"  3 x messages: is empty ({path}, row 32, 33, 34)",
+    ]
     assert "on_bad_rows: skip" in error.value.fix
 
 

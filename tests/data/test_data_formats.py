@@ -84,7 +84,7 @@ def test_tool_calls_and_tools_are_kept(write):
     example = only(examples_of(write("rows.jsonl", [{"messages": turns, "tools": json.dumps([{"name": "track"}])}])))
     assert example.answers == (1, 3)
     assert example.messages[1]["tool_calls"] == [call]
-    assert example.tools == ({"name": "track"},)
+    assert example.tools == ({"type": "function", "function": {"name": "track"}},)
 
 
 def test_columns_are_mapped_to_the_fields_of_a_format(write):
@@ -118,11 +118,20 @@ def test_a_named_format_settles_columns_that_fit_two(write):
 
 
 def test_unknown_columns_are_listed_with_the_formats_and_a_mapping_to_paste(write):
-    with pytest.raises(DataError, match="question, answer") as error:
-        examples_of(write("rows.jsonl", [{"question": "a", "answer": "b"}]))
-    assert "format: prompt_completion, columns: {prompt: question, completion: answer}" in error.value.fix
+    with pytest.raises(DataError, match="conversation, id") as error:
+        examples_of(write("rows.jsonl", [{"conversation": [], "id": 1}]))
+    assert "format: sharegpt, columns: {conversations: conversation}" in error.value.fix
     for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "text"):
         assert f"{name}:" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "columns", ["question,answer", "query,response", "question,response", "prompt,response", "instruction,response"]
+)
+def test_a_question_and_its_answer_under_usual_names_are_a_conversation(write, columns):
+    rows = examples_of(write("rows.csv", f"{columns},id\nWhere is my tea?,On its way.,7\n"))
+    assert (rows.format, rows.columns) == ("alpaca", dict(zip(("instruction", "output"), columns.split(","), strict=True)))
+    assert only(rows).messages == MESSAGES
 
 
 def test_a_mapping_to_a_column_that_is_not_there_names_those_that_are(write):
@@ -153,7 +162,8 @@ def test_parquet_conversations_of_different_shapes_lose_their_empty_fields(tmp_p
     ]
     parquet.write_table(pa.Table.from_pylist([{"messages": turns}]), tmp_path / "rows.parquet")
     example = only(examples_of(str(tmp_path / "rows.parquet")))
-    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "track"}]}
+    call = {"type": "function", "function": {"name": "track", "arguments": {}}}
+    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def test_several_files_are_read_in_order_each_in_its_own_format(write):
@@ -176,3 +186,35 @@ def test_max_rows_reads_only_the_first_rows_over_all_files(write):
     rows = examples_of(paths, max_rows=4)
     assert rows.read == 4
     assert [example.text for example in rows.examples] == ["a0", "a1", "a2", "b0"]
+
+
+def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_examples(write, tmp_path):
+    import gzip
+
+    rows = [{"prompt": f"Frage {n}", "completion": f"ü {n}"} for n in range(4)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    table = "prompt\tcompletion\n" + "".join("\t".join(row.values()) + "\n" for row in rows)
+    (tmp_path / "folder").mkdir()
+    (
+        write("folder/a.jsonl", rows[:2]),
+        write("folder/b.jsonl", rows[2:]),
+        write("folder/README.md", "about"),
+        write("folder/LICENSE.txt", "x"),
+    )
+    ways = [str(tmp_path / "folder"), str(tmp_path / "folder" / "*.jsonl"), write("c.ndjson", lines), write("d.tsv", table)]
+    ways += [write("e.jsonl.gz", gzip.compress(lines.encode())), write("f.json.gz", gzip.compress(json.dumps(rows).encode()))]
+    ways += [write("g.csv.gz", gzip.compress(table.encode()))]
+    for way in ways:
+        assert [example.content() for example in examples_of(way).examples] == rows, way
+    text = examples_of(write("h.txt", "One line.\n\nAnother.\n"))
+    assert [(example.row, example.text) for example in text.examples] == [(1, "One line."), (3, "Another.")]
+
+
+def test_splits_in_one_file_and_damaged_gzip_are_refused_by_name(write):
+    rows = [{"prompt": "a", "completion": "b"}]
+    with pytest.raises(DataError, match="has the splits train, test in one file"):
+        examples_of(write("a.json", json.dumps({"train": rows, "test": rows})))
+    with pytest.raises(DataError, match="can't be read"):
+        examples_of(write("b.jsonl.gz", b"\x1f\x8b not gzip"))
+    with pytest.raises(DataError, match="there is no such file"):
+        examples_of("nowhere/*.jsonl")

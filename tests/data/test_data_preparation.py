@@ -99,7 +99,9 @@ def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write
     prepared = prepare(recipe(train, eval_path=held), tokenizer, max_length=None)
     assert (prepared.report.rows_used, prepared.report.duplicate_rows) == (4, 1)
     assert any("1 row(s) are duplicates" in warning for warning in prepared.report.warnings)
-    assert any("1 held-out row(s) have the prompt of a training row" in warning for warning in prepared.report.warnings)
+    assert any(
+        "1 row(s) that are held out have the prompt of a training row" in warning for warning in prepared.report.warnings
+    )
 
 
 def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):
@@ -115,7 +117,7 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write):
     first, again, other = read_examples(dataset, 1), read_examples(dataset, 1), read_examples(dataset, 2)
     assert len(first.eval.examples) == 10 and first.train.held_out == 10
     assert [e.row for e in first.eval.examples] == [e.row for e in again.eval.examples] != [e.row for e in other.eval.examples]
-    assert first.shared == 0
+    assert first.shared == []
     assert len(read_examples(recipe(path, test_split_size=4).dataset).eval.examples) == 4
 
 

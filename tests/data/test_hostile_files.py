@@ -115,7 +115,7 @@ def test_a_file_of_another_kind_is_recognised(write):
     assert "is a zip or Excel file" in problem(write("rows.csv", b"PK\x03\x04 and so on"))
     assert "can't be read as Parquet" in problem(write("rows.parquet", GOOD))
     assert "only zero bytes" in problem(write("rows.jsonl", bytes(4096)))
-    assert "ends in .txt, which is not supported" in problem(write("rows.txt", "a"))
+    assert "ends in .xlsx, which is not supported" in problem(write("rows.xlsx", "a"))
     assert "has no extension" in problem(write("rows", "a"))
 
 
@@ -126,10 +126,13 @@ def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):
     assert "There is no folder" in problem(str(tmp_path / "no" / "rows.jsonl"))
 
 
-def test_a_directory_lists_the_files_in_it(write, tmp_path):
-    assert "there are none" in problem(str(tmp_path))
-    write("rows.jsonl", GOOD)
-    assert "is a directory" in problem(str(tmp_path)) and "rows.jsonl" in problem(str(tmp_path))
+def test_a_directory_without_data_is_named_with_what_it_has(write, tmp_path):
+    assert "it has nothing" in problem(str(tmp_path))
+    write("notes.md", "about")
+    write("dataset_info.json", "{}")
+    assert "is a directory without data files" in problem(str(tmp_path)) and "notes.md" in problem(str(tmp_path))
+    write("state.json", "{}")
+    assert "was written by save_to_disk" in problem(str(tmp_path)) and "to_parquet" in problem(str(tmp_path))
 
 
 def test_links_that_lead_in_a_circle_pipes_and_impossible_names_are_errors(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.evaluate.score import _loss, batches
+from finetune.evaluate.score import _losses, batches
 
 
 @settings(deadline=None)
@@ -20,17 +20,17 @@ def test_every_row_is_in_one_batch_that_is_not_too_large(lengths, most):
     assert all(len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= most for batch in made)
 
 
-def test_the_loss_of_a_batch_is_that_of_its_rows():
+def test_the_losses_of_a_batch_are_those_of_its_rows():
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     ids = [torch.randint(0, 64, (length,)).tolist() for length in (5, 90, 17, 17, 2, 400, 600)]
     labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
-    losses = [
-        torch.nn.functional.cross_entropy(model(torch.tensor([row])).logits[0, :-1], torch.tensor(wanted[1:]), reduction="sum")
-        for row, wanted in zip(ids, labels, strict=True)
-    ]
-    count = sum(label != -100 for wanted in labels for label in wanted[1:])
+    losses, counts = [], [sum(label != -100 for label in wanted[1:]) for wanted in labels]
+    for row, wanted in zip(ids, labels, strict=True):
+        logits = model(torch.tensor([row])).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(wanted[1:])).item())
     answerer = SimpleNamespace(model=model, device="cpu")
     rows = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    assert _loss(answerer, rows, None) == pytest.approx(sum(loss.item() for loss in losses) / count, rel=1e-5)
+    found, tokens = _losses(answerer, rows, None)
+    assert found == pytest.approx(losses, rel=1e-5) and tokens == counts

@@ -210,9 +210,10 @@ def test_the_whole_card_is_an_interval_around_allocated_and_context():
     assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
     assert forecast.peak_high_bytes > forecast.allocated_bytes + CARD.context_bytes + CARD.context_uncertainty_bytes
     assert forecast.parts == run().parts and forecast.versions and "layers" in forecast.method
-    assert (
-        forecast.host_bytes > 0 and forecast.disk_bytes == 10 * forecast.parts["adapters"] + 2 * run().parameters
-    )  # 3 x (fp32 adapter + two moments), adapter, merged
+    adapter, merged = forecast.parts["adapters"], 2 * run().parameters
+    assert forecast.host_bytes > 0 and forecast.disk_bytes == 14 * adapter + merged  # 4 x (fp32, moments), 2 adapters
+    plain = make_forecast(config_values(num_hidden_layers=3), settings(eval_steps=0), CARD, tokens=128)
+    assert plain.disk_bytes == 10 * adapter + merged  # no best checkpoint and adapter beside the last
 
 
 def test_a_cpu_has_no_reserve_and_no_cuda_context():
@@ -226,7 +227,7 @@ def test_data_parallel_training_keeps_buckets_of_the_gradients():
     values = config_values(num_hidden_layers=2)
     many = settings(launch={"num_processes": 2})
     one, two = (make_forecast(values, recipe, CARD, tokens=64) for recipe in (settings(), many))
-    assert two.reserved_bytes - one.reserved_bytes == pytest.approx(1.02 * one.parts["adapters"], abs=2)
+    assert two.peak_low_bytes - one.peak_low_bytes == pytest.approx(0.98 * one.parts["adapters"], abs=2)
 
 
 def test_where_segments_expand():

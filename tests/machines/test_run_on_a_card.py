@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
 from recorded_card import RESERVED, RecordedCard
 
 from finetune.card import find_card, measured_context
-from finetune.errors import CardError
+from finetune.cli.evaluate import chat_with, show_scores
+from finetune.errors import CardError, RecipeError
 from finetune.events import ForecastCheck, RunWarning, Step, read_events
 from finetune.plan.plan import read_plan
 from finetune.recipe import load_recipe
@@ -126,6 +128,16 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
     assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
 
 
+@pytest.mark.parametrize("command", [show_scores, partial(chat_with, base=False, prompt="", system=None, max_new_tokens=1)])
+def test_eval_and_chat_use_the_card_that_the_run_was_planned_for(machine, make_run, command):
+    machine("two-3090", CUDA_VISIBLE_DEVICES=f"{DESKTOP},{OTHER}", CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    run = make_run("dataset.test_split_size=4")
+    more = {"rows": None} if command is show_scores else {}
+    with pytest.raises(RecipeError, match="no adapter"):  # but the process has opened no card yet
+        command(str(run.path), as_json=True, **more)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == OTHER
+
+
 def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monkeypatch):
     machine("two-3090")
     plan = read_plan(make_run().plan)
@@ -194,6 +206,17 @@ def test_a_card_that_others_have_filled_since_is_a_warning_and_under_wsl_the_lim
     assert recorded.limit_bytes() == pytest.approx(2 * GIB)
 
 
+def test_a_context_larger_than_planned_is_not_called_others_memory(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    wanted, unsure = plan.budget_bytes - plan.card.context_bytes, plan.card.context_uncertainty_bytes
+    assert unsure > 0
+    card(plan, free_bytes=wanted - unsure)
+    assert limit_card(plan) == ""
+    card(plan, free_bytes=wanted - unsure - 1)
+    assert "by its plan the run may take" in limit_card(plan)
+
+
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
     held, context = 3000 * MIB, 300 * MIB
     used = f"used_mib = {(held + RESERVED + context) // MIB}"
@@ -243,6 +266,9 @@ def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine
     with pytest.raises(CardError, match="no memory for a CUDA context") as refused:
         open_card(plan, 0)
     assert "(pid 1) 1.07 GiB" in refused.value.fix
+    card(plan, broken={"open_card": AssertionError()})
+    with pytest.raises(CardError, match="can't be used: AssertionError"):
+        open_card(plan, 0)
 
 
 def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):

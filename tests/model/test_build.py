@@ -185,7 +185,7 @@ def test_attention_that_the_model_lacks_says_what_to_type():
     assert configuration.default_attention(TINY) == "sdpa"
 
 
-@pytest.mark.parametrize("method", ["gptq", "mxfp4"])
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
 def test_a_checkpoint_in_another_quantisation_is_refused_for_4bit(method):
     recipe = settings(load_in_4bit=True)
     config = config_from({**TINY, "quantization_config": {"quant_method": method}}, recipe)

@@ -17,8 +17,8 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "
 
 
 def size_in(name):
-    """Billions in a hub id, such as 8B, 1_6b or 8x7B; None when it has none."""
-    found = re.search(r"(?:(\d+)x)?(\d+(?:[._]\d+)?)([bm])(?![a-z])", name.lower().rpartition("/")[2])
+    """Billions in a hub id, such as 8B, 1_6b or 8x7B; None when it has none, or an effective one (E2B)."""
+    found = re.search(r"(?<!e)(?:(\d+)x)?(\d+(?:[._]\d+)?)([bm])(?![a-z])", name.lower().rpartition("/")[2])
     if not found:
         return None
     return float(found[1] or 1) * float(found[2].replace("_", ".")) / (1000 if found[3] == "m" else 1)

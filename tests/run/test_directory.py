@@ -81,7 +81,7 @@ def test_a_run_whose_process_is_gone_is_lost_and_says_how_to_resume(run):
 
 def test_a_reused_process_id_does_not_count_as_alive(run):
     EventWriter(run.events).emit(State(state="running"))
-    write_json(run.process, {"worker": {**process_record(os.getpid()), "started_s": 12345.0}})
+    write_json(run.process, {"worker": {"pid": os.getpid(), "started_s": 12345.0, "started_ticks": 12345}})
     assert not is_alive(run) and read_state(run).state == "lost"
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 from finetune.files import cache_dir
 from finetune.run.card_queue import Queue, card_queue
@@ -28,6 +29,14 @@ def test_runs_wait_in_order_and_the_next_goes_on_when_one_leaves(tmp_path):
     assert mine.ahead() == []
 
 
+def test_a_clock_that_was_set_back_puts_nobody_before_a_running_run(tmp_path, monkeypatch):
+    first, mine = other(tmp_path, "/first"), Queue(tmp_path, CARD)
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    mine.join(tmp_path / "mine")
+    assert mine.ahead() == ["/first"]
+    first.kill(), first.wait()
+
+
 def test_a_ticket_of_a_dead_process_is_removed(tmp_path):
     (tmp_path / "0-1.json").write_text('{"pid": 4194301, "started_s": 1.0, "run": "/dead"}')
     (tmp_path / "1-1.json").write_text("{half")
@@ -48,9 +57,9 @@ def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
 def test_leaving_frees_the_place(tmp_path):
     queue = Queue(tmp_path, CARD)
     queue.join(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.json"))) == 1
     queue.leave()
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_the_queue_stands_in_the_cache_folder_that_everything_else_uses(tmp_path, monkeypatch):

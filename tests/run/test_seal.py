@@ -86,6 +86,13 @@ def test_rotation_keeps_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-30"]
 
 
+def test_rotation_keeps_the_best_beside_the_newest(tmp_path):
+    for step in (10, 20, 30, 40):
+        sealed(tmp_path, step)
+    assert [path.name for path in rotate(tmp_path, keep=1, best=20)] == ["checkpoint-30", "checkpoint-10"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-40"]
+
+
 def test_rotation_never_removes_the_only_good_one(tmp_path):
     sealed(tmp_path, 10)
     flip_one_bit(sealed(tmp_path, 20) / "optimizer.pt")

@@ -28,6 +28,7 @@ FLIPS = {
     "seed": ((), "7"), "optim": ((), "adafactor"), "activation_checkpointing": (("activation_checkpointing=false",), "true"),
     "int8_activations": ((), "true"), "memory_budget": ((), "1GiB"), "eval_steps": ((), "1"), "save_steps": ((), "1"),
     "loss_spike_factor": ((), "50"), "record_memory_history": ((), "true"), "save_total_limit": ((), "1"),
+    "early_stopping_patience": (("eval_steps=1", "max_steps=3"), "1"),
     "per_device_eval_batch_size": (("eval_steps=1",), "1"), "dataset.max_rows": ((), "6"),
     "dataset.test_split_size": (("dataset.eval_path=null",), "2"),
 }  # fmt: skip

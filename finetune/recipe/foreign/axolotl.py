@@ -82,7 +82,7 @@ KEYS: dict[str, Rule] = {
     "eval_table_max_new_tokens": PLACES,
     "save_first_step": PLACES, "do_causal_lm_eval": PLACES, "eval_causal_lm_metrics": PLACES, "do_bench_eval": PLACES,
     "gc_steps": MEMORY,
-    "early_stopping_patience": Refuse("the run goes on to its end"),
+    "early_stopping_patience": Keep("early_stopping_patience"),
     "loss_watchdog_threshold": Ignore("a run that diverges is stopped"),
     "loss_watchdog_patience": Ignore("a run that diverges is stopped"),
     "bfloat16": Read(), "float16": Read(), "fp8": NOT_TRAINED, "float32": Refuse("set dtype=float32", lifted_by="dtype"),

@@ -67,7 +67,7 @@ KEYS: dict[str, Rule] = {
     "freeze_vision_tower": _IMAGES, "freeze_multi_modal_projector": _IMAGES, "freeze_language_model": NOT_TRAINED,
     "pref_beta": PREFERENCE, "pref_ftx": PREFERENCE, "pref_loss": PREFERENCE, "ref_model": PREFERENCE,
     "reward_model": PREFERENCE,
-    "disable_shuffling": Refuse("rows are shuffled"), "early_stopping_steps": Refuse("the run goes on to its end"),
+    "disable_shuffling": Refuse("rows are shuffled"), "early_stopping_steps": Keep("early_stopping_patience"),
     "compute_accuracy": Ignore("`finetune eval` scores"),
     "include_effective_tokens_per_second": Ignore("tokens per second are always shown"),
     "use_swanlab": TRACKERS, "swanlab_project": TRACKERS, "swanlab_run_name": TRACKERS, "swanlab_mode": TRACKERS,

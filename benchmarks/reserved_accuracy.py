@@ -1,0 +1,229 @@
+"""Error of the replayed caching allocator against allocated and reserved memory that others measured.
+
+    python benchmarks/reserved_accuracy.py [CSV] [--json]
+
+Takes the rows of `forecast_accuracy.py` that have both metrics: fitcheck-llm's loop on a Tesla T4, with torch's default
+allocator (no expandable segments). Two optimizer steps are recorded on fake tensors of a few layers, their events repeated for
+the other layers, and replayed after what loading allocates. As in the measured program, peaks are those of the second step.
+No constant is fitted to these rows. What differs from run to run, the order in which transformers 5.0's loading threads finish,
+is not replayed: tensors are loaded one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+import forecast_accuracy as accuracy
+from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.compat.torch import backward
+from finetune.compat.transformers import keys_repeated, without_packing_detection
+from finetune.forecast.caching_allocator import CachingAllocator
+from finetune.forecast.card_semantics import card_semantics
+from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
+from finetune.forecast.fake_model import materialise
+from finetune.forecast.reserved import Player
+from finetune.forecast.rules import cublas_workspace_bytes, rules_for
+from finetune.forecast.simulate import garbage_collection_paused, observe
+from finetune.forecast.trace import RELEASED, Event, Trace
+from finetune.forecast.tracker import StorageTracker
+from finetune.model.build import build_on_meta, config_from
+from finetune.recipe import recipe_from
+from finetune.units import MIB
+
+#: What the driver can hand out: the T4's visible memory less the context that was measured.
+T4_LIMIT = round((14912 - 140.875) * MIB)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A row with both metrics, in bytes."""
+
+    row: accuracy.Row
+    reserved_bytes: float
+
+
+def read_rows(path: Path) -> list[Measured]:
+    """The rows of `forecast_accuracy` of which reserved memory was measured, too."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reserved = {
+            values["url_or_path"]: float(values["peak_gb"]) * accuracy.UNITS[values["gb_or_gib"]]
+            for values in csv.DictReader(file)
+            if values["metric"] == "reserved" and values["peak_gb"]
+        }
+    return [Measured(row, reserved[row.source]) for row in accuracy.read_rows(path) if row.source in reserved]
+
+
+def replayed(row: accuracy.Row) -> CachingAllocator:
+    """The allocator after the row's run on a T4; its peaks are those of the second step."""
+    config = config_from(
+        accuracy.model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"})
+    )
+    trace = _steps(row, config)
+    allocator = CachingAllocator(expandable=False, limit=T4_LIMIT)
+    player = Player(allocator, trace.kept)
+    player.play([(-2 - number, size) for number, size in _loading(row, config)])
+    player.play(trace.parts["step 0"])
+    allocator.reset_peaks()
+    player.play(trace.parts["step 1"])
+    return allocator
+
+
+def _steps(row: accuracy.Row, config: PretrainedConfig) -> Trace:
+    """Two steps of the measured loop. Activations that are kept differ in the first layer, whose input needs no gradient."""
+    depth = plan_depth(layer_kinds(config), 1, int(not row.checkpointing))
+    tracker = StorageTracker(rules_for(accuracy.T4), workspace_bytes=cublas_workspace_bytes(accuracy.T4))
+    with garbage_collection_paused():
+        model = accuracy.model_of(row, at_depth(config, depth.run))
+        observe(model, tracker)
+        with ExitStack() as stack:
+            stack.enter_context(own_quantisation_maps())
+            stack.enter_context(card_semantics(0))
+            stack.enter_context(keys_repeated())
+            stack.enter_context(without_packing_detection())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(tracker)
+            materialise(model, tracker, dtype=torch.float16)
+            model.train()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trained, foreach=True)
+            ids = torch.zeros((row.micro_batch, row.tokens), dtype=torch.long)
+            for number in range(2):
+                _step(model, optimizer, ids, tracker, f"step {number}")
+        trace = tracker.recording.trace(depth)
+        del model
+    return trace
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, tracker: StorageTracker, name: str) -> None:
+    tracker.recording.begin(name)
+    optimizer.zero_grad(set_to_none=True)
+    tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+    outputs = model(input_ids=ids, labels=ids)
+    tracker.phase, tracker.part, tracker.layer = "loss backward", "loss", None
+    backward(outputs.loss)
+    tracker.phase, tracker.layer = "optimizer", None
+    optimizer.step()
+    del outputs
+
+
+def _loading(row: accuracy.Row, config: PretrainedConfig) -> Iterator[Event]:
+    """What the measured program allocates before its first step, in order."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)
+    attention = "eager" if row.eager else "sdpa"
+    base = build_on_meta(config, quantization if row.four_bit else None, dtype=torch.float16, attention=attention)
+    adapters = [
+        parameter.numel()
+        for _, module in accuracy.model_of(row, config).named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "lora_B")
+        for parameter in (*module.lora_A.parameters(), *module.lora_B.parameters())
+    ]
+    numbers = _Numbers()
+    yield from _load_4bit(base, numbers) if row.four_bit else _load_16bit(base, numbers)
+    # PEFT makes adapters in the base's dtype, then casts them to fp32; beside 4-bit weights they are fp32 from the start.
+    made = [(numbers(), elements) for elements in adapters]
+    yield from ((number, elements * (4 if row.four_bit else 2)) for number, elements in made)
+    if not row.four_bit:
+        for number, elements in made:
+            yield numbers(), 4 * elements
+            yield number, RELEASED
+    yield numbers(), row.micro_batch * row.tokens * 8
+
+
+class _Numbers:
+    def __init__(self) -> None:
+        self._last = -1
+
+    def __call__(self) -> int:
+        self._last += 1
+        return self._last
+
+
+def _load_16bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
+    """`model.cuda()`: one tensor after another, in the order of `nn.Module._apply`, children first."""
+    seen: set[int] = set()
+
+    def tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+        for child in module.children():
+            yield from tensors(child)
+        yield from (value for value in (*module._parameters.values(), *module._buffers.values()) if value is not None)
+
+    for value in tensors(base):
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield numbers(), value.nbytes
+
+
+def _load_4bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
+    """transformers with a device map: a block as large as the model (caching_allocator_warmup), freed at once; each tensor in
+    16 bit, in the natural order of names, quantised by bitsandbytes; `prepare_model_for_kbit_training` casts the rest to fp32.
+    """
+    parameters = {name: value for name, value in base.named_parameters() if value is not None}
+    packed = {name for name, value in parameters.items() if type(value).__name__ == "Params4bit"}
+    buffers = [buffer.nbytes for buffer in base.buffers()]
+    counts = {name: value.numel() for name, value in parameters.items()}
+    whole = sum(count // 2 if name in packed else 2 * count for name, count in counts.items()) + sum(buffers)
+    warm_up = numbers()
+    yield warm_up, whole // 2 * 2
+    yield warm_up, RELEASED
+    halves = {}
+    for name in sorted(counts, key=_natural):
+        halves[name], count = numbers(), counts[name]
+        yield halves[name], 2 * count
+        if name in packed:  # scales of 64 values each, codes, and the code book
+            for size in (-(-count // 64) * 4, (count + 1) // 2, 64):
+                yield numbers(), size
+            yield halves[name], RELEASED
+    for size in buffers:
+        yield numbers(), size
+    for name, count in counts.items():
+        if name not in packed:
+            yield numbers(), 4 * count
+            yield halves[name], RELEASED
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def main() -> int:
+    """Print both metrics of every row beside the replay's, then mean and worst errors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", nargs="?", type=Path, default=accuracy.REFERENCE / "measured_memory.csv")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each row, and one with the summary")
+    arguments = parser.parse_args()
+    rows = read_rows(arguments.csv)
+    if not rows:
+        print(f"{arguments.csv} has no tier-A row of fitcheck-llm with both metrics", file=sys.stderr)
+        return 1
+    allocated, reserved = [], []
+    for measured in rows:
+        run, row = replayed(measured.row), measured.row
+        allocated.append(run.peak_allocated / row.measured_bytes - 1)
+        reserved.append(run.peak_reserved / measured.reserved_bytes - 1)
+        line = {"row": row.source, "allocated_bytes": run.peak_allocated, "allocated_error": allocated[-1],
+                "reserved_bytes": run.peak_reserved, "reserved_error": reserved[-1], "retries": run.retries}  # fmt: skip
+        both = f"allocated {run.peak_allocated / 2**30:7.3f} GiB {allocated[-1]:+.2%}"
+        both += f"  reserved {run.peak_reserved / 2**30:7.3f} GiB {reserved[-1]:+.2%}"
+        print(json.dumps(line) if arguments.json else f"{row}  {both}", flush=True)
+    summary = {
+        name: {"mean_absolute_error": sum(map(abs, errors)) / len(errors), "worst_error": max(errors, key=abs)}
+        for name, errors in (("allocated", allocated), ("reserved", reserved))
+    }
+    print(json.dumps({"rows": len(rows), **summary}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""torch's CUDA caching allocator as a program without a card: what a sequence of allocations and releases makes it reserve.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, as of torch 2.7 (the version that was read);
+the sizes are those of c10/core/AllocatorConfig.h in torch 2.13. Names of its functions stand beside each rule. Two things are
+not in that file: addresses of new segments descend, as the driver hands them out (it only decides between free blocks of equal
+size), and frees take effect at once, as they do for tensors that are used on one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from finetune.units import GIB, MIB
+
+#: kMinBlockSize: requests are rounded up to multiples of this (`round_size`).
+MIN_BLOCK = 512
+#: kSmallSize: requests up to this come from the small pool (`get_pool`), whose segments have kSmallBuffer bytes.
+SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
+#: kMinLargeAlloc: smaller ones share segments of `large_segment_size`; others are rounded up to kRoundLarge.
+LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+#: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
+_ADDRESSES = 1 << 45
+
+Stream = int
+
+
+class OutOfMemory(Exception):
+    """A request that is not met even after every cached block was freed."""
+
+    def __init__(self, requested: int, allocated: int, reserved: int) -> None:
+        super().__init__(f"{requested / GIB:.2f} GiB requested, {allocated / GIB:.2f} allocated, {reserved / GIB:.2f} reserved")
+        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+
+
+class Block:
+    """A piece of a segment: allocated, free, or address space without memory (`mapped` False)."""
+
+    __slots__ = ("address", "base", "free", "mapped", "next", "pool", "prev", "size")
+
+    def __init__(self, size: int, address: int, pool: Pool, base: int) -> None:
+        self.size, self.address, self.pool, self.base = size, address, pool, base
+        self.free = self.mapped = True
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+
+class Pool:
+    """Blocks of one stream and size class: `free` by size, then address (`BlockComparatorSize`), `unmapped` by address."""
+
+    __slots__ = ("free", "is_small", "unmapped")
+
+    def __init__(self, is_small: bool) -> None:
+        self.is_small = is_small
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        """Insert a free block, or one without memory."""
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Take a block out again."""
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+
+class CachingAllocator:
+    """One card's allocator. Requests have names, so that they can be released; all sizes are bytes.
+
+    `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
+    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed.
+    """
+
+    def __init__(self, *, expandable: bool, limit: int | None = None) -> None:
+        self.expandable, self.limit = expandable, limit
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        self.live: dict[int, Block | None] = {}
+        self.pools: dict[tuple[Stream, bool], Pool] = {}
+        self._lowest = 1 << 62  # address of the last segment
+
+    def reset_peaks(self) -> None:
+        """Peaks count from now on."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
+        """`malloc`: best fit among the stream's free blocks, else a new segment, else one after freeing what is cached.
+
+        Raises OutOfMemory.
+        """
+        if requested == 0:
+            self.live[name] = None
+            return
+        size = -(-requested // MIN_BLOCK) * MIN_BLOCK
+        small = size <= SMALL_REQUEST
+        pool = self.pools.get((stream, small))
+        if pool is None:
+            pool = self.pools[(stream, small)] = Pool(small)
+        block = self._best_fit(pool, size) or self._new_block(pool, size) or self._after_freeing_all(pool, size)
+        rest = block.size - size
+        if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_REQUEST:  # should_split
+            remaining = Block(rest, block.address + size, pool, block.base)
+            after = block.next
+            remaining.prev, remaining.next = block, after
+            if after is not None:
+                after.prev = remaining
+            block.next, block.size = remaining, size
+            insort(pool.free, (rest, remaining.address, remaining))
+        block.free = False
+        self.live[name] = block
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+
+    def release(self, name: int) -> None:
+        """`free_block`: the block joins its free neighbours in the pool."""
+        block = self.live.pop(name)
+        if block is None:
+            return
+        self.allocated -= block.size
+        block.free = True
+        self._merge(block)
+        insort(block.pool.free, (block.size, block.address, block))
+
+    def empty_cache(self) -> None:
+        """`release_cached_blocks`: free segments without an allocated block; of expandable ones, every whole free page."""
+        for pool in self.pools.values():
+            for _, _, block in list(pool.free):
+                if self.expandable:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """`get_free_block`: the smallest free block that is large enough. One that can grow counts as large as it can grow."""
+        free = pool.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
+            return None
+        if self.expandable:
+            room, following = _room(free[at][2]), at + 1
+            while following < len(free) and _room(free[following][2]) < room:
+                at, room, following = following, _room(free[following][2]), following + 1
+        block = free[at][2]
+        del free[at]
+        return block
+
+    def _after_freeing_all(self, pool: Pool, size: int) -> Block:
+        self.retries += 1
+        self.empty_cache()
+        block = self._new_block(pool, size)
+        if block is None:
+            raise OutOfMemory(size, self.allocated, self.reserved)
+        return block
+
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
+        """`alloc_block`: a new segment, or new pages of an expandable one. The limit is tested with a segment's size."""
+        segment = segment_bytes(size)
+        if self.limit is not None and self.reserved + segment > self.limit:
+            return None
+        if self.expandable:
+            return self._expanded(pool, size)
+        self._lowest -= segment
+        self._reserve(segment)
+        return Block(segment, self._lowest, pool, self._lowest)
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+
+    def _merge(self, block: Block) -> None:
+        """`try_merge_blocks` with both neighbours, which leave the pool; `block` is in no pool."""
+        before, after = block.prev, block.next
+        if before is not None and before.free and before.mapped is block.mapped:
+            before.pool.remove(before)
+            block.size += before.size
+            block.address, block.prev = before.address, before.prev
+            if block.prev is not None:
+                block.prev.next = block
+        if after is not None and after.free and after.mapped is block.mapped:
+            after.pool.remove(after)
+            block.size += after.size
+            block.next = after.next
+            if block.next is not None:
+                block.next.prev = block
+
+    def _expanded(self, pool: Pool, size: int) -> Block:
+        """`try_allocate_expandable_block`: memory for the lowest addresses at which free space of this size follows."""
+        block = self._growable(pool, size)
+        if not block.mapped:
+            self._map(block, min(block.size, size))
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            self._map(following, min(size - block.size, following.size))
+            block = following  # it has merged with the one before
+        pool.remove(block)
+        return block
+
+    def _growable(self, pool: Pool, size: int) -> Block:
+        """`find_expandable_block`: a free block beside space without memory, or a new segment."""
+        for _, space in pool.unmapped:
+            start = space.prev if space.prev is not None and space.prev.free else space
+            found, block = 0, start
+            while block is not None and block.free and found < size:
+                found, block = found + block.size, block.next  # type: ignore[assignment]
+            if found >= size:
+                return start
+        self._lowest -= _ADDRESSES
+        block = Block(_ADDRESSES, self._lowest, pool, self._lowest)
+        block.mapped = False
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> None:
+        """`map_block`: whole pages at the start of a block without memory; it then joins its free neighbours."""
+        page = _page(block.pool)
+        taken = min(-(-size // page) * page, block.size)
+        block.pool.remove(block)
+        if taken < block.size:
+            rest = Block(block.size - taken, block.address + taken, block.pool, block.base)
+            rest.mapped = False
+            _link(block, rest, block.next)
+            block.pool.add(rest)
+            block.size = taken
+        block.mapped = True
+        self._merge(block)
+        block.pool.add(block)
+        self._reserve(taken)
+
+    def _unmap(self, block: Block) -> None:
+        """`unmap_block`: return the whole pages inside a free block; what is left of it stays at either side."""
+        page, pool = _page(block.pool), block.pool
+        start = -(-(block.address - block.base) // page) * page + block.base
+        end = (block.address + block.size - block.base) // page * page + block.base
+        if start >= end:
+            return
+        pool.remove(block)
+        if start > block.address:
+            head = Block(start - block.address, block.address, pool, block.base)
+            _link(block.prev, head, block)
+            pool.add(head)
+        if end < block.address + block.size:
+            tail = Block(block.address + block.size - end, end, pool, block.base)
+            _link(block, tail, block.next)
+            pool.add(tail)
+        block.address, block.size, block.mapped = start, end - start, False
+        self.reserved -= block.size
+        self._merge(block)
+        pool.add(block)
+
+
+def segment_bytes(size: int) -> int:
+    """`get_allocation_size`: bytes of the segment that is asked of the driver for a request of `size` bytes."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND
+
+
+def _page(pool: Pool) -> int:
+    return SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
+
+
+def _room(block: Block) -> int:
+    following = block.next
+    return block.size if following is None or following.mapped else block.size + following.size
+
+
+def _link(before: Block | None, block: Block, after: Block | None) -> None:
+    block.prev, block.next = before, after
+    if before is not None:
+        before.next = block
+    if after is not None:
+        after.prev = block

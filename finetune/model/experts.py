@@ -1,0 +1,154 @@
+"""4-bit experts: a mixture's fused 3-D weights as NF4 codes, dequantised inside each grouped matmul, forward and backward.
+
+bitsandbytes quantises linear layers only. Autograd would keep the dequantised weights of every layer for backward; this
+matmul keeps the codes. An adapter of an expert is computed as two small grouped matmuls beside it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from finetune.compat.peft import adapt_packed_parameters
+from finetune.compat.transformers import grouped_experts, grouped_matmul, packing_quantiser, replace_grouped_linear
+
+#: Names of fused weights, as transformers' grouped matmul of experts reads them.
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+#: Names of the number of experts in configurations.
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Names that these weights had as layers of each expert -> the fused weight.
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+#: bitsandbytes' kernels count elements in 32 bits, and those of a CPU take whole blocks in each row.
+_MOST_ELEMENTS, _BLOCK = 2**31 - 1, 64
+#: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
+_ALIGNED = 8
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a configuration is of a mixture."""
+    return any(getattr(config, name, None) for name in EXPERT_COUNTS)
+
+
+def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Path, module and parameter name of each fused weight that can be 4-bit."""
+    for path, module in model.named_modules():
+        for name, weight in _of_experts(module):
+            if weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS and weight.shape[-1] % _BLOCK == 0:
+                yield path, module, name
+
+
+def _of_experts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The fused weights of a module that transformers' `use_experts_implementation` is applied to."""
+    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        for name in EXPERT_WEIGHTS:
+            weight = module._parameters.get(name)
+            if weight is not None:
+                yield name, weight
+
+
+def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str]) -> None:
+    """Make each fused weight of a model on meta one that is quantised when it is loaded.
+
+    `quantization`: the BitsAndBytesConfig. Modules named in `left_out` stay 16-bit.
+    """
+    from bitsandbytes.nn import Params4bit
+
+    replace_grouped_linear(_linear)
+    adapt_packed_parameters(logical_weight)
+    for path, module, name in list(packable_experts(model)):
+        if any(path == other or path.endswith(f".{other}") for other in left_out):
+            continue
+        weight = module._parameters[name]
+        module._parameters[name] = Params4bit(
+            weight.data,  # type: ignore[union-attr]
+            requires_grad=False,
+            compress_statistics=quantization.bnb_4bit_use_double_quant,
+            quant_type=quantization.bnb_4bit_quant_type,
+            quant_storage=quantization.bnb_4bit_quant_storage,
+        )
+        module.source_cls = type(module)  # type: ignore[assignment]  # read by transformers' quantising operation
+        module.forward = types.MethodType(grouped_experts(), module)
+
+
+def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
+    """Names of `target_modules` that are layers, and those that are fused weights of experts only: PEFT's target_parameters."""
+    layers = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    fused = {name for _, module in model.named_modules() for name, _ in _of_experts(module)} - layers
+    now = {name: name if name in fused else _FUSED.get(name, name) for name in names}
+    parameters = {name: now[name] for name in names if name not in layers and now[name] in fused}
+    return [name for name in names if name not in parameters], sorted(set(parameters.values()))
+
+
+def adapts_experts(model: Any) -> bool:
+    """Whether a PeftModel has adapters on experts."""
+    targets = model.peft_config["default"].target_parameters or ()
+    return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name in targets)
+
+
+def experts_quantiser() -> type:
+    """transformers' 4-bit quantiser, packing experts, too."""
+    return packing_quantiser(pack_experts)
+
+
+def logical_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A stand-in with the shape, dtype and device of the weight that was packed; any other weight itself."""
+    state = getattr(weight, "quant_state", None)
+    return weight if state is None else torch.empty(1, dtype=state.dtype, device=weight.device).expand(state.shape)
+
+
+def _linear(
+    inputs: torch.Tensor, weight: Any, offsets: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
+) -> torch.Tensor | None:
+    """The product of each expert's rows with its packed weight; None for a weight that is not packed.
+
+    `inputs`: (rows, in), sorted by expert; `offsets`: where each expert's rows end. The weight is (experts, out, in), or
+    (experts, in, out) when `is_transposed`.
+    """
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return None
+    inputs = inputs.to(state.dtype)
+    out = _PackedMatmul.apply(inputs, weight, state, offsets, is_transposed)
+    for low, high, scaling in getattr(weight, "low_rank", ()):
+        out = torch.add(out, _low_rank(inputs, low, high, offsets, state.shape[0]), alpha=scaling)
+    return out if bias is None else out + bias
+
+
+class _PackedMatmul(torch.autograd.Function):
+    """Keeps codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, codes: torch.Tensor, state: Any, offsets: torch.Tensor, is_transposed: bool
+    ) -> torch.Tensor:
+        ctx.codes, ctx.state, ctx.is_transposed = codes, state, is_transposed
+        ctx.save_for_backward(offsets)
+        weight = _dequantised(codes, state)
+        return grouped_matmul(inputs, weight if is_transposed else weight.transpose(-2, -1), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (offsets,) = ctx.saved_tensors
+        weight = _dequantised(ctx.codes, ctx.state)
+        weight = weight.transpose(-2, -1) if ctx.is_transposed else weight
+        return grouped_matmul(grad.contiguous(), weight, offsets), None, None, None, None
+
+
+def _dequantised(codes: torch.Tensor, state: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(codes.data, state)
+
+
+def _low_rank(inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
+    """The adapter's part: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
+    low = low.to(inputs.dtype).reshape(experts, -1, low.shape[-1])
+    high = high.to(inputs.dtype).reshape(high.shape[0], -1, experts).permute(2, 0, 1)
+    missing = -low.shape[1] % _ALIGNED
+    low, high = F.pad(low, (0, 0, 0, missing)), F.pad(high, (0, missing))
+    middle = grouped_matmul(inputs, low.transpose(-2, -1), offsets)
+    return grouped_matmul(middle, high.contiguous().transpose(-2, -1), offsets)

@@ -1,0 +1,136 @@
+"""The best step by held-out loss, and the folders in which a run's end leaves it and the last step.
+
+Both follow from the trainer's history, which every checkpoint is sealed with, so that a resumed run knows what it knew.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.distributed import ranks
+from finetune.events import Result, RunWarning
+from finetune.run.seal import verify, write_manifest
+from finetune.system import rename
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.run.directory import RunDirectory
+    from finetune.run.training import RunTrainer
+
+_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Held-out loss after a step; infinite when it was not a number."""
+
+    step: int
+    loss: float
+
+
+def evaluations(history: list[dict[str, Any]]) -> list[Evaluated]:
+    """The evaluations of a trainer's `log_history`, in order."""
+    found = [(entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry]
+    return [Evaluated(step, loss if math.isfinite(loss) else math.inf) for step, loss in found]
+
+
+def best_of(evaluated: list[Evaluated]) -> Evaluated | None:
+    """The lowest held-out loss, of equal ones the first; None when none is finite."""
+    return min((each for each in evaluated if each.loss < math.inf), key=lambda each: each.loss, default=None)
+
+
+def since_best(evaluated: list[Evaluated]) -> int:
+    """Evaluations after the best one."""
+    best = best_of(evaluated)
+    return len(evaluated) - (evaluated.index(best) + 1 if best else 0)
+
+
+def best_sealed(evaluated: list[Evaluated], checkpoints: Path) -> Evaluated | None:
+    """The best of the steps whose checkpoint is intact on every machine, as all ranks find it."""
+    for each in sorted(evaluated, key=lambda each: each.loss):
+        if each.loss < math.inf and ranks.all_reduce_min(int(not verify(checkpoints / f"checkpoint-{each.step}"))):
+            return each
+    return None
+
+
+def lost_best(step: int, problem: str) -> str:
+    """The warning that the best step's checkpoint can't be used."""
+    return f"step {step} had the lowest held-out loss, but checkpoint-{step} can't be used ({problem})"
+
+
+def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
+    """Write adapter/ with the best step and, where that is not the last one, adapter-last/; each is renamed when whole.
+
+    Without evaluations the last step is the result. All ranks call this; local rank 0 writes and returns what was written.
+    """
+    model: Any = trainer.model
+    step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
+    losses = {each.step: each.loss for each in evaluations(trainer.state.log_history)}
+    loss = {each: value for each, value in losses.items() if value < math.inf}
+    building = run.path / ".adapter"
+    if writes:
+        shutil.rmtree(building, ignore_errors=True)
+    ranks.barrier()
+    if trainer.plan.settings.launch.strategy != "ddp":  # sharded: all ranks take part
+        trainer.save_model(str(building))
+    if not writes:
+        return None
+    if trainer.plan.settings.launch.strategy == "ddp":
+        model.save_pretrained(str(building), safe_serialization=True)
+    best = _winner(trainer, run)
+    if best is None:
+        _finish(building, run.adapter, trainer, step, loss.get(step))
+        shutil.rmtree(run.last_adapter, ignore_errors=True)
+        return Result(step=step, path=run.adapter.name, eval_loss=loss.get(step), last_step=step)
+    _finish(building, run.last_adapter, trainer, step, loss.get(step))
+    shutil.copytree(run.last_adapter, building)
+    shutil.copyfile(run.checkpoints / f"checkpoint-{best.step}" / _WEIGHTS, building / _WEIGHTS)
+    _finish(building, run.adapter, trainer, best.step, best.loss)
+    return Result(
+        step=best.step, path=run.adapter.name, eval_loss=best.loss,
+        last_step=step, last_path=run.last_adapter.name, last_eval_loss=loss.get(step),
+    )  # fmt: skip
+
+
+def _winner(trainer: RunTrainer, run: RunDirectory) -> Evaluated | None:
+    """The best step when it is not the last one and its checkpoint is intact."""
+    best = trainer.best
+    if best is None or best.step == trainer.state.global_step:
+        return None
+    if problems := verify(run.checkpoints / f"checkpoint-{best.step}"):
+        trainer.events.emit(RunWarning(message=f"{lost_best(best.step, '; '.join(problems[:3]))}; the result is the last step"))
+        return None
+    return best
+
+
+def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
+    """Add tokenizer, plan and manifest, and put the folder into its place."""
+    (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
+    tokenizer: Any = trainer.processing_class
+    tokenizer.save_pretrained(str(building))
+    shutil.copy(trainer.run.plan, building / "plan.json")
+    write_manifest(building, {"step": step, "eval_loss": loss})
+    shutil.rmtree(target, ignore_errors=True)
+    rename(building, target)
+
+
+def in_words(result: Result, run: RunDirectory, total_steps: int) -> str:
+    """Which step the adapter is of, why, and where the last one's is."""
+    if result.last_path is None:
+        return f"adapter in {run.adapter}"
+    text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}"
+    if result.eval_loss is not None and result.last_eval_loss is not None:
+        rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
+        text += f"; since then held-out loss rose {_percent(rise)}"
+    return f"{text}. The last step's ({result.last_step}) is in {run.last_adapter}"
+
+
+def _percent(share: float) -> str:
+    """A share with the digits that matter; a multiple when it is large."""
+    if share >= 2:
+        return f"to {share + 1:.3g} times that" if math.isfinite(share) else "from zero"
+    return f"{share:.0%}".replace("%", " %") if share >= 0.01 else f"{share:.1%}".replace("%", " %")

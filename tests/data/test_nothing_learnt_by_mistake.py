@@ -1,0 +1,144 @@
+"""Files in the shapes of other tools: each is trained on as it is meant, or refused by the name of what it is."""
+
+import json
+
+import pytest
+from small_data import build_tokenizer, recipe, talk, trained_text
+
+from finetune.data import encode, prepare, read_examples
+from finetune.errors import DataError
+
+U, A = {"role": "user", "content": "Is <image> a tag?"}, {"role": "assistant", "content": "Yes."}
+ASK = [{"from": "human", "value": "Hi"}]
+GPT = {"from": "gpt", "value": "Hello"}
+DPO = "preference data .*DPO"
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"conversations": ASK, "chosen": GPT, "rejected": {"from": "gpt", "value": "Go."}}, DPO),
+        ({"prompt": "Hi", "chosen": "Hello", "rejected": "Go."}, DPO),
+        ({"chosen": [U, A], "rejected": [U, A], "score_chosen": 4.0}, DPO),
+        ({"instruction": "Hi", "input": "", "output": "", "chosen": "Hello", "rejected": "Go."}, DPO),
+        ({"question": "Hi", "response_j": "Hello", "response_k": "Go."}, DPO),
+        ({"messages": [U, A], "label": False}, "'label' isn't used, and it says whether an answer is good .for KTO"),
+        ({"prompt": "Hi", "completion": "Go.", "label": False}, "'label' isn't used"),
+        ({"instruction": "Hi", "output": "Go.", "kto_tag": False}, "'kto_tag' isn't used"),
+        ({"text": "A film that drags.", "label": 0}, "'label' isn't used"),
+        ({"messages": [U, A], "images": ["a.jpg"]}, "'images' isn't used, and it says images, sound or video"),
+        ({"conversations": [*ASK, GPT], "image": "a.jpg"}, "'image' isn't used"),
+        ({"messages": [U, A], "audios": ["a.wav"]}, "'audios' isn't used"),
+        ({"messages": [{**U, "images": ["a.jpg"]}, A]}, "'images' isn't used"),
+        ({"instruction": "Hi", "output": "Hello", "tools": '[{"name": "greet"}]'}, "'tools' isn't used"),
+        ({"question": "2+2?", "answer": "4", "cot": "two and two"}, "'cot' isn't used, and it says the reasoning"),
+        ({"question": "Who?", "answer": "Me", "context": "I did."}, "'context' isn't used, and it says a part of the prompt"),
+        ({"prompt": "Hi", "completion": "Hello", "system": "Be brief."}, "'system' isn't used"),
+        ({"messages": [U, A], "score": 1.5}, "'score' isn't used, and it says how good"),
+        ({"messages": [U, A], "weight": 0.5}, "'weight' isn't used, and it says how much"),
+        ({"messages": [U, {**A, "mask": 1}]}, "'mask' isn't used"),
+        ({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}, "MT-Bench"),
+        ({"id": "seed_task_0", "instruction": "Name it", "instances": [{"input": "", "output": "Tea"}]}, "self-instruct"),
+    ],
+)
+def test_what_would_be_learnt_in_a_wrong_sense_stops_the_run_and_is_named(write, row, named):
+    with pytest.raises(DataError, match=named) as error:
+        read_examples(recipe(write("rows.jsonl", [row, row]), on_bad_rows="skip").dataset)
+    assert "dataset" in error.value.fix or "jq" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [U, A], "id": 1, "source": "web", "lang": "en"},
+        {"messages": [{**U, "weight": 1}, {**A, "train": True}], "images": [], "tools": "[]", "weight": 1, "label": None},
+        {"conversations": [*ASK, {**GPT, "loss": True}], "system": "", "chosen": None},
+        {"instruction": "Hi", "input": "", "output": "Hello", "text": "Hi Hello", "system": None},
+        {"text": "A page of the web.", "url": "x", "score": 0.7, "language_score": 0.9},
+        {"prompt": "2+2=", "completion": "4", "idx": 3},
+        {"question": "2+2?", "answer": "4", "difficulty": 2},
+    ],
+)
+def test_clean_rows_are_never_stopped(write, row):
+    rows = read_examples(recipe(write("rows.jsonl", [row])).dataset).train
+    assert (len(rows.examples), rows.refused) == (1, [])
+
+
+def test_what_is_left_out_on_purpose_does_not_stop_the_run(write):
+    path = write("rows.jsonl", [{**talk("Hi", "Hello"), "label": True, "score": 3}])
+    with pytest.raises(DataError, match="'label'.*1 row.*") as error:
+        read_examples(recipe(path).dataset)
+    assert "dataset.ignore_columns=[label, score]" in error.value.fix
+    assert len(read_examples(recipe(path, ignore_columns=["label", "score"]).dataset).train.examples) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": ASK, "chosen": GPT, "rejected": {"from": "gpt", "value": "Go."}},
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "Go."},
+        {
+            "prompt": "Hi",
+            "chosen": talk("Hi", "Hello")["messages"],
+            "rejected": talk("Hi", "Go.")["messages"],
+            "score_chosen": 4,
+        },
+        {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "Go."},
+    ],
+)
+def test_the_advice_for_preference_data_trains_on_the_chosen_answers(write, row):
+    import yaml
+
+    path = write("rows.jsonl", [row])
+    with pytest.raises(DataError) as error:
+        read_examples(recipe(path).dataset)
+    advised = yaml.safe_load(error.value.fix.splitlines()[-1])["dataset"]
+    rows = read_examples(recipe(path, **{key: advised[key] for key in ("format", "columns", "ignore_columns")}).dataset).train
+    assert [(example.question()[-1]["content"], example.reference()) for example in rows.examples] == [("Hi", "Hello")]
+
+
+def test_rows_that_point_at_an_image_that_is_left_out_are_refused(write):
+    path = write("rows.jsonl", [{"messages": [U, A], "images": ["a.jpg"]}, {"messages": [U, A], "images": []}])
+    [row] = read_examples(recipe(path, ignore_columns=["images"]).dataset).train.refused
+    assert (row.row, row.reason) == (1, "has <image> in its text, in the place of what is left out")
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": "0"}, {"loss": False}, {"trainable": "false"}])
+def test_answers_that_a_file_says_not_to_train_on_are_not(write, flag):
+    row = talk("a", "b", "c", "d")
+    row["messages"][1].update(flag)
+    [example] = read_examples(recipe(write("rows.jsonl", [row])).dataset).train.examples
+    assert example.answers == (3,)
+
+
+def test_a_half_weight_and_a_user_to_be_trained_are_refused(write):
+    half, user = talk("a", "b"), talk("a", "b")
+    half["messages"][1]["weight"] = 0.5
+    user["messages"][0]["train"] = True
+    reasons = [row.reason for row in read_examples(recipe(write("rows.jsonl", [half, user, user])).dataset).train.refused]
+    assert "a message is trained on or not: 1 or 0" in reasons[0]
+    assert "only the assistant's can be trained on" in reasons[1]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_or_the_row_is_refused(write, name):
+    writes = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    row = talk("2+2?", "4")
+    row["messages"][1][name] = "two and two"
+    path = write("rows.jsonl", [row])
+    [[[one]]] = [results for _, results in encode(recipe(path), build_tokenizer(writes)).sides]
+    assert trained_text(one, build_tokenizer(writes)) == "<think>two and two</think>4<|im_end|>"
+    with pytest.raises(DataError, match="leaves out the reasoning"):
+        prepare(recipe(path), build_tokenizer(), max_length=None)
+    assert prepare(recipe(path, ignore_columns=[name]), build_tokenizer(), max_length=None).report.rows_used == 1
+
+
+def test_a_system_column_that_contradicts_the_conversation_is_refused(write):
+    path = write("rows.jsonl", [{**talk("Hi", "Hello", system="Be brief."), "system": "Be long."}])
+    [row] = read_examples(recipe(path).dataset).train.refused
+    assert (row.field, row.reason) == ("system", "differs from the system prompt in the conversation")
+    assert json.loads(json.dumps(recipe(path, ignore_columns=["system"]).dataset.ignore_columns)) == ["system"]

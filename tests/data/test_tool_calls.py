@@ -1,0 +1,146 @@
+"""A call of a tool, however a file writes it, is trained in the model's own form and parses back to the same arguments."""
+
+import json
+
+import pytest
+from small_data import recipe, trained_text
+from test_published_templates import FOLDER, tokenizer_of_all
+
+from finetune.data import encode
+from finetune.data.tool_calls import is_written
+
+ARGUMENTS = {"city": 'Zürich "HB"', "days": 3, "exact": True, "at": {"lat": 47.4, "tags": ["a", "b"]}}
+TOOL = {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"name": "get_weather", "arguments": ARGUMENTS}
+TEXT_CALL = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
+END = [{"from": "gpt", "value": "Sunny."}]
+HERMES = (
+    "You are a function calling AI model. You are provided with function signatures within <tools> </tools> XML tags. "
+    f"Here are the available tools: <tools> {json.dumps([TOOL])} </tools> For each function call return a json object within "
+    "<tool_call></tool_call> XML tags as follows:\n"
+    "<tool_call>\n{'arguments': <args-dict>, 'name': <function-name>}\n</tool_call>"
+)
+
+
+def openai(call, **more):
+    turns = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"sky": "blue"}'},
+        {"role": "assistant", "content": "Sunny."},
+    ]
+    return {"messages": turns, "tools": [{"type": "function", "function": TOOL}], **more}
+
+
+SHAPES = {
+    "openai, arguments as text": openai(TEXT_CALL),
+    "openai, arguments as an object": openai(CALL),
+    "openai, all as text": {name: json.dumps(value) for name, value in openai(TEXT_CALL).items()},
+    "openai, before tool_calls": {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "function_call": TEXT_CALL},
+            {"role": "function", "name": "get_weather", "content": '{"sky": "blue"}'},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+        "functions": [TOOL],
+    },
+    "LLaMA-Factory": {
+        "conversations": [
+            {"from": "human", "value": "Weather?"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": '{"sky": "blue"}'},
+            *END,
+        ],
+        "tools": json.dumps([TOOL]),
+    },
+    "xLAM": {
+        "query": "Weather?",
+        "tools": json.dumps([{**TOOL, "parameters": {"city": {"type": "str, optional", "description": "Where."}}}]),
+        "answers": json.dumps([CALL]),
+    },
+    "Hermes": {
+        "conversations": [
+            {"from": "system", "value": HERMES},
+            {"from": "human", "value": "Weather?"},
+            {"from": "gpt", "value": f"<tool_call>\n{CALL}\n</tool_call>"},
+            {"from": "tool", "value": '<tool_response>\n{"sky": "blue"}\n</tool_response>'},
+            *END,
+        ],
+    },
+}
+#: Templates with calls of tools, each in a form of its own. The first Gemma 4 wrote None for a null, which is no argument here.
+TEMPLATES = (
+    "qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "deepseekv3", "gptoss", "glm4moe", "nemotron_3_nano", "lfm2_v2",
+    "gemma4_v5", "muse_glimmer", "qwen3_training",
+)  # fmt: skip
+
+
+def encoded(write, row, template):
+    tokenizer = tokenizer_of_all()
+    tokenizer.chat_template = (FOLDER / f"{template}.jinja").read_text(encoding="utf-8")
+    [(rows, results)] = encode(recipe(write("rows.jsonl", [row])), tokenizer).sides
+    assert not rows.refused
+    return results[0], tokenizer
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_call_is_trained_in_the_templates_form_and_parses_back(write, shape, template):
+    sequences, tokenizer = encoded(write, SHAPES[shape], template)
+    assert isinstance(sequences, list), sequences.reason
+    text = "\n".join(trained_text(one, tokenizer) for one in sequences)
+    assert is_written(text, "get_weather", ARGUMENTS), text
+    assert '\\"city' not in text, "encoded twice"
+    whole = "".join(tokenizer.decode(one.input_ids) for one in sequences)
+    assert "function calling AI model" not in whole and ("Sunny." in text or shape == "xLAM")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_becomes_the_same_text_as_openais(write, shape):
+    ours, tokenizer = encoded(write, SHAPES[shape], "qwen2_5")
+    theirs, _ = encoded(write, openai(CALL), "qwen2_5")
+    first = trained_text(ours[0], tokenizer).split("|")[0]
+    assert first == trained_text(theirs[0], tokenizer).split("|")[0]
+    if shape != "xLAM":
+        assert tokenizer.decode(ours[0].input_ids) == tokenizer.decode(theirs[0].input_ids)
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([{"from": "function_call", "value": "look it up"}], "is text that isn't JSON"),
+        ([{"from": "function_call", "value": '{"arguments": {}}'}], "has no name of a tool"),
+        ([{"from": "function_call", "value": '{"name": "f", "arguments": [1]}'}], "is a list, not an object"),
+        ([{"from": "gpt", "value": "<tool_call>what</tool_call>"}], "has a <tool_call> that can't be read"),
+        ([{"from": "gpt", "value": '<tool_call>{"name": "f"}</tool_call> There.'}], "has text after a <tool_call>"),
+    ],
+)
+def test_a_call_that_can_not_be_read_is_a_bad_row(write, turns, reason):
+    from finetune.data import read_examples
+
+    rows = [{"conversations": [{"from": "human", "value": "Hi"}, *turns]}]
+    [row] = read_examples(recipe(write("rows.jsonl", rows)).dataset).train.refused
+    assert reason in row.reason
+
+
+def test_a_template_that_changes_arguments_is_refused(write):
+    row = openai({"name": "get_weather", "arguments": {"at": [None]}})
+    result, _ = encoded(write, row, "gemma4")
+    assert "it parses back to other arguments" in result.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(TEXT_CALL),
+        json.dumps({**CALL, "arguments": {**ARGUMENTS, "days": 4}}),
+        json.dumps({**CALL, "name": "get_weather_2"}),
+        str(CALL),
+        "<function=get_weather><parameter=city>Bern</parameter></function>",
+        "get_weather(city='Bern')",
+    ],
+)
+def test_other_arguments_another_name_and_a_double_encoding_do_not_parse_back(text):
+    assert not is_written(text, "get_weather", ARGUMENTS)
+    assert is_written(json.dumps(CALL), "get_weather", ARGUMENTS)

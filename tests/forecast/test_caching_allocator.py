@@ -1,0 +1,155 @@
+"""The replayed caching allocator: its rules by hand, and what must hold after any sequence of requests."""
+
+import random
+
+import pytest
+
+from finetune.forecast.caching_allocator import CachingAllocator, OutOfMemory, segment_bytes
+from finetune.units import KIB, MIB
+
+BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+
+
+def chains(allocator):
+    """Every segment as its blocks in order of address."""
+    known = {id(block): block for block in allocator.live.values() if block is not None}
+    for pool in allocator.pools.values():
+        known |= {id(entry[-1]): entry[-1] for entry in (*pool.free, *pool.unmapped)}
+    for block in known.values():
+        if block.prev is None:
+            chain = [block]
+            while chain[-1].next is not None:
+                chain.append(chain[-1].next)
+            yield chain
+
+
+def assert_sound(allocator):
+    live = [block for block in allocator.live.values() if block is not None]
+    pooled = [entry[-1] for pool in allocator.pools.values() for entry in (*pool.free, *pool.unmapped)]
+    assert not any(block.free for block in live) and all(block.free for block in pooled)
+    segments = list(chains(allocator))
+    assert sum(map(len, segments)) == len(live) + len(pooled)
+    for chain in segments:
+        for before, after in zip(chain, chain[1:], strict=False):
+            assert before.address + before.size == after.address  # no overlap, no gap
+            assert after.prev is before
+            assert not (before.free and after.free and before.mapped == after.mapped)  # else they would have been merged
+    assert allocator.allocated == sum(block.size for block in live)
+    assert allocator.reserved == sum(block.size for chain in segments for block in chain if block.mapped)
+    assert all(pool.free == sorted(pool.free, key=lambda entry: entry[:2]) for pool in allocator.pools.values())
+
+
+def random_requests(allocator, seed, count=600, least=1):
+    """Sizes over five orders of magnitude, three streams, now and then an empty cache. Returns the names still live."""
+    rng, live, requested = random.Random(seed), [], {}
+    for name in range(count):
+        if live and rng.random() < 0.48:
+            allocator.release(live.pop(rng.randrange(len(live))))
+            continue
+        size = int(10 ** rng.uniform(1, 7.9))
+        allocator.allocate(name, size, stream=rng.choice((0, 0, 0, 1)))
+        requested[name] = size
+        live.append(name)
+        block = allocator.live[name]
+        assert block.size >= size
+        if rng.random() < 0.01:
+            allocator.empty_cache()
+        if name % 20 == 0:
+            assert_sound(allocator)
+    return live
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_tile_their_segments_and_sums_agree(expandable, seed):
+    allocator = CachingAllocator(expandable=expandable)
+    for name in random_requests(allocator, seed):
+        allocator.release(name)
+    assert_sound(allocator)
+    assert allocator.allocated == 0
+    assert expandable or all(len(chain) == 1 for chain in chains(allocator))  # every segment is one free block again
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(4))
+def test_with_a_limit_never_more_is_reserved(expandable, seed):
+    free = CachingAllocator(expandable=expandable)
+    random_requests(free, seed)
+    limit = int(0.97 * free.peak_reserved)
+    capped = CachingAllocator(expandable=expandable, limit=limit)
+    try:
+        random_requests(capped, seed)
+    except OutOfMemory as error:
+        assert error.reserved + segment_bytes(error.requested) > limit
+    assert capped.peak_reserved <= limit
+    assert capped.retries > 0
+    assert_sound(capped)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_reserved_is_never_less_than_allocated(seed):
+    allocators = [CachingAllocator(expandable=expandable) for expandable in (False, True)]
+    for allocator in allocators:
+        random_requests(allocator, seed)
+        assert allocator.peak_reserved >= allocator.peak_allocated
+    # A large block with at most 1 MiB to spare is not split, except in an expandable segment.
+    assert allocators[1].peak_allocated <= allocators[0].peak_allocated
+
+
+def test_sizes_of_segments():
+    sizes = (1, MIB, MIB + 512, 10 * MIB - 512, 10 * MIB, 33 * MIB + 1)
+    assert [segment_bytes(size) // MIB for size in sizes] == [2, 2, 20, 20, 10, 34]
+
+
+def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains():
+    for spare, kept in ((MIB, 12 * MIB), (MIB + 512, 11 * MIB - 512)):
+        allocator = CachingAllocator(expandable=False)
+        allocator.allocate(0, 12 * MIB)
+        allocator.release(0)
+        allocator.allocate(1, 12 * MIB - spare)
+        assert (allocator.allocated, allocator.reserved) == (kept, 12 * MIB)
+
+
+def test_the_smallest_block_that_fits_is_taken():
+    allocator = CachingAllocator(expandable=False)
+    for name, size in enumerate((40, 20, 30)):
+        allocator.allocate(name, size * MIB)
+    for name in range(3):
+        allocator.release(name)
+    allocator.allocate(3, 25 * MIB)
+    assert allocator.live[3].base == allocator.pools[(0, False)].free[0][2].base  # 25 of 30, 5 remain
+    assert [size // MIB for size, _, _ in allocator.pools[(0, False)].free] == [5, 20, 40]
+
+
+def test_expandable_segments_grow_by_pages_and_split_to_the_byte():
+    allocator = CachingAllocator(expandable=True)
+    allocator.allocate(0, 33 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (33 * MIB, 40 * MIB)
+    allocator.allocate(1, 20 * MIB)  # 7 MiB are there, one page more
+    assert allocator.reserved == 60 * MIB
+    allocator.allocate(2, 100 * KIB)
+    assert allocator.reserved == 62 * MIB  # the small pool has a segment of its own
+    allocator.release(0)
+    allocator.empty_cache()  # 33 MiB have one whole page
+    assert allocator.reserved == 42 * MIB
+    assert_sound(allocator)
+
+
+def test_a_request_at_the_limit_is_met_after_cached_blocks_are_freed():
+    allocator = CachingAllocator(expandable=False, limit=50 * MIB)
+    allocator.allocate(0, 30 * MIB)
+    allocator.release(0)
+    allocator.allocate(1, 40 * MIB)
+    assert (allocator.retries, allocator.reserved) == (1, 40 * MIB)
+    with pytest.raises(OutOfMemory, match="requested"):
+        allocator.allocate(2, 30 * MIB)
+
+
+def test_streams_do_not_share_blocks():
+    allocator = CachingAllocator(expandable=False)
+    allocator.allocate(0, 30 * MIB)
+    allocator.release(0)
+    allocator.allocate(1, 30 * MIB, stream=1)
+    assert allocator.reserved == 60 * MIB

@@ -1,0 +1,176 @@
+"""The step with the lowest held-out loss is the result, whenever the run was killed, and the last one is kept beside it."""
+
+import json
+import os
+import random
+import shutil
+import time
+
+import pytest
+from conftest import adapter_hash
+
+from finetune.errors import RecipeError
+from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
+from finetune.recipe import load_recipe
+from finetune.run.best import Evaluated, best_of, evaluations, since_best
+from finetune.run.directory import require_intact_adapter
+from finetune.run.seal import MANIFEST
+from finetune.run.state import read_state
+
+#: Eight rows again and again at a high rate: held-out loss falls, then rises.
+LENGTHS = ("max_steps=24", "eval_steps=3", "save_steps=3", "effective_batch_size=8", "per_device_train_batch_size=8")
+OVERFITS = (*LENGTHS, "save_total_limit=1", "sample_answers=0", "learning_rate=1e-2", "lr_scheduler_type=constant")
+
+
+def of(run, kind):
+    return [event for event in read_events(run.events) if isinstance(event, kind)]
+
+
+def manifest(folder):
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def again(run, path):
+    """A copy of a run as it was before its start."""
+    shutil.copytree(
+        run.path, path, ignore=shutil.ignore_patterns("events.jsonl", "log.txt", "adapter*", "checkpoint-*", "*lock")
+    )
+    return type(run)(path)
+
+
+@pytest.fixture(scope="module")
+def make(make_run, tmp_path_factory):
+    """make(*overrides) -> a run on rows whose answers can only be learnt by heart."""
+    folder, chance = tmp_path_factory.mktemp("rows"), random.Random(1)
+    for side in ("train", "held"):
+        rows = [(f"The {side} box {chance.randrange(10**6)} is ", chance.choice(["red", "blue"])) for _ in range(8)]
+        lines = [json.dumps({"prompt": prompt, "completion": completion}) + "\n" for prompt, completion in rows]
+        (folder / f"{side}.jsonl").write_text("".join(lines))
+    data = (f"dataset.path={folder}/train.jsonl", f"dataset.eval_path={folder}/held.jsonl")
+    return lambda *overrides: make_run(*data, *OVERFITS, *overrides)
+
+
+@pytest.fixture(scope="module")
+def overfitted(make, train):
+    """A run that trained for far too long."""
+    run = make()
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+def test_best_and_patience_follow_from_the_history():
+    history = [{"loss": 1.0, "step": 1}, *({"eval_loss": loss, "step": step} for step, loss in ((2, 3.0), (4, 1.0), (6, 1.0)))]
+    found = evaluations([*history, {"eval_loss": float("nan"), "step": 8}])
+    assert best_of(found) == Evaluated(4, 1.0) and since_best(found) == 2
+    assert best_of(found[3:]) is None and since_best(found[3:]) == 1 and since_best([]) == 0
+
+
+@pytest.mark.slow
+def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
+    (result,), losses = of(overfitted, Result), {event.step: event.eval_loss for event in of(overfitted, Evaluation)}
+    best = min(losses, key=losses.get)
+    assert best < 24 and losses[24] > losses[best]
+    assert (result.step, result.eval_loss) == (best, losses[best])
+    assert (result.last_step, result.last_eval_loss, result.last_path) == (24, losses[24], "adapter-last")
+    for folder, step in ((overfitted.adapter, best), (overfitted.last_adapter, 24)):
+        require_intact_adapter(folder)
+        assert (manifest(folder)["step"], manifest(folder)["eval_loss"]) == (step, losses[step])
+    assert files_of(overfitted.adapter).keys() == files_of(overfitted.last_adapter).keys()
+    message = read_state(overfitted).message
+    assert f"best at step {best} of 24" in message and str(overfitted.last_adapter) in message and "rose" in message
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_kept_beside_the_newest(overfitted):
+    (result,) = of(overfitted, Result)
+    assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{result.step}", "checkpoint-24"}
+
+
+@pytest.mark.slow
+def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train):
+    """The rate is constant, so that the steps up to there are the same."""
+    (result,) = of(overfitted, Result)
+    shorter = make(f"max_steps={result.step}")
+    assert train(shorter) == 0
+    assert adapter_hash(shorter) == adapter_hash(overfitted)
+    assert of(shorter, Result)[0].last_path is None and not shorter.last_adapter.exists()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, train, kill):
+    times, moments = [event.time_s for event in read_events(overfitted.events)], random.Random(0)
+    for number in range(3):
+        run = again(overfitted, tmp_path / str(number))
+        pid = train.start(run)
+        time.sleep(moments.uniform(0.3, times[-1] - times[0] + 0.5))
+        kill(pid)
+        assert train(run) == 0, run.log.read_text()[-2000:]
+        for name in ("adapter", "adapter-last"):
+            assert files_of(run.path / name) == files_of(overfitted.path / name)
+
+
+@pytest.mark.slow
+def test_killed_between_the_two_folders_both_are_written_again(overfitted, tmp_path, train):
+    def dies():
+        import finetune.run.best as best
+
+        real = best.rename
+
+        def rename(building, target):
+            real(building, target)
+            if target.name == "adapter-last":
+                os._exit(137)
+
+        best.rename = rename
+
+    run = again(overfitted, tmp_path / "run")
+    assert train(run, dies) == 137 and run.last_adapter.exists() and not run.adapter.exists()
+    assert train(run) == 0
+    assert adapter_hash(run) == adapter_hash(overfitted)
+    assert files_of(run.last_adapter) == files_of(overfitted.last_adapter)
+
+
+@pytest.mark.slow
+def test_a_damaged_best_checkpoint_is_named_and_the_next_best_wins(overfitted, tmp_path, train):
+    run = type(overfitted)(tmp_path / "run")
+    shutil.copytree(
+        overfitted.path, run.path, ignore=shutil.ignore_patterns("adapter", "adapter-last", "*lock", "events.jsonl")
+    )
+    (best,) = of(overfitted, Result)
+    (run.checkpoints / f"checkpoint-{best.step}" / "optimizer.pt").write_bytes(b"")
+    assert train(run) == 0
+    (result,) = of(run, Result)
+    assert result.step == result.last_step == 24 and not run.last_adapter.exists()
+    assert any(f"step {best.step} had the lowest held-out loss" in warning.message for warning in of(run, RunWarning))
+
+
+@pytest.mark.slow
+def test_a_best_step_between_two_saves_gets_a_checkpoint(make, train):
+    run = make("save_steps=0")
+    assert train(run) == 0
+    losses, best = [event.eval_loss for event in of(run, Evaluation)], of(run, Result)[0]
+    lowest_so_far = [3 * (at + 1) for at, loss in enumerate(losses) if loss < min(losses[:at], default=float("inf"))]
+    assert [event.step for event in of(run, Checkpoint)] == lowest_so_far
+    assert best.step == lowest_so_far[-1] < 24
+
+
+@pytest.mark.slow
+def test_patience_ends_the_run_and_the_best_step_is_the_same(overfitted, make, train):
+    run = make("early_stopping_patience=2")
+    assert train(run) == 0
+    (result,), (full,) = of(run, Result), of(overfitted, Result)
+    assert of(run, Step)[-1].step == result.last_step == full.step + 6 < 24
+    assert adapter_hash(run) == adapter_hash(overfitted)
+    state = read_state(run)
+    assert state.state == "finished" and state.message.startswith(f"stopped early at step {full.step + 6} of 24, after 2 evalu")
+
+
+def test_patience_without_held_out_rows_is_refused(make):
+    with pytest.raises(RecipeError, match="needs held-out rows"):
+        make("dataset.eval_path=null", "early_stopping_patience=2")
+    with pytest.raises(RecipeError, match="counts evaluations"):
+        load_recipe("tiny-cpu", ["patience=2", "eval_steps=0"])
