@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.errors import RecipeError
 from finetune.run.directory import RunDirectory, list_runs
 from finetune.run.state import is_alive
-from finetune.system import rename
-
-_NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # a folder of Windows can't end in a dot
 
 
 @dataclass(frozen=True)
@@ -51,21 +45,12 @@ class Workspace:
 
     def rename(self, run: RunDirectory, name: str) -> RunDirectory:
         """Give a run another name. Raises RecipeError when the name is invalid or taken, or the run is alive."""
-        name = name.strip()
-        if not _NAME.fullmatch(name):
-            raise RecipeError(
-                f"{name[:100]!r} is not a valid run name", "Begin with a letter or digit; also allowed: . _ + - and spaces."
-            )
-        if (self.runs / name).exists():
-            raise RecipeError(f"{name!r} exists already", "Choose another name.")
-        if is_alive(run):
-            raise RecipeError(f"{run.path.name} is running", "Stop it first.")
-        return RunDirectory(rename(run.path, self.runs / name))
+        from finetune.run.keeping import rename_run
+
+        return rename_run(run, name)
 
     def discard(self, run: RunDirectory) -> Path:
         """Delete a run by moving it to .trash; returns its path there. Raises RecipeError when it is alive."""
-        if is_alive(run):
-            raise RecipeError(f"{run.path.name} is running", "Stop it first.")
-        target = self.runs / ".trash" / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
-        target.parent.mkdir(exist_ok=True, mode=0o700)
-        return rename(run.path, target)
+        from finetune.run.keeping import discard
+
+        return discard(run)

@@ -125,6 +125,25 @@ def _described(row: Setting) -> str:
     return row.description + also
 
 
+def other_tools() -> str:
+    """What becomes of the keys of each tool whose configurations are read."""
+    from finetune.recipe.foreign import TOOLS, Ignore, Keep, Refuse
+
+    shown = ""
+    for tool in TOOLS:
+        kept = [f"`{key}` -> `{rule.ours}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
+        together = [f"`{key}`" for key, rule in tool.keys.items() if not isinstance(rule, (Keep, Ignore, Refuse))]
+        without = sum(isinstance(rule, Ignore) for rule in tool.keys.values())
+        refused = [f"`{key}`" for key, rule in tool.keys.items() if isinstance(rule, Refuse)]
+        assumed = [f"`{name}` {_default(value)}" for name, value in tool.defaults.items()]
+        rows = [
+            ("carried over", ", ".join(kept)), ("read together", ", ".join(together)), ("without effect", f"{without} keys"),
+            ("refused where set", ", ".join(refused)), ("its defaults", ", ".join(assumed)),
+        ]  # fmt: skip
+        shown += f"\n### {tool.name}\n\n{markdown(('', 'keys'), rows)}"
+    return f"{shown}\n"
+
+
 def exits() -> str:
     """The exit codes, from the error classes that define them."""
     from finetune import errors
@@ -420,6 +439,7 @@ def gpu_short(
 #: Blocks that take no forecast, blocks that take forecasts, and blocks made from other blocks on the pages.
 QUICK: dict[str, Callable[[], str]] = {
     "settings": settings,
+    "other-tools": other_tools,
     "exit-codes": exits,
     "cards": cards,
     "events": events,

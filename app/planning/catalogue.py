@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.workspace import Workspace
+from finetune.data.readers import READERS
 from finetune.errors import FinetuneError, RecipeError
 from finetune.recipe import load_recipe, shipped_recipes
 
 _MOST = 12
-DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+DATA_ENDINGS = tuple(READERS)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
-    name="finetune", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
     epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 card, 4 data, "
     "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
@@ -29,7 +29,7 @@ ModelOrRecipe = Annotated[
 Model = Annotated[str | None, typer.Option("--model", help="Train this model: hub id, name or folder.")]
 Data = Annotated[str | None, typer.Option("--data", help="Train on this file or hub dataset.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or 'latest'.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -134,15 +134,22 @@ def run(
     raise typer.Exit(run_recipe(recipe, overrides or [], model=model, data=data, as_json=json, force=force, detach=detach))
 
 
+cli.command("train", hidden=True, help="The same as run.")(run)  # what other tools call it
+
+
 @cli.command()
-def resume(run: RunArgument = "latest", json: Json = False) -> None:
+def resume(run: RunArgument = "latest", overrides: Overrides = None, json: Json = False) -> None:
     """Resume a run from its newest verified checkpoint.
 
+    Settings without a part in what is learnt may change.
+
     Example:  finetune resume runs/tiny-1a2b3c4d
+
+    Example:  finetune resume latest save_steps=50 eval_steps=100
     """
     from finetune.cli.run import resume_run
 
-    raise typer.Exit(resume_run(run, as_json=json))
+    raise typer.Exit(resume_run(run, overrides or [], as_json=json))
 
 
 @cli.command()
@@ -175,14 +182,20 @@ def stop(
 
 
 @cli.command()
-def runs(json: Json = False) -> None:
-    """List runs with their states.
+def runs(
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, rm RUN ..., or rename RUN NAME.")] = "list",
+    names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories or names.")] = None,
+    json: Json = False,
+) -> None:
+    """List, delete or rename runs.
 
-    Example:  finetune runs --json
+    Deleted runs are moved to .trash beside them.
+
+    Example:  finetune runs rename latest support-2
     """
-    from finetune.cli.runs import show_runs
+    from finetune.cli.runs import change_runs
 
-    show_runs(as_json=json)
+    change_runs(verb, names or [], as_json=json)
 
 
 @cli.command()
@@ -290,6 +303,23 @@ def recipes(
     from finetune.cli.recipes import show_recipes
 
     show_recipes(verb, name, as_json=json)
+
+
+@cli.command()
+def convert(
+    recipe: Annotated[str, typer.Argument(metavar="FILE", help="Configuration of another tool.")],
+    overrides: Overrides = None, json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
+) -> None:  # fmt: skip
+    """Turn another tool's configuration into a recipe.
+
+    LLaMA-Factory, Axolotl, torchtune, Unsloth Studio, mlx-lm, TRL; `plan` and `run` read these files, too.
+
+    Example:  finetune convert qwen3_lora_sft.yaml -o recipe.yaml
+    """
+    from finetune.cli.convert import convert_file
+
+    convert_file(recipe, overrides or [], output=output, as_json=json)
 
 
 @cli.command()

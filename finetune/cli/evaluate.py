@@ -51,7 +51,7 @@ def show_scores(source: str, *, rows: int | None, last: bool, as_json: bool) -> 
 
 
 def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None, max_new_tokens: int, as_json: bool) -> None:
-    """Answer `prompt`, or chat until Ctrl-D."""
+    """Answer `prompt`, or chat until Ctrl-D or `exit`."""
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
@@ -82,14 +82,18 @@ def _see_its_card(run: RunDirectory) -> None:
 
 
 def _questions() -> Any:
-    """Lines from standard input until Ctrl-D."""
+    """Lines from standard input until Ctrl-D, `exit` or `/exit`."""
     if sys.stdin is None:  # closed by whoever started this
         return
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if sys.stdin.isatty():
+        out.print("[dim]exit, or Ctrl-D, ends the chat[/]")
     while True:
         try:
             question = input("you> " if sys.stdin.isatty() else "")
         except EOFError:
+            return
+        if question.strip().lower() in ("exit", "/exit", "quit", "/quit", "/bye"):
             return
         if question.strip():
             yield question

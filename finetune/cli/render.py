@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from finetune.errors import DataError
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # an error of a recipe is told without events
@@ -20,16 +21,17 @@ if TYPE_CHECKING:  # an error of a recipe is told without events
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
-_MOST_PROBLEMS = 15
+_MOST_ROWS = 15
 
 
 def print_error(error: FinetuneError) -> None:
-    """Print the problems and the fix, on one screen."""
+    """Print the problems and the fix: all problems of a recipe, the first ones of the data."""
     err.print(f"[bold red]{escape(error.title)}[/]")
-    for problem in error.problems[:_MOST_PROBLEMS]:
+    most = _MOST_ROWS if isinstance(error, DataError) else len(error.problems)
+    for problem in error.problems[:most]:
         err.print(f"  {escape(problem)}", soft_wrap=False)
-    if len(error.problems) > _MOST_PROBLEMS:
-        err.print(f"  ... and {len(error.problems) - _MOST_PROBLEMS} more")
+    if len(error.problems) > most:
+        err.print(f"  ... and {len(error.problems) - most} more")
     if error.fix:
         err.print(f"[bold]Fix:[/] {escape(error.fix)}")
 
@@ -66,7 +68,8 @@ def table(*columns: str, title: str | None = None) -> Table:
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for place, column in enumerate(columns):  # names stay whole, long text wraps
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=place == 0 or justify == "right")
+        whole = justify == "right" or (place == 0 and out.width >= 80)  # a narrow terminal wraps names, too
+        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=whole)
     return made
 
 

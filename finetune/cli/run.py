@@ -19,7 +19,7 @@ from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.events import Checkpoint, Evaluation, Event, EventReader, Retry, RunWarning, Start, State, Step, event_json
 from finetune.run import control
-from finetune.run.directory import list_runs, open_run
+from finetune.run.directory import open_run, runs_from_here
 from finetune.run.state import read_state
 from finetune.system import typed
 from finetune.units import format_bytes, format_count, format_seconds
@@ -55,9 +55,17 @@ def run_recipe(
     return _follow(run, 0, as_json)
 
 
-def resume_run(source: str, *, as_json: bool) -> int:
-    """Resume a run and follow it. Returns the exit code."""
+def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:
+    """Resume a run, with changed settings where they have no part in what is learnt. Returns the exit code."""
+    if "=" in source:  # finetune resume save_steps=50
+        source, overrides = "latest", [source, *overrides]
     run = open_run(source)
+    if overrides:
+        from finetune.run.changes import change
+
+        changed = ", ".join(f"{name}={value}" for name, value in change(run, overrides).items())
+        if not as_json:
+            out.print(f"from now on {escape(changed)}")
     offset = run.events.stat().st_size if run.events.exists() else 0
     control.resume(run)
     return _follow(run, offset, as_json)
@@ -83,8 +91,8 @@ def stop_run(source: str, *, now: bool, as_json: bool) -> int:
 
 
 def stop_all(*, as_json: bool) -> int:
-    """Stop all running runs under runs/ at once and wait for them."""
-    asked = [run for run in list_runs() if control.stop(run)]
+    """Stop all running runs at once and wait for them."""
+    asked = [run for run in runs_from_here() if control.stop(run)]
     for run in asked:
         control.wait(run, deadline_s=300)
         _tell_end(run, read_state(run), as_json)
@@ -176,7 +184,11 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
         name = escape(typed([str(run.path)]))
-        out.print(f"Score it:    finetune eval {name}\nChat:        finetune chat {name}")
+        if (run.data / "eval").is_dir():
+            out.print(f"Score it:    finetune eval {name}")
+        out.print(f"Chat:        finetune chat {name}\nMerge:       finetune merge {name}")
+    elif state.state in ("stopped", "paused") and "finetune resume" not in state.message:
+        out.print(f"Go on:       finetune resume {escape(typed([str(run.path)]))}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
 

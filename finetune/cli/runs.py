@@ -1,21 +1,53 @@
-"""`finetune runs`: the runs under runs/ with their states."""
+"""`finetune runs`: the runs with their states; renames and deletes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from finetune.cli.app import print_json
 from finetune.cli.render import out, state_text, table
-from finetune.run.directory import list_runs
+from finetune.errors import RecipeError
+from finetune.run.directory import open_run, runs_from_here
 from finetune.run.state import read_state
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 
-def show_runs(*, as_json: bool) -> None:
-    """Print the runs, newest first."""
-    rows = [_row(run) for run in list_runs()]
+def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
+    """List, delete or rename runs."""
+    if verb == "list" and not names:
+        _show_runs(as_json)
+    elif verb == "rm" and names:
+        _remove(names, as_json)
+    elif verb == "rename" and len(names) == 2:
+        from finetune.run.keeping import rename_run
+
+        renamed = rename_run(open_run(names[0]), names[1])
+        _say(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
+    else:
+        raise RecipeError(f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, rm RUN ..., rename RUN NAME.")
+
+
+def _remove(names: list[str], as_json: bool) -> None:
+    from finetune.run.keeping import discard
+
+    for run in [open_run(name) for name in names]:  # all of them exist, or none is deleted
+        trashed = discard(run)
+        _say(as_json, f"{run.path} deleted; it can be restored from {trashed}", {"run": str(run.path), "trash": str(trashed)})
+
+
+def _say(as_json: bool, text: str, values: dict[str, Any]) -> None:
+    if as_json:
+        print_json(values)
+    else:
+        out.print(escape(text), soft_wrap=True)
+
+
+def _show_runs(as_json: bool) -> None:
+    rows = [_row(run) for run in runs_from_here()]
     if as_json:
         print_json(rows)
         return

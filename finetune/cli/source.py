@@ -6,8 +6,10 @@ import json
 import re
 from pathlib import Path
 
+from rich.markup import escape
+
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe
+from finetune.recipe import Recipe, find_recipe, load_source, parse_recipe
 
 #: The dataset of a plan that is made without one.
 NO_DATASET = "none"
@@ -25,9 +27,22 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
     if source is None and model is None:
         raise RecipeError("a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name.")
     if source is not None and (model or not _is_model(source)):
-        return load_recipe(source, [*([f"model_name_or_path={json.dumps(model)}"] if model else []), *given])
+        return _told(source, [*([f"model_name_or_path={json.dumps(model)}"] if model else []), *given])
     name = model or str(source)
     return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, given)
+
+
+def _told(source: str, overrides: list[str]) -> Recipe:
+    """The recipe of a file; says so when it is another tool's configuration."""
+    loaded = load_source(source, overrides)
+    if loaded.conversion:
+        from finetune.cli.render import err
+
+        read = f"read as {loaded.conversion.tool}'s: {loaded.conversion.counted()}"
+        err.print(f"{escape(source)}: {read}; `finetune convert {escape(source)}` lists them")
+        for note in loaded.conversion.notes:
+            err.print(f"[yellow]note:[/] {escape(note)}")
+    return loaded.recipe
 
 
 def require_dataset(recipe: Recipe) -> None:

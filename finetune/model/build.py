@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_flash_attn_2_available
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
@@ -38,6 +39,9 @@ __all__ = [
 
 #: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+#: The attention of the package flash-attn, which a forecast doesn't need.
+FLASH = "flash_attention_2"
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
@@ -95,7 +99,7 @@ def build_base(
     Raises RecipeError when the checkpoint's own quantisation and the recipe's don't agree.
     """
     quantization = quantization_config(settings, config)
-    dtype, attention = model_dtype(settings), _attention(settings)
+    dtype, attention = model_dtype(settings), _attention(settings, weights)
     where = torch.device(device)
     if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
         repeat_keys()
@@ -372,7 +376,13 @@ def _unbuildable(config: PretrainedConfig) -> Iterator[None]:
         raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {kind}{text}", hint) from error
 
 
-def _attention(settings: Settings) -> str:
+def _attention(settings: Settings, weights: bool) -> str:
+    """The attention kernels. A forecast without flash-attn takes torch's, which save the same tensors."""
+    if settings.attn_implementation == FLASH and not weights and not is_flash_attn_2_available():
+        if not settings.packing:
+            return "sdpa"
+        varlen_attention.register()
+        return varlen_attention.NAME
     if settings.attn_implementation == varlen_attention.NAME:
         varlen_attention.register()
     return settings.attn_implementation

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from finetune.errors import RecipeError
 from finetune.recipe import yaml
-from finetune.recipe.schema import ALIASES, DatasetRecipe, LaunchRecipe, Recipe
+from finetune.recipe.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
+
+if TYPE_CHECKING:
+    from finetune.recipe import foreign
 
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
@@ -20,25 +24,112 @@ _SECRET_VALUE = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Source:
+    """A recipe, and how it came from another tool's configuration if it did."""
+
+    recipe: Recipe
+    conversion: foreign.Conversion | None = None
+
+
 def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems."""
+    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems.
+
+    The file may be another tool's configuration, see `finetune.recipe.foreign`.
+    """
+    return load_source(source, overrides).recipe
+
+
+def load_source(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Source:
+    """The same, with what became of each key of another tool's configuration."""
     path = find_recipe(source)
-    return parse_recipe(_read(path), str(source), overrides)
+    return parse_source(_read(path), str(source), overrides, path.parent)
 
 
 def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """The same from the recipe's text. `name` is the prefix of each problem."""
+    return parse_source(text, name, overrides).recipe
+
+
+def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = (), folder: Path = Path()) -> Source:
+    """The same as `load_source` from the text; `folder` is where the file is, for other files that it names."""
     document = yaml.parse(text, name)
-    origin = {path: f"{name}:{line}" for path, line in document.lines.items()}
-    values = document.values
-    for override in overrides:
+    ours = {*Recipe.model_fields, *ALIASES, *SWITCHES}
+    tool = _tool_of(document.values, ours)
+    if tool is None:
+        origin = {path: f"{name}:{line}" for path, line in document.lines.items()}
+        for override in overrides:
+            _apply(override, document.values, origin)
+        return Source(_validated(document.values, origin, name, document.problems))
+    if leaked := next((key for key, value in document.values.items() if _holds_secret(value)), None):
+        raise RecipeError(f"{name}:{document.lines[leaked]}: secrets don't belong in a file; remove '{leaked}'")
+    theirs = [text for text in overrides if _is_theirs(text, tool, ours)]
+    for override in theirs:
+        _apply_dotted(override, document.values, document.lines)
+    mine = [text for text in overrides if text not in theirs]
+    given: dict[str, Any] = {}
+    for override in mine:
+        _apply(override, given, {})
+    from finetune.recipe import foreign
+
+    conversion = foreign.convert(tool, document.values, document.lines, name, folder, _dotted(given), set(Recipe.model_fields))
+    values, origin = conversion.values, dict(conversion.origin)
+    for override in mine:
         _apply(override, values, origin)
-    return _validated(values, origin, name, document.problems)
+    return Source(_validated(values, origin, name, [*document.problems, *conversion.problems(name)]), conversion)
+
+
+def _tool_of(values: dict[str, Any], ours: set[str]) -> foreign.Tool | None:
+    if ours.issuperset(values) and not (isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]):
+        return None
+    from finetune.recipe import foreign  # the tables, which a recipe doesn't need
+
+    return foreign.tool_of(values)
+
+
+def _is_theirs(override: str, tool: foreign.Tool, ours: set[str]) -> bool:
+    """Whether an override sets a key of the other tool that a recipe doesn't have."""
+    key = override.partition("=")[0].strip().lstrip("-")
+    return key.partition(".")[0] not in {*ours, "launch"} and tool.rule(key) is not None
+
+
+def _apply_dotted(override: str, values: dict[str, Any], lines: dict[str, int]) -> None:
+    key, _, text = override.partition("=")
+    *parents, last = key.strip().lstrip("-").split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values[last] = yaml.parse_value(text)
+    lines.pop(key, None)
+
+
+def _dotted(given: dict[str, Any]) -> dict[str, Any]:
+    dotted = dict(given)
+    for section in _SECTIONS:
+        if isinstance(given.get(section), dict):
+            dotted |= {f"{section}.{key}": value for key, value in given[section].items()}
+        elif section in given:
+            dotted[f"{section}.path"] = given[section]
+    return dotted
 
 
 def recipe_from(values: dict[str, Any]) -> Recipe:
     """A Recipe from plain values, such as a form's. Raises RecipeError with all problems."""
     return _validated(values, {}, "recipe")
+
+
+def load_changes(overrides: list[str]) -> dict[str, Any]:
+    """`key=value` overrides as settings by their own names, not validated. Raises RecipeError for unknown names."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply(override, values, {})
+    problems = [
+        f"unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}"
+        for key in values
+        if key not in Recipe.model_fields
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return values
 
 
 def write_recipe(recipe: Recipe) -> str:
@@ -136,6 +227,7 @@ def _validated(values: dict[str, Any], origin: dict[str, str], name: str, proble
 def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:
     """Values with canonical keys; secrets and unknown keys become problems. A dataset may be just a path."""
     renamed: dict[str, Any] = {}
+    refused = {problem.split(": ")[0] for problem in problems}  # a value refused as YAML is None, too, and was meant to be set
     for key, value in values.items():
         where, canonical = origin.get(key, key), ALIASES.get(key, key)
         if secret := _secret_in(key, value):
@@ -143,6 +235,12 @@ def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]
                 f"{where.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; "
                 f"remove '{secret}'"
             )
+            continue
+        if key in SWITCHES and key not in Recipe.model_fields:
+            if value not in (True, "true"):
+                continue
+            canonical, value = "dtype", SWITCHES[key]
+        if value is None and where not in refused and canonical in Recipe.model_fields:  # an empty key is not set
             continue
         if canonical in renamed:
             problems.append(f"{where}: '{key}' and another key both set {canonical}; keep one")
@@ -153,7 +251,7 @@ def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]
         if canonical == "dataset" and isinstance(value, (str, list)):
             value = {"path": value}
         if canonical in _SECTIONS and isinstance(value, dict):
-            value = _known(canonical, value, origin, problems)
+            value = _known(canonical, value, origin, problems, refused)
         if canonical != key and key in origin:
             origin[canonical] = origin[key]
         renamed[canonical] = value
@@ -169,8 +267,18 @@ def _secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in found if name), None)
 
 
-def _known(section: str, value: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:
+def _holds_secret(value: Any) -> bool:
+    """Whether a value, at any depth, looks like a token."""
+    if isinstance(value, (dict, list)):
+        return any(_holds_secret(part) for part in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and bool(_SECRET_VALUE.search(value))
+
+
+def _known(
+    section: str, value: dict[str, Any], origin: dict[str, str], problems: list[str], refused: set[str]
+) -> dict[str, Any]:
     fields = _SECTIONS[section].model_fields
+    value = {key: part for key, part in value.items() if part is not None or origin.get(f"{section}.{key}") in refused}
     for key in [key for key in value if key not in fields]:
         where = origin.get(f"{section}.{key}", section)
         problems.append(f"{where}: unknown setting '{section}.{key}'{_did_you_mean(key, list(fields))}")
@@ -178,7 +286,12 @@ def _known(section: str, value: dict[str, Any], origin: dict[str, str], problems
 
 
 def _did_you_mean(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6)
+    """A hint that is right: what the key means in another tool, or a name that differs by a slip of the fingers."""
+    from finetune.recipe import foreign
+
+    if meaning := foreign.meaning_elsewhere(key):
+        return f"; {meaning}"
+    close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.8)
     return f"; did you mean '{ALIASES.get(close[0], close[0])}'?" if close else "; `finetune recipes keys` lists the settings"
 
 

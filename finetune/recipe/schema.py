@@ -28,6 +28,24 @@ def _in_gib(value: Any) -> Any:
     return f"{value:g}GiB" if value < 10_000 else str(round(value))
 
 
+def _named(names: dict[str, Any]) -> BeforeValidator:
+    """Other names of the same value."""
+    return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+def _trackers(value: Any) -> Any:
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return [name for name in names if name != "none"] if isinstance(names, list) else names
+
+
+def _layers(value: Any) -> Any:
+    """Layers' names with commas as a list; `all` is every linear layer. A regular expression stays one text."""
+    if value in ("all", ["all"], "all_linear", ["all-linear"]):
+        return "all-linear"
+    plain = isinstance(value, str) and "," in value and not set(value) & set("()[]{}|*+?\\^$")
+    return [part.strip() for part in value.split(",") if part.strip()] if plain else value
+
+
 #: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
 AutoOr = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value, return_type=Any)]
 #: Text that may look like a number: `gpu: 4090`, `output_dir: 2024`.
@@ -38,10 +56,24 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Rows = Annotated[int, Field(ge=1, le=2**20)]
 
-Dtype = Literal["bfloat16", "float16", "float32"]
-Optimizer = Literal[
-    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "adamw_cpu_offload"
-]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"],
+    _named({
+        "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+        "torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
+    }),
+]  # fmt: skip
+Optimizer = Annotated[
+    Literal[
+        "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor",
+        "adamw_cpu_offload",
+    ],
+    _named({
+        "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw_hf": "adamw_torch", "adamw": "adamw_torch",
+    }),
+]  # fmt: skip
+Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
+Layers = Annotated[str | list[str], BeforeValidator(_layers)]
 Checkpointing = bool | Literal["selective", "offload"]
 
 
@@ -175,7 +207,7 @@ class Recipe(_Strict):
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = _adapter(
         0.0, COST | RESULT, "Dropout before the adapters; costs memory."
     )
-    target_modules: AutoOr[str | list[str]] = _adapter(
+    target_modules: AutoOr[Layers] = _adapter(
         AUTO, PARAMETERS | COST | RESULT, "Layers that get an adapter: all-linear, or names."
     )
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
@@ -193,6 +225,9 @@ class Recipe(_Strict):
         "cosine", RESULT, "Learning rate schedule."
     )
     warmup_ratio: Fraction = _training(0.03, RESULT, "Share of the steps used for learning rate warmup.")
+    warmup_steps: Annotated[int, Field(ge=0)] | None = _training(
+        None, RESULT, "Steps of learning rate warmup; overrides warmup_ratio."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = _training(0.0, RESULT, "Weight decay of the adapters.")
     max_grad_norm: Annotated[float, Field(gt=0)] = _training(1.0, RESULT, "Gradients are clipped to this norm.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = _training(42, TOKENS | RESULT, "Seed of everything random.")
@@ -238,7 +273,7 @@ class Recipe(_Strict):
     save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints kept; the best one is kept beside them.")
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = _run([], NOTHING, "Experiment trackers to log to.")
+    report_to: Trackers = _run([], NOTHING, "Experiment trackers to log to.")
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Many cards or machines.")
 
     @model_validator(mode="after")
@@ -267,6 +302,9 @@ ALIASES = {
     "gradient_checkpointing": "activation_checkpointing", "out_dir": "output_dir",
     "patience": "early_stopping_patience", "early_stopping_steps": "early_stopping_patience",
 }  # fmt: skip
+
+#: Switches of other tools that choose the dtype when they are true.
+SWITCHES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def resolved(recipe: R, **choices: Any) -> R:

@@ -6,6 +6,7 @@ recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapt
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import DiskFull, RecipeError
+from finetune.files import cache_dir
 from finetune.run.seal import changes_in
 from finetune.system import rename
 
@@ -145,16 +147,54 @@ def _rename_to_free_name(building: Path, path: Path) -> Path:
     raise OSError(errno.EEXIST, "ten thousand runs have this name already")
 
 
+def remember(run: RunDirectory) -> None:
+    """Note a run outside runs/, so that commands in this folder find it by its name and as `latest`."""
+    path, here = run.path.absolute(), Path.cwd()
+    if path.parent == here / "runs":
+        return
+    try:
+        _index().parent.mkdir(parents=True, exist_ok=True)
+        with _index().open("a", encoding="utf-8") as file:  # one short line: two processes don't mix theirs
+            file.write(json.dumps({"from": str(here), "run": str(path)}) + "\n")
+    except OSError:  # a full disk or a read-only home: the run is found by its path
+        return
+
+
+def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
+    """Runs below `runs`, and those that were started in this folder with another output_dir; newest first."""
+    here, found = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
+    try:
+        lines = _index().read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            path = Path(entry["run"]) if entry["from"] == here else None
+        except (ValueError, TypeError, KeyError):  # a line that was cut off
+            continue
+        if path is not None and path not in found and (path / "plan.json").is_file():
+            found[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)
+    return _newest_first(list(found.values()))
+
+
+def _index() -> Path:
+    return cache_dir() / "runs.jsonl"
+
+
 def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
-    """The run at `source`: its directory, its name under runs/, or `latest`. Raises RecipeError when there is none."""
+    """The run at `source`: its directory, its name, or `latest`. Raises RecipeError when there is none."""
     if str(source) == "latest":
-        found = list_runs(runs)
+        found = runs_from_here(runs)
         if not found:
             raise RecipeError("there are no runs yet", "Start one: finetune run tiny-cpu")
         return found[0]
     for path in (Path(source), runs / str(source)):
         if (path / "plan.json").is_file():
             return RunDirectory(path)
+    for run in runs_from_here(runs):
+        if run.path.name == str(source):
+            return run
     raise RecipeError(f"{source} is not a run directory (it has no plan.json)", "`finetune runs` lists the runs.")
 
 
@@ -179,4 +219,8 @@ def require_intact_adapter(adapter: Path) -> None:
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:
     """Runs below a folder, newest first."""
     found = [RunDirectory(path.parent) for path in runs.glob("*/plan.json") if not path.parent.name.startswith(".")]
+    return _newest_first(found)
+
+
+def _newest_first(found: list[RunDirectory]) -> list[RunDirectory]:
     return sorted(found, key=lambda run: (run.plan.stat().st_mtime, run.path.name), reverse=True)

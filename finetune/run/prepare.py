@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.recipe import write_recipe
 from finetune.run.card import triton_needs
-from finetune.run.directory import create
+from finetune.run.directory import create, remember
 from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
@@ -95,6 +96,8 @@ def _check_machine(recipe: Recipe, card: Card) -> None:
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
     if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
         problems.append(f"torch_compile needs Triton: {lacking}. {COMPILER_FIX}, or set torch_compile=false")
+    if recipe.attn_implementation == "flash_attention_2" and find_spec("flash_attn") is None:
+        problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:
         raise RecipeError(problems)
 
@@ -104,7 +107,9 @@ def create_run(prepared: Prepared) -> RunDirectory:
     settings = prepared.plan.settings
     path = Path(settings.output_dir)
     _check_disk(path, prepared.plan)
-    return create(path, lambda run: _fill(run, prepared))
+    run = create(path, lambda run: _fill(run, prepared))
+    remember(run)
+    return run
 
 
 def _fill(run: RunDirectory, prepared: Prepared) -> None:

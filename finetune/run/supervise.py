@@ -215,10 +215,12 @@ class Supervisor:
         last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
         if last is not None and last.state in ENDED:
             return code if last.exit_code is None else last.exit_code
-        resume = f"resume from the last checkpoint with: finetune resume {self.run.path}"
+        sealed = any(self.run.checkpoints.glob("checkpoint-*"))
+        where = "from the last checkpoint" if sealed else "from the beginning, there is no checkpoint yet,"
+        resume = f"resume {where} with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]
-            self._end("stopped", code, f"killed without a new checkpoint; {resume}")
+            self._end("stopped", code, f"killed without a new checkpoint; {resume}" if sealed else f"killed; {resume}")
         elif code == 7:
             self._end("paused", 7, f"the disk is full; free some space, then {resume}")
         elif code == -9:  # SIGKILL, a name that Windows lacks

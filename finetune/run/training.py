@@ -27,11 +27,16 @@ from finetune.run.seal import rotate, seal
 if TYPE_CHECKING:
     from finetune.events import EventWriter
     from finetune.plan.plan import Plan
+    from finetune.recipe import Settings
     from finetune.run.best import Evaluated
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
 
 _PARTIAL = ".partial"
+
+
+def _warmup_steps(settings: Settings, total_steps: int) -> int:
+    return round(settings.warmup_ratio * total_steps) if settings.warmup_steps is None else settings.warmup_steps
 
 
 def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
@@ -51,7 +56,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         max_steps=settings.max_steps or -1,
         learning_rate=settings.learning_rate,
         lr_scheduler_type=settings.lr_scheduler_type,
-        warmup_steps=round(settings.warmup_ratio * (plan.total_steps or 0)),
+        warmup_steps=_warmup_steps(settings, plan.total_steps or 0),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,

@@ -28,6 +28,7 @@ OTHER = {
     "load_in_8bit": True, "lora_r": 64, "lora_alpha": 8.0, "lora_dropout": 0.1, "target_modules": ["q_proj"], "use_dora": True,
     "use_rslora": True, "effective_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_train_epochs": 5.0, "max_steps": 7, "learning_rate": 1e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0.5,
+    "warmup_steps": 5,
     "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7, "optim": "adamw_8bit", "activation_checkpointing": True,
     "activation_checkpointing_every_n_layers": 2, "activation_offloading": True, "int8_activations": True,
     "lean_layers": True, "torch_compile": True, "gpu": "hopper", "memory_budget": "9GiB", "output_dir": "runs/other",

@@ -23,7 +23,7 @@ FLIPS = {
     "lora_dropout": ((), "0.2"), "target_modules": ((), "[q_proj]"), "use_dora": ((), "true"), "use_rslora": ((), "true"),
     "effective_batch_size": (("per_device_train_batch_size=1",), "4"), "per_device_train_batch_size": ((), "1"),
     "num_train_epochs": (("max_steps=null",), "0.5"), "max_steps": ((), "3"), "learning_rate": ((), "1e-5"),
-    "lr_scheduler_type": ((), "constant"), "warmup_ratio": ((), "1.0"), "weight_decay": ((), "0.5"),
+    "lr_scheduler_type": ((), "constant"), "warmup_ratio": ((), "1.0"), "warmup_steps": ((), "5"), "weight_decay": ((), "0.5"),
     "max_grad_norm": ((), "1e-3"),
     "seed": ((), "7"), "optim": ((), "adafactor"), "activation_checkpointing": (("activation_checkpointing=false",), "true"),
     "int8_activations": ((), "true"), "lean_layers": ((), "false"), "memory_budget": ((), "1GiB"), "eval_steps": ((), "1"),

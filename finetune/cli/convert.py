@@ -1,0 +1,44 @@
+"""`finetune convert`: another tool's configuration as a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.markup import escape
+
+from finetune.cli.app import print_json
+from finetune.cli.render import err, out
+from finetune.errors import RecipeError
+from finetune.files import write_text
+from finetune.recipe import load_source, write_recipe
+
+_COLOURS = {"carried over": "green", "no effect": "dim"}
+
+
+def convert_file(source: str, overrides: list[str], *, output: str | None, as_json: bool) -> None:
+    """Print the recipe, or write it to `output`; says on standard error what became of each key."""
+    loaded = load_source(source, overrides)
+    text, read = write_recipe(loaded.recipe), loaded.conversion
+    if output:
+        if Path(output).exists():
+            raise RecipeError(f"{output} exists already", "Edit it, or delete or rename it first.")
+        write_text(Path(output), text)
+    if as_json:
+        keys = [asdict(entry) for entry in read.entries] if read else []
+        print_json({"tool": read.tool if read else None, "recipe": text, "keys": keys, "assumed": read.assumed if read else {}})
+        return
+    if read is None:
+        err.print(f"{escape(source)} is a recipe already")
+    else:
+        err.print(f"[bold]{escape(source)}[/] is {read.tool}'s: {read.counted()}")
+        for entry in read.entries:
+            err.print(f"  [{_COLOURS[entry.outcome]}]{escape(entry.key)}[/]  {escape(entry.text)}", soft_wrap=True)
+            if entry.note:
+                err.print(f"    [yellow]{escape(entry.note)}[/]", soft_wrap=True)
+        for setting, value in read.assumed.items():
+            err.print(f"  [green]{setting}: {escape(str(value))}[/]  {read.tool}'s default", soft_wrap=True)
+    if output:
+        out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
+    else:
+        print(text, end="")

@@ -1,0 +1,346 @@
+"""Axolotl: its YAML, with its list of datasets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, is_off, listed
+from finetune.recipe.foreign.shared import (
+    CARDS,
+    DATASET_CACHE,
+    EVERY_STEP,
+    KERNELS,
+    MEMORY,
+    NOT_TRAINED,
+    PLACES,
+    PREFERENCE,
+    PROCESS,
+    SECRET,
+    TRACKERS,
+    TRAINING_ARGUMENTS,
+    TRAINING_DEFAULTS,
+    UPLOAD,
+    read_batch,
+    read_dtype,
+    read_places,
+    read_steps,
+    read_template,
+    read_trackers,
+    read_warmup,
+)  # fmt: skip
+
+_FOUND = Ignore("is read from the model")
+_PREFERRED = Refuse("preference training is not supported")
+_OWN_LOADER = Refuse("the model is loaded by finetune")
+
+KEYS: dict[str, Rule] = {
+    **{key: rule for key, rule in TRAINING_ARGUMENTS.items() if not key.startswith("per_device")},
+    # -- model
+    "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"), "base_model_config": _FOUND,
+    "tokenizer_config": Refuse("the model's own tokenizer is used"),
+    "model_type": _FOUND, "tokenizer_type": _FOUND, "tokenizer_use_fast": PROCESS, "tokenizer_legacy": PROCESS,
+    "processor_type": PROCESS,
+    "is_falcon_derived_model": _FOUND, "is_llama_derived_model": _FOUND, "is_mistral_derived_model": _FOUND,
+    "is_qwen_derived_model": _FOUND,
+    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
+    "strict": PROCESS, "gptq": NOT_TRAINED, "overrides_of_model_config": Refuse("the model's own configuration is used"),
+    "overrides_of_model_kwargs": _OWN_LOADER,
+    "special_tokens": Read(), "tokens": Refuse("new tokens are not trained"),
+    "added_tokens_overrides": Refuse("new tokens are not trained"),
+    "resize_token_embeddings_to_32x": Refuse("the vocabulary keeps its size"),
+    "fix_untrained_tokens": Refuse("embeddings are not changed"),
+    "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),
+    "bnb_config_kwargs": Refuse("4 bits are NF4 with double quantisation"),
+    "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": CARDS,
+    "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
+    # -- adapter
+    "adapter": Read(), "lora_r": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"), "lora_dropout": Keep("lora_dropout", float),
+    "lora_target_modules": Read(), "lora_target_linear": Read(),
+    "lora_target_parameters": Refuse("adapters are on linear layers"),
+    "lora_model_dir": Refuse("going on with an adapter is not supported: training would start from a new one"),
+    "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
+    "lora_fan_in_fan_out": Refuse("layers are linear"),
+    "peft_use_dora": Keep("use_dora"), "peft_use_rslora": Keep("use_rslora"),
+    "peft_layers_to_transform": Refuse("every layer gets an adapter"),
+    "lora_layers_to_transform": Refuse("every layer gets an adapter"),
+    "peft_layers_pattern": Refuse("every layer gets an adapter"), "peft": NOT_TRAINED,
+    "peft_init_lora_weights": Refuse("adapters start from PEFT's default", (True,)), "peft_layer_replication": NOT_TRAINED,
+    "loraplus_lr_ratio": Refuse("one learning rate for all adapters"),
+    "peft_trainable_token_indices": NOT_TRAINED, "peft_autocast_adapter_dtype": KERNELS,
+    "loraplus_lr_embedding": Ignore("of LoRA+, which is not used"), "relora": NOT_TRAINED, "relora_steps": NOT_TRAINED,
+    "unfrozen_parameters": NOT_TRAINED, "merge_lora": UPLOAD, "merge_method": UPLOAD, "qlora_sharded_model_loading": CARDS,
+    "lora_mlp_kernel": KERNELS, "lora_qkv_kernel": KERNELS, "lora_o_kernel": KERNELS, "lora_embedding_kernel": KERNELS,
+    # -- training
+    "micro_batch_size": Read(), "batch_size": Read(), "eval_batch_size": Keep("per_device_eval_batch_size"),
+    "num_epochs": Keep("num_train_epochs", float),
+    "optimizer": Keep("optim"), "lr_scheduler": Keep("lr_scheduler_type"), "learning_rate": Keep("learning_rate", float),
+    "cosine_min_lr_ratio": Refuse("the cosine ends at zero"), "cosine_constant_lr_ratio": Refuse("changes the schedule"),
+    "lr_quadratic_warmup": Refuse("the warmup is linear"),
+    "lr_groups": Refuse("one learning rate for all adapters"), "embedding_lr": Refuse("embeddings are not trained"),
+    "embedding_lr_scale": Refuse("embeddings are not trained"),
+    "evals_per_epoch": PLACES, "saves_per_epoch": PLACES, "eval_table_size": PLACES, "eval_max_new_tokens": PLACES,
+    "eval_table_max_new_tokens": PLACES,
+    "save_first_step": PLACES, "do_causal_lm_eval": PLACES, "eval_causal_lm_metrics": PLACES, "do_bench_eval": PLACES,
+    "gc_steps": MEMORY,
+    "early_stopping_patience": Keep("early_stopping_patience"),
+    "loss_watchdog_threshold": Ignore("a run that diverges is stopped"),
+    "loss_watchdog_patience": Ignore("a run that diverges is stopped"),
+    "bfloat16": Read(), "float16": Read(), "fp8": NOT_TRAINED, "float32": Refuse("set dtype=float32", lifted_by="dtype"),
+    "activation_offloading": MEMORY,
+    "flash_attention": KERNELS, "attn_implementation": KERNELS, "sdp_attention": KERNELS, "xformers_attention": KERNELS,
+    "eager_attention": KERNELS, "flex_attention": KERNELS, "sage_attention": KERNELS,
+    "flash_attn_cross_entropy": KERNELS, "flash_attn_rms_norm": KERNELS, "flash_attn_fuse_qkv": KERNELS,
+    "flash_attn_fuse_mlp": KERNELS, "s2_attention": Refuse("attention is not shifted"),
+    "unsloth_cross_entropy_loss": KERNELS, "unsloth_lora_mlp": KERNELS, "unsloth_lora_qkv": KERNELS, "unsloth_lora_o": KERNELS,
+    "unsloth_rms_norm": KERNELS, "unsloth_rope": KERNELS,
+    "plugins": Read(), "liger_rope": KERNELS, "liger_rms_norm": KERNELS, "liger_glu_activation": KERNELS,
+    "liger_swiglu": KERNELS, "liger_layer_norm": KERNELS, "liger_fused_linear_cross_entropy": KERNELS,
+    "liger_cross_entropy": KERNELS, "cut_cross_entropy": KERNELS,
+    "rl": _PREFERRED, "rl_beta": PREFERENCE, "trl": PREFERENCE, "reward_model": _PREFERRED, "process_reward_model": _PREFERRED,
+    "qat": NOT_TRAINED, "quantization": NOT_TRAINED, "vllm": PREFERENCE,
+    "debug": PROCESS, "ddp": CARDS, "world_size": CARDS, "ddp_bucket_cap_mb": CARDS, "ddp_broadcast_buffers": CARDS,
+    "accelerator_config": CARDS, "fsdp_version": CARDS, "fsdp_final_state_dict_type": CARDS,
+    "tensor_parallel_size": CARDS, "context_parallel_size": CARDS, "sequence_parallel_degree": CARDS, "use_ray": CARDS,
+    "ray_num_workers": CARDS, "resources_per_worker": CARDS,
+    "wandb_project": TRACKERS, "wandb_entity": TRACKERS, "wandb_watch": TRACKERS, "wandb_name": TRACKERS,
+    "wandb_run_id": TRACKERS, "wandb_mode": TRACKERS, "wandb_log_model": TRACKERS, "use_wandb": TRACKERS,
+    "mlflow_tracking_uri": TRACKERS, "mlflow_experiment_name": TRACKERS, "use_mlflow": TRACKERS, "use_comet": TRACKERS,
+    "comet_project_name": TRACKERS, "use_tensorboard": TRACKERS, "use_trackio": TRACKERS,
+    "profiler_steps": EVERY_STEP, "hf_use_auth_token": PROCESS, "push_dataset_to_hub": UPLOAD, "hub_token": SECRET,
+    "auto_resume_from_checkpoints": Ignore("`finetune resume RUN` goes on"),
+    # -- data
+    "datasets": Read(), "test_datasets": Read(), "pretraining_dataset": NOT_TRAINED, "dataset_prepared_path": DATASET_CACHE,
+    "dataset_processes": DATASET_CACHE, "dataset_num_proc": DATASET_CACHE,
+    "dataset_keep_in_memory": DATASET_CACHE, "dataset_shard_num": Refuse("all rows are read"),
+    "dataset_shard_idx": Refuse("all rows are read"), "skip_prepare_dataset": DATASET_CACHE,
+    "shuffle_merged_datasets": Refuse("rows are shuffled", (True,)),
+    "dataset_exact_deduplication": Refuse("equal rows are kept; remove them from the file"), "streaming": MEMORY,
+    "dataloader_drop_last": PROCESS,
+    "val_set_size": Keep("dataset.test_split_size", lambda size: int(size) if size >= 1 else float(size)),
+    "sequence_len": Keep("max_length"), "max_prompt_len": PREFERENCE,
+    "min_sample_len": Refuse("short rows are kept"), "excess_length_strategy": Keep("excess_length"),
+    "sample_packing": Keep("packing"),
+    "eval_sample_packing": MEMORY, "pad_to_sequence_len": MEMORY, "batch_flattening": MEMORY,
+    "sample_packing_group_size": PROCESS, "sample_packing_bin_size": PROCESS, "multipack_real_batches": PROCESS,
+    "sample_packing_eff_est": PROCESS, "sample_packing_sequentially": Refuse("rows are packed by length"),
+    "curriculum_sampling": Refuse("rows are shuffled"), "total_num_tokens": PROCESS, "total_supervised_tokens": PROCESS,
+    "train_on_inputs": Keep("train_on_inputs"), "chat_template": Read(), "chat_template_jinja": Read(),
+    "eot_tokens": Refuse("answers end with what the template writes"),
+    "default_system_message": Refuse("no system prompt is added to rows"), "use_pose": NOT_TRAINED,
+}  # fmt: skip
+
+#: `sequence_len` and the batch are Axolotl's schema, the warmup its trainer, the rest TrainingArguments'.
+DEFAULTS: dict[str, Any] = {
+    **TRAINING_DEFAULTS, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.03, "max_length": 512,
+    "excess_length": "drop",
+    "lora_dropout": 0.0, "load_in_4bit": False, "load_in_8bit": False, "packing": False,
+}  # fmt: skip
+
+_ALPACA_NOTE = (
+    "Axolotl writes alpaca rows as text with `### Instruction:`; here the model's chat template is used where it has one"
+)
+#: Types of datasets -> format, columns, note.
+_TYPES: dict[str, tuple[str, dict[str, str], str]] = {
+    "alpaca": ("alpaca", {}, _ALPACA_NOTE), "chat_template": ("messages", {}, ""), "completion": ("text", {}, ""),
+    "alpaca_chat": ("alpaca", {}, ""), "chat_template.default": ("messages", {}, ""),
+    "alpaca_chat.load_qa": ("alpaca", {"instruction": "question", "output": "answer"}, ""),
+}  # fmt: skip
+_ROLES = {
+    "user": {"human", "user"},
+    "assistant": {"gpt", "assistant", "model"},
+    "system": {"system"},
+    "tool": {"tool", "observation"},
+}
+#: Keys of a dataset that change nothing, or only where they have another value.
+_SAME = {
+    "ds_type": None, "preprocess_shards": None, "trust_remote_code": None, "split_thinking": False,
+    "roles_to_train": ["assistant"], "train_on_eos": "turn",
+    "train_on_eot": "turn", "drop_system_message": False, "field_tools": "tools", "field_system": "system",
+    "chat_template": "tokenizer_default",
+}  # fmt: skip
+
+
+def finish(reading: Reading) -> None:
+    """What Axolotl's keys mean together."""
+    _batch(reading)
+    read_steps(reading)
+    read_warmup(reading)
+    read_places(reading)
+    read_dtype(reading)
+    if "report_to" in reading.values:
+        read_trackers(reading)
+    _adapter(reading)
+    _tokens(reading)
+    model = str(reading.given.get("model_name_or_path") or reading.value("base_model", ""))
+    if reading.is_on("chat_template_jinja"):
+        reading.refuse("chat_template_jinja", "save the template as a file", "chat_template")
+    if "chat_template" in reading.values:
+        if reading.value("chat_template") == "jinja":
+            reading.share("chat_template", "chat_template_jinja")
+        else:
+            read_template(reading, "chat_template", model)
+    if "plugins" in reading.values:
+        other = [name for name in listed(reading.value("plugins")) if "Liger" not in name and "CutCrossEntropy" not in name]
+        if other:
+            reading.refuse("plugins", f"{', '.join(other)} may change what is learnt")
+        else:
+            reading.ignore("plugins", KERNELS.why)
+    if "dataset.path" in reading.given:
+        for key in ("datasets", "test_datasets"):
+            if key in reading.values:
+                reading.ignore(key, "replaced by the override dataset.path")
+    else:
+        _datasets(reading)
+
+
+def _batch(reading: Reading) -> None:
+    batch, micro = reading.value("batch_size"), reading.value("micro_batch_size")
+    if batch is not None:  # the whole batch, of which Axolotl derives the missing part
+        if micro is None or "gradient_accumulation_steps" not in reading.values:
+            reading.keep("batch_size", "effective_batch_size", batch)
+            for key in ("micro_batch_size", "gradient_accumulation_steps"):
+                if key in reading.values:
+                    reading.share(key, f"effective_batch_size {batch}")
+            return
+        reading.ignore("batch_size", "micro_batch_size and gradient_accumulation_steps are both set")
+    read_batch(reading, "micro_batch_size", "gradient_accumulation_steps")
+
+
+def _adapter(reading: Reading) -> None:
+    adapter = reading.value("adapter")
+    if adapter in ("lora", "qlora"):
+        reading.ignore("adapter", "is what finetune does")
+    elif adapter is not None:
+        reading.refuse("adapter", "finetune trains LoRA adapters")
+    else:
+        reading.refuse("adapter", "is not set, which trains all parameters; finetune trains LoRA adapters")
+    linear = reading.is_on("lora_target_linear")
+    if "lora_target_linear" in reading.values:
+        if linear:
+            reading.keep("lora_target_linear", "target_modules", "all-linear")
+        else:
+            reading.ignore("lora_target_linear", "is off")
+    if "lora_target_modules" in reading.values:
+        if linear:
+            reading.share("lora_target_modules", "target_modules all-linear")
+        else:
+            reading.keep("lora_target_modules", "target_modules", _modules(reading.value("lora_target_modules")))
+    elif not linear:
+        reading.assume("target_modules", ["q_proj", "v_proj"])
+
+
+def _modules(value: Any) -> Any:
+    """Names of modules; a regular expression stays one text."""
+    return value if isinstance(value, str) and set(value) & set("*|()\\[") else listed(value)
+
+
+def _tokens(reading: Reading) -> None:
+    tokens = reading.value("special_tokens")
+    if not isinstance(tokens, dict):
+        return
+    usual = {"bos_token": ("<s>", "<|begin_of_text|>"), "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>")}
+    other = [
+        f"{name} {value}" for name, value in tokens.items() if name in usual and value is not None and value not in usual[name]
+    ]
+    if other:
+        reading.refuse("special_tokens", f"{', '.join(other)}: the model's own special tokens are used")
+    else:
+        reading.ignore("special_tokens", "the model's own are used; padding is never learnt")
+
+
+def _datasets(reading: Reading) -> None:
+    found, reason, note = _read_list(reading.value("datasets", []))
+    if reason:
+        reading.refuse("datasets", reason, "dataset.path")
+    elif found:
+        for name, value in found.items():
+            reading.keep("datasets", f"dataset.{name}", value)
+        reading.keep("datasets", "dataset.path", found["path"], note)
+    if "test_datasets" in reading.values:
+        held_out, reason, _ = _read_list(reading.value("test_datasets"))
+        if not reason and held_out.get("path") == found.get("path") and held_out.get("split"):
+            reading.keep("test_datasets", "dataset.eval_split", held_out["split"])
+        elif not reason:
+            reading.keep("test_datasets", "dataset.eval_path", held_out["path"])
+        else:
+            reading.refuse("test_datasets", reason, "dataset.eval_path")
+
+
+def _read_list(entries: Any) -> tuple[dict[str, Any], str, str]:
+    """Datasets as settings without the prefix `dataset.`, the reason why they can't be used, and a note."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        return {}, "is not a list of datasets" if entries else "", ""
+    found = []
+    for entry in entries:
+        settings, reason, note = _read_one({key: value for key, value in entry.items() if value is not None})
+        if reason:
+            return {}, reason, ""
+        found.append((settings, note))
+    if not found:
+        return {}, "", ""
+    paths = [path for settings, _ in found for path in listed_paths(settings.pop("path"))]
+    if any(settings != found[0][0] for settings, _ in found):
+        return {}, "the datasets have different types or columns; use those of one kind", ""
+    return {"path": paths[0] if len(paths) == 1 else paths, **found[0][0]}, "", found[0][1]
+
+
+def listed_paths(path: Any) -> list[str]:
+    """One path or several, as a list."""
+    return [path] if isinstance(path, str) else list(path)
+
+
+def _read_one(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    kind = entry.pop("type", None)
+    name = str(kind).partition(":")[0]
+    if not isinstance(kind, str) or name not in _TYPES:
+        return (
+            {},
+            f"type {kind if isinstance(kind, str) else 'with its own prompt'} is not known, and decides what rows look like",
+            "",
+        )
+    row_format, columns, note = _TYPES[name]
+    columns, split = dict(columns), str(entry.pop("split", "train"))
+    if "[" in split:
+        return {}, f"split {split} takes a part of the rows; set dataset.max_rows", ""
+    settings: dict[str, Any] = {"path": entry.pop("path", None)}
+    if settings["path"] in ("json", "csv", "parquet", None) or "data_files" in entry:
+        settings["path"] = entry.pop("data_files", None) or settings["path"]
+    if not settings["path"]:
+        return {}, "a dataset has no path", ""
+    settings |= {"split": split} if split != "train" else {}
+    settings |= {ours: entry.pop(ours) for ours in ("name", "revision") if ours in entry}
+    if name == "completion" and entry.get("field", "text") != "text":
+        columns["text"] = entry["field"]
+    entry.pop("field", None)
+    if name.startswith("chat_template"):
+        row_format, columns, reason = _conversation(entry)
+        if reason:
+            return {}, reason, ""
+    for key, value in entry.items():
+        if key not in _SAME or not (_SAME[key] is None or is_off(value) or value == _SAME[key]):
+            return {}, f"{key} {value} of a dataset is not known, or changes what is learnt", ""
+    return {**settings, "format": row_format, **({"columns": columns} if columns else {})}, "", note
+
+
+def _conversation(entry: dict[str, Any]) -> tuple[str, dict[str, str], str]:
+    """Format and columns of a conversation; takes its keys out of `entry`."""
+    mapping = dict(entry.pop("message_property_mappings", {}))
+    field = entry.pop("field_messages", "messages")
+    role = entry.pop("message_field_role", mapping.pop("role", "role"))
+    content = entry.pop("message_field_content", mapping.pop("content", "content"))
+    roles = entry.pop("roles", {})
+    if any(not set(listed(names)) <= _ROLES.get(target, set()) for target, names in roles.items()):
+        return "", {}, f"roles {roles} have names that finetune doesn't know"
+    if any(ours != theirs for ours, theirs in mapping.items()):
+        return "", {}, f"message_property_mappings {mapping} is not known"
+    columns = {ours: theirs for ours, theirs in (("role", role), ("content", content)) if ours != theirs}
+    if (role, content) == ("from", "value"):
+        return "sharegpt", {"conversations": field} if field != "conversations" else {}, ""
+    return "messages", ({"messages": field} if field != "messages" else {}) | columns, ""
+
+
+TOOL = Tool(
+    "Axolotl",
+    frozenset({"datasets", "adapter", "val_set_size", "pretraining_dataset", "lora_target_linear", "dataset_prepared_path"}),
+    KEYS, DEFAULTS, finish,
+)  # fmt: skip

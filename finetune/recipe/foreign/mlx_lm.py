@@ -1,0 +1,149 @@
+"""mlx-lm: the YAML of `mlx_lm.lora`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, listed
+from finetune.recipe.foreign.shared import EVERY_STEP, MEMORY, PREFERENCE, TRACKERS, read_batch
+
+#: mlx-lm doesn't clip gradients; a norm that none reaches.
+_NO_CLIPPING = 1e9
+_EVALUATION = Ignore("all held-out rows are evaluated")
+
+KEYS: dict[str, Rule] = {
+    "model": Keep("model_name_or_path"), "train": Ignore("`finetune run` trains"), "fine_tune_type": Read(),
+    "training_mode": Refuse("preference training is not supported", ("normal",)),
+    "train_mode": Refuse("preference training is not supported", ("sft",)),
+    "optimizer": Read(), "optimizer_config.*": Read(), "data": Read(), "seed": Keep("seed"),
+    "num_layers": Refuse("adapters only in the last layers; num_layers=-1 is every layer, as here", (-1,)),
+    "lora_layers": Refuse("adapters only in the last layers; lora_layers=-1 is every layer, as here", (-1,)),
+    "batch_size": Read(), "grad_accumulation_steps": Read(), "iters": Read(), "learning_rate": Keep("learning_rate", float),
+    "lr_schedule.*": Read(),
+    "val_batches": _EVALUATION, "steps_per_report": EVERY_STEP, "steps_per_eval": Keep("eval_steps"),
+    "save_every": Keep("save_steps"),
+    "adapter_path": Keep("output_dir"), "adapter_file": Ignore("the adapter is in the run directory"),
+    "resume_adapter_file": Refuse("going on with an adapter is not supported: training would start from a new one"),
+    "test": Ignore("`finetune eval` scores"), "test_batches": _EVALUATION, "max_seq_length": Keep("max_length"),
+    "grad_checkpoint": MEMORY,
+    "lora_parameters.keys": Read(), "lora_parameters.rank": Keep("lora_r"),
+    "lora_parameters.dropout": Keep("lora_dropout", float),
+    "lora_parameters.scale": Read(), "lora_parameters.alpha": Ignore("mlx-lm reads scale"),
+    "mask_prompt": Keep("train_on_inputs", lambda mask: not mask),
+    "wandb": TRACKERS, "report_to": TRACKERS, "project_name": TRACKERS, "config": Ignore("of mlx-lm's command line"),
+    "hf_dataset.path": Keep("dataset.path"), "hf_dataset.name": Keep("dataset.path"),
+    "hf_dataset.train_split": Keep("dataset.split"), "hf_dataset.valid_split": Keep("dataset.eval_split"),
+    "hf_dataset.prompt_feature": Read(), "hf_dataset.completion_feature": Read(), "hf_dataset.*": PREFERENCE,
+}  # fmt: skip
+
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-5, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_norm": _NO_CLIPPING,
+    "optim": "adamw_torch", "weight_decay": 0.0,
+    "seed": 0, "max_length": 2048, "excess_length": "truncate", "lora_r": 8, "lora_dropout": 0.0,
+    "target_modules": "all-linear", "max_steps": 1000,
+    "packing": False, "train_on_inputs": True,
+}  # fmt: skip
+#: MLX's default weight decay of AdamW.
+_ADAMW_DECAY = 0.01
+
+
+def finish(reading: Reading) -> None:
+    """What mlx-lm's keys mean together."""
+    read_batch(reading, "batch_size", "grad_accumulation_steps", 4)
+    _steps(reading)
+    method = reading.value("fine_tune_type", "lora")
+    if method == "dora":
+        reading.keep("fine_tune_type", "use_dora", True)
+    elif method != "lora":
+        reading.refuse("fine_tune_type", "finetune trains LoRA adapters")
+    elif "fine_tune_type" in reading.values:
+        reading.ignore("fine_tune_type", "is what finetune does")
+    _optimizer(reading)
+    if (names := reading.value("lora_parameters.keys")) is not None:
+        reading.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in listed(names)}))
+    scale, rank = reading.value("lora_parameters.scale", 10.0), reading.settings.get("lora_r", DEFAULTS["lora_r"])
+    if "lora_parameters.scale" in reading.values:
+        reading.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
+    reading.assume("lora_alpha", float(scale) * rank)
+    _schedule(reading)
+    _data(reading)
+
+
+def _steps(reading: Reading) -> None:
+    """`iters` counts micro-batches."""
+    iters, each = reading.value("iters", 1000), int(reading.value("grad_accumulation_steps", 1))
+    if iters % each:
+        reading.refuse("iters", f"is no multiple of grad_accumulation_steps {each}", "max_steps")
+    elif "iters" in reading.values:
+        reading.keep("iters", "max_steps", iters // each)
+    else:
+        reading.assume("max_steps", iters // each)
+
+
+def _optimizer(reading: Reading) -> None:
+    name = str(reading.value("optimizer", "adam")).lower()
+    if name not in ("adam", "adamw"):
+        reading.refuse("optimizer", "adam and adamw are supported", "optim")
+        return
+    if "optimizer" in reading.values:
+        reading.keep("optimizer", "optim", "adamw_torch", "MLX's Adam does not correct its bias by default; PyTorch's does")
+    if name == "adamw":
+        reading.assume("weight_decay", float(reading.value("optimizer_config.adamw.weight_decay", _ADAMW_DECAY)))
+    for key in [key for key in reading.values if key.startswith("optimizer_config.")]:
+        if key == f"optimizer_config.{name}.weight_decay":
+            reading.keep(key, "weight_decay", float(reading.values[key]))
+        elif key.startswith(f"optimizer_config.{name}.") and not key.endswith("bias_correction"):
+            reading.refuse(key, "finetune's AdamW has PyTorch's betas and epsilon")
+        else:
+            reading.ignore(key, "is PyTorch's way, or of another optimizer")
+
+
+def _schedule(reading: Reading) -> None:
+    keys = [key for key in reading.values if key.startswith("lr_schedule.")]
+    if not keys:
+        return
+    parts, steps = list(reading.value("lr_schedule.arguments", [])), reading.settings.get("max_steps")
+    warmup = int(reading.value("lr_schedule.warmup", 0))
+    falls = reading.value("lr_schedule.name") == "cosine_decay" and len(parts) in (2, 3)
+    small = falls and all(value <= parts[0] / 50 for value in (*parts[2:], reading.value("lr_schedule.warmup_init", 0)))
+    if not small or steps is None or not steps <= parts[1] + warmup <= steps + warmup:
+        for key in keys:
+            reading.refuse(key, "only a cosine over all steps to about zero is carried over", "lr_scheduler_type")
+        return
+    late = parts[1] + warmup - steps
+    note = f"there the cosine would end {late:g} steps after the run; here it ends with the run" if late else ""
+    reading.keep("lr_schedule.name", "lr_scheduler_type", "cosine", note)
+    reading.keep("lr_schedule.arguments", "learning_rate", float(parts[0]))
+    if "lr_schedule.warmup" in reading.values:
+        reading.keep("lr_schedule.warmup", "warmup_steps", warmup)
+    if "lr_schedule.warmup_init" in reading.values:
+        reading.ignore("lr_schedule.warmup_init", "the warmup starts at zero")
+
+
+def _data(reading: Reading) -> None:
+    data = reading.value("data")
+    if "dataset.path" in reading.given or data is None:
+        if data is not None:
+            reading.ignore("data", "replaced by the override dataset.path")
+    elif (folder := Path(str(data)).expanduser()).is_dir() or str(data).startswith(("/", ".", "~")) or str(data).endswith("/"):
+        reading.keep("data", "dataset.path", str(folder / "train.jsonl"))
+        if (folder / "valid.jsonl").is_file():
+            reading.settings["dataset.eval_path"] = str(folder / "valid.jsonl")
+            reading.origin["dataset.eval_path"] = "data"
+    else:
+        reading.keep("data", "dataset.path", str(data))
+    names = {"prompt": "hf_dataset.prompt_feature", "completion": "hf_dataset.completion_feature"}
+    columns = {ours: reading.value(key) for ours, key in names.items() if key in reading.values}
+    for ours in columns:
+        reading.keep(names[ours], "dataset.columns", columns)
+
+
+TOOL = Tool(
+    "mlx-lm",
+    frozenset({"lora_parameters.rank", "lora_parameters.keys", "fine_tune_type", "iters"}),
+    KEYS,
+    DEFAULTS,
+    finish,
+    nested=True,
+)

@@ -1,0 +1,87 @@
+"""Unsloth Studio: the YAML of its training page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool
+from finetune.recipe.foreign.shared import MEMORY, TRACKERS, TRAINING_DEFAULTS, UPLOAD, read_batch, read_targets
+
+_TEXT = Ignore("rows are text here")
+_T, _L = "training.", "lora."
+
+KEYS: dict[str, Rule] = {
+    "model": Keep("model_name_or_path"),
+    "data.dataset": Keep("dataset.path"), "data.format_type": Read(), "data.subset": Keep("dataset.name"),
+    "data.split": Keep("dataset.split"),
+    "data.train_split": Keep("dataset.split"), "data.eval_split": Keep("dataset.eval_split"), "data.local_datasets": Read(),
+    f"{_T}training_type": Read(), f"{_T}max_seq_length": Keep("max_length"), f"{_T}load_in_4bit": Keep("load_in_4bit"),
+    f"{_T}output_dir": Keep("output_dir"), f"{_T}num_epochs": Keep("num_train_epochs", float),
+    f"{_T}learning_rate": Keep("learning_rate", float),
+    f"{_T}batch_size": Read(), f"{_T}gradient_accumulation_steps": Read(), f"{_T}warmup_steps": Read(),
+    f"{_T}warmup_ratio": Read(),
+    f"{_T}max_steps": Read(), f"{_T}save_steps": Keep("save_steps"), f"{_T}eval_steps": Keep("eval_steps"),
+    f"{_T}weight_decay": Keep("weight_decay", float),
+    f"{_T}random_seed": Keep("seed"), f"{_T}packing": Keep("packing"),
+    f"{_T}train_on_completions": Keep("train_on_inputs", lambda on: not on),
+    f"{_T}gradient_checkpointing": MEMORY, f"{_T}optim": Keep("optim"), f"{_T}lr_scheduler_type": Keep("lr_scheduler_type"),
+    f"{_T}trust_remote_code": Ignore("models that transformers knows need no code of the hub"),
+    f"{_T}max_grad_norm": Keep("max_grad_norm", float),
+    f"{_L}lora_r": Keep("lora_r"), f"{_L}lora_alpha": Keep("lora_alpha"), f"{_L}lora_dropout": Keep("lora_dropout", float),
+    f"{_L}target_modules": Read(),
+    f"{_L}use_rslora": Keep("use_rslora"), f"{_L}use_dora": Keep("use_dora"),
+    f"{_L}use_loftq": Refuse("adapters start from zero, not from LoftQ"),
+    f"{_L}init_lora_weights": Refuse("adapters start from PEFT's default", (True,)), f"{_L}vision_all_linear": _TEXT,
+    f"{_L}finetune_vision_layers": _TEXT,
+    f"{_L}finetune_language_layers": Refuse("layers of the language model are trained", (True,)),
+    f"{_L}finetune_attention_modules": Refuse("name the layers in lora.target_modules", (True,)),
+    f"{_L}finetune_mlp_modules": Refuse("name the layers in lora.target_modules", (True,)),
+    "logging.*": TRACKERS, "inference.*": Ignore("for generation, not for training"), "export.*": UPLOAD,
+}  # fmt: skip
+
+#: Defaults of the Studio's trainer where a key is absent.
+DEFAULTS: dict[str, Any] = {
+    **TRAINING_DEFAULTS, "num_train_epochs": 3.0, "learning_rate": 2e-4, "optim": "adamw_8bit", "weight_decay": 0.01,
+    "seed": 3407, "max_length": 2048,
+    "excess_length": "truncate", "lora_r": 16, "lora_alpha": 16.0, "lora_dropout": 0.0, "target_modules": "all-linear",
+    "load_in_4bit": True,
+    "load_in_8bit": False, "packing": False, "train_on_inputs": True,
+}  # fmt: skip
+
+
+def finish(reading: Reading) -> None:
+    """What the Studio's keys mean together."""
+    read_batch(reading, f"{_T}batch_size", f"{_T}gradient_accumulation_steps", 2, 4)
+    if steps := reading.value(f"{_T}max_steps"):
+        reading.keep(f"{_T}max_steps", "max_steps", steps)
+    elif f"{_T}max_steps" in reading.values:
+        reading.ignore(f"{_T}max_steps", "is not set")
+    for key, ours in ((f"{_T}warmup_steps", "warmup_steps"), (f"{_T}warmup_ratio", "warmup_ratio")):
+        if key in reading.values:
+            reading.keep(key, ours, reading.value(key))
+    method = reading.value(f"{_T}training_type", "lora")
+    if method not in ("lora", "qlora", "LoRA/QLoRA"):
+        reading.refuse(f"{_T}training_type", "finetune trains LoRA adapters")
+    elif f"{_T}training_type" in reading.values:
+        reading.ignore(f"{_T}training_type", "is what finetune does")
+    if f"{_L}target_modules" in reading.values:
+        read_targets(reading, f"{_L}target_modules")
+    kinds = {"auto": "auto", "alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt", "raw_text": "text"}
+    if (kind := reading.value("data.format_type")) in kinds:
+        reading.keep("data.format_type", "dataset.format", kinds[kind])
+    elif kind is not None:
+        reading.refuse("data.format_type", "is not a format that finetune reads", "dataset.format")
+    if "data.local_datasets" in reading.values and not reading.is_on("data.local_datasets"):
+        reading.ignore("data.local_datasets", "is not set")
+    elif reading.is_on("data.local_datasets"):
+        reading.keep("data.local_datasets", "dataset.path", reading.value("data.local_datasets"))
+
+
+TOOL = Tool(
+    "Unsloth Studio",
+    frozenset({"training.training_type", "training.max_seq_length", "lora.finetune_mlp_modules"}),
+    KEYS,
+    DEFAULTS,
+    finish,
+    nested=True,
+)

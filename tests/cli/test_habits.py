@@ -1,0 +1,109 @@
+"""What people do by habit works: other words for run, runs kept elsewhere, settings changed on resume, leaving the chat."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.cli.app import main
+from finetune.errors import RecipeError
+from finetune.files import write_json
+from finetune.run.changes import change
+from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
+from finetune.run.keeping import discard, rename_run
+
+
+def finetune(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
+    code = main()
+    return code, capsys.readouterr()
+
+
+def made(path: Path) -> RunDirectory:
+    path.mkdir(parents=True)
+    (path / "plan.json").write_text("{}")
+    return RunDirectory(path)
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A run directory with a real plan, not started."""
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+
+    monkeypatch.chdir(tmp_path)
+    return create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
+
+
+def test_train_is_run(capsys, monkeypatch):
+    code, said = finetune(capsys, monkeypatch, "train", "no-such-recipe")
+    assert code == 2 and "no-such-recipe" in said.err
+
+
+def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = made(tmp_path / "elsewhere" / "mine")
+    remember(run)
+    assert [one.path for one in runs_from_here()] == [Path("elsewhere/mine")]
+    assert open_run("latest").path == open_run("mine").path == Path("elsewhere/mine")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert runs_from_here() == []
+
+
+def test_runs_are_renamed_and_deleted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    renamed = rename_run(made(tmp_path / "runs" / "a"), "b")
+    assert open_run("b").path == Path("runs/b")
+    with pytest.raises(RecipeError, match="not a valid"):
+        rename_run(renamed, "../b")
+    assert (discard(renamed) / "plan.json").is_file() and runs_from_here() == []
+
+
+def test_settings_without_a_part_in_what_is_learnt_change_on_resume(planned):
+    assert open_run("latest").path == Path("elsewhere/mine")
+    assert change(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
+    assert json.loads(planned.adjustments.read_text()) == {"save_steps": 7, "eval_steps": 9}
+    refused = ["lora_r=4", "max_steps=9", "learning_rate=1e-3", "output_dir=x", "save_total_limit=auto"]
+    with pytest.raises(RecipeError) as error:
+        change(planned, refused)
+    assert len(error.value.problems) == 5 and "learnt" in error.value.problems[0]
+    with pytest.raises(RecipeError, match="save_steps"):
+        change(planned, ["save_steps=often"])
+    with pytest.raises(RecipeError, match="did you mean 'save_steps'"):
+        change(planned, ["save_step=1"])
+
+
+def test_exit_leaves_the_chat(monkeypatch):
+    from finetune.cli.evaluate import _questions
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\n/exit\nnever asked\n")))
+    assert list(_questions()) == ["Hi"]
+
+
+def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
+    from rich.console import Console
+
+    from finetune.cli import render, runs
+
+    monkeypatch.chdir(tmp_path)
+    run = made(tmp_path / "runs" / ("a-long-name-of-a-run-" * 3))
+    write_json(run.process, {})
+    narrow = Console(width=60, highlight=False, file=io.StringIO())
+    monkeypatch.setattr(render, "out", narrow)
+    monkeypatch.setattr(runs, "out", narrow)
+    runs.change_runs("list", [], as_json=False)
+    lines = narrow.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60 and "state" in lines[0] and "loss" in lines[0]
+
+
+def test_convert_writes_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+    code, said = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
+    assert code == 0 and "written" in said.out and "LLaMA-Factory's default" in said.err
+    assert "lora_r: 8" in Path("recipe.yaml").read_text()

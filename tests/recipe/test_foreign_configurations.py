@@ -1,0 +1,187 @@
+"""Configurations of other tools are read as recipes: nothing is lost, nothing is guessed, and the numbers are theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.errors import RecipeError
+from finetune.recipe import load_recipe, load_source, parse_recipe, write_recipe
+from finetune.recipe.foreign import TOOLS
+from finetune.recipe.load import parse_source
+from finetune.recipe.schema import Recipe
+
+HERE = Path(__file__).parent / "foreign"
+#: file: effective batch, peak learning rate, rank, alpha, epochs, steps, length, steps and share of warmup, 4 bit; by hand.
+EXPECTED = {
+    "lf_qwen3_lora.yaml": (1 * 8, 1e-4, 8, 2 * 8, 3, None, 2048, None, 0.1, False),
+    "lf_llama3_lora_eval.yaml": (2 * 4, 5e-5, 16, 16, 2, None, 1024, 20, None, False),
+    "lf_llama3_qlora.yaml": (1 * 8, 1e-4, 8, 2 * 8, 3, None, 2048, None, 0.1, True),
+    "lf_least.yaml": (8 * 1, 5e-5, 8, 2 * 8, 3, None, 2048, None, 0, False),
+    "lf_deepspeed.yaml": (2 * 2, 2e-4, 32, 2 * 32, 3, 300, 4096, None, 0, False),
+    "axolotl_qlora_1b.yml": (2 * 4, 2e-4, 32, 16, 1, None, 2048, None, 0.1, True),
+    "axolotl_lora_1b.yml": (2 * 2, 2e-4, 16, 32, 1, None, 1024, 10, None, False),
+    "axolotl_instruct_8b.yml": (2 * 4, 2e-4, 32, 16, 4, None, 4096, 10, None, False),
+    "axolotl_mistral_qlora.yml": (2 * 4, 2e-4, 32, 16, 1, None, 8192, 10, None, True),
+    "axolotl_qwen2_fsdp.yaml": (1 * 4, 2e-4, 32, 64, 4, None, 2048, 10, None, True),
+    "torchtune_qlora.yaml": (2 * 16, 3e-4, 8, 16, 1, None, 2048, 100, None, True),
+    "mlx_lora.yaml": (4 * 1, 1e-5, 8, 20 * 8, 2, 600, 2048, 100, None, "auto"),
+    "unsloth_lora.yaml": (2 * 4, 2e-4, 64, 16, 1, None, 2048, 5, None, True),
+    "trl_sft.yaml": (2 * 8, 2e-4, 32, 64, 1, None, 1024, None, 0, False),
+}  # fmt: skip
+
+
+def keys_of(values, prefix=""):
+    for key, value in values.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_numbers_are_the_other_tools_numbers(name):
+    recipe = load_recipe(HERE / name)
+    batch, rate, rank, alpha, epochs, steps, length, warmup, share, four_bit = EXPECTED[name]
+    assert recipe.effective_batch_size == batch and recipe.learning_rate == pytest.approx(rate, rel=1e-12)
+    assert (recipe.lora_r, recipe.lora_alpha, recipe.max_length, recipe.max_steps) == (rank, alpha, length, steps)
+    assert steps or recipe.num_train_epochs == epochs
+    assert recipe.warmup_steps == warmup and (share is None or recipe.warmup_ratio == share)
+    assert recipe.load_in_4bit == four_bit
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_key_is_accounted_for_with_its_line(name):
+    text = (HERE / name).read_text()
+    entries = {entry.key: entry for entry in load_source(HERE / name).conversion.entries}
+    named = set(entries) | {key.rpartition(".")[0] for key in entries} | set(yaml.safe_load(text))
+    assert set(keys_of(yaml.safe_load(text))) - named <= {
+        key
+        for key in keys_of(yaml.safe_load(text))
+        if key.partition(".")[0] in ("special_tokens", "fsdp_config", "gradient_checkpointing_kwargs")
+    }
+    lines = text.splitlines()
+    for key, entry in entries.items():
+        assert lines[entry.line - 1].lstrip().startswith(key.split(".")[-1]), key
+    assert {key.partition(".")[0] for key in entries} == set(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_converted_recipe_is_the_same_recipe(name):
+    recipe = load_recipe(HERE / name)
+    assert parse_recipe(write_recipe(recipe)) == recipe
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+def test_tables_name_settings_that_exist(tool):
+    for rule in tool.keys.values():
+        for name in (getattr(rule, "ours", ""), getattr(rule, "lifted_by", "")):
+            section, _, inner = name.partition(".")
+            assert not name or section in Recipe.model_fields, name
+            assert not inner or inner in Recipe.model_fields[section].annotation.model_fields, name
+    assert {name.partition(".")[0] for name in tool.defaults} <= set(Recipe.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("stage: dpo", "stage dpo: finetune trains on answers"), ("finetuning_type: full", "finetune trains LoRA adapters"),
+        ("pissa_init: true", "PiSSA"), ("mask_history: true", "every answer"), ("neftune_noise_alpha: 5", "NEFTune"),
+        ("quantization_bit: 3", "4 and 8 bits"), ("template: alpaca", "not the template of"), ("dataset: pairs", "preferences"),
+        ("dataset: pictures", "images"), ("dataset: nowhere", "is not in"), ("what_is_this: 1", "not a key of LLaMA-Factory"),
+        ("lr_scheduler_type: polynomial", "it should be"), ("hf_hub_token: x", "secrets"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_result_is_refused(extra, said):
+    text = (HERE / "lf_least.yaml").read_text()
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(extra.partition(":")[0])) + f"\n{extra}\n"
+    with pytest.raises(RecipeError) as refused:
+        parse_source(text, "x.yaml", folder=HERE)
+    assert len(refused.value.problems) == 1 and said in refused.value.problems[0]
+    assert refused.value.problems[0].startswith(f"x.yaml:{len(text.splitlines())}:")
+
+
+def test_all_refusals_come_at_once():
+    text = "base_model: x/y\nadapter: lora\ndatasets: [{path: a, type: mystery}]\nlearning_rate: 1e-4\n" + "".join(
+        f"{key}: true\n" for key in ("rl", "qat", "gptq", "s2_attention", "use_pose", "relora")
+    )
+    with pytest.raises(RecipeError) as refused:
+        parse_source(text, "x.yml")
+    assert len(refused.value.problems) == 7
+
+
+def test_overrides_lift_refusals_and_reach_the_other_tools_keys():
+    recipe = load_recipe(
+        HERE / "lf_least.yaml", ["dataset.path=mine.jsonl", "neat_packing=true", "chat_template=null", "lora_r=64"]
+    )
+    assert (recipe.dataset.path, recipe.packing, recipe.lora_r, recipe.chat_template) == ("mine.jsonl", True, 64, None)
+    with pytest.raises(RecipeError, match="last layers"):
+        load_recipe(HERE / "mlx_lora.yaml", ["num_layers=16"])
+
+
+def test_the_effective_batch_grows_with_the_cards():
+    recipe = load_recipe(HERE / "axolotl_qwen2_fsdp.yaml", ["launch.num_processes=4"])
+    assert recipe.effective_batch_size == 1 * 4 * 4
+
+
+def test_dataset_info_becomes_the_dataset_section():
+    text = (HERE / "lf_least.yaml").read_text()
+    talk = parse_source(text.replace("identity", "talk"), "x", folder=HERE).recipe.dataset
+    assert (talk.path, talk.format, talk.columns) == (str(HERE / "data" / "talk.jsonl"), "messages", {"messages": "turns"})
+    questions = parse_source(text.replace("identity", "questions"), "x", folder=HERE).recipe.dataset
+    assert (questions.path, questions.name, questions.format) == ("someone/questions", "en", "alpaca")
+    assert questions.columns == {"instruction": "question", "output": "response"} or questions.columns == {
+        "instruction": "question", "output": "answer"
+    }  # fmt: skip
+    few = text.replace("identity", "identity,alpaca_en_demo") + "max_samples: 50\n"
+    with pytest.raises(RecipeError, match="for each dataset there"):
+        parse_source(few, "x", folder=HERE)
+
+
+def test_a_recipe_with_other_tools_words_stays_a_recipe():
+    text = "base_model: x/y\ndataset: d.jsonl\nlora_target: all\nbf16: true\noptim: adamw_bnb_8bit\nreport_to: none\n"
+    text += "lora_rank:\nseed:\n"
+    source = parse_source(text, "recipe")
+    assert source.conversion is None
+    recipe = source.recipe
+    assert (recipe.target_modules, recipe.dtype, recipe.optim, recipe.report_to) == ("all-linear", "bfloat16", "adamw_8bit", [])
+    assert (recipe.lora_r, recipe.seed) == ("auto", 42)
+    assert parse_recipe("model: x\ndataset: {path: d, split: }\ndtype: bf16\nlora_target: q_proj,v_proj").target_modules == [
+        "q_proj",
+        "v_proj",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("val_size", "dataset.test_split_size"), ("max_samples", "dataset.max_rows"), ("deepspeed", "launch.strategy"),
+        ("logging_steps", "every step is logged"), ("lorar", "did you mean 'lora_r'"), ("bananas", "lists the settings"),
+    ],
+)  # fmt: skip
+def test_hints_are_right_or_absent(key, hint):
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(f"model: x\ndataset: d\n{key}: 1\n")
+    assert hint in refused.value.problems[0]
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
+def test_no_key_of_a_table_is_lost(tool):
+    from finetune.recipe.foreign import convert
+
+    for key in (key for key in tool.keys if not key.endswith("*")):
+        values: dict = {}
+        inner = values
+        for part in key.split(".")[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[key.rpartition(".")[2]] = 1
+        made = convert(tool, values, {}, "x", Path(), {}, set())
+        assert key in {entry.key for entry in made.entries}
+
+
+def test_values_of_the_wrong_kind_are_refused_in_words():
+    text = (HERE / "axolotl_lora_1b.yml").read_text()
+    for old, new in (("learning_rate: 0.0002", "learning_rate: fast"), ("micro_batch_size: 2", "micro_batch_size: [2]")):
+        with pytest.raises(RecipeError, match="value"):
+            parse_source(text.replace(old, new), "x.yml")
