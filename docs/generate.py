@@ -242,7 +242,7 @@ def plan_of(recipe: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         name, *overrides = recipe.split()
-        show_plan(name, overrides, gpu=None, free=None, as_json=False)
+        show_plan(name, overrides, model=None, data=None, gpu=None, free=None, as_json=False)
     lines = [line.rstrip() for line in output.getvalue().splitlines()]
     return "```console\n$ finetune plan {}\n{}\n```\n".format(recipe, "\n".join(lines).rstrip())
 
