@@ -45,7 +45,7 @@ def test_json_streams_events_and_ends_with_run_and_state(place):
 def test_each_phase_is_timed_and_the_forecast_is_compared_at_both_ends(place):
     events = place[1][:-1]
     phases = {event["phase"]: event["phase_s"] for event in events if event["kind"] == "phase"}
-    assert set(phases) == {"load", "evaluate"} and all(took_s > 0 for took_s in phases.values())
+    assert set(phases) == {"load", "evaluate", "save"} and all(took_s > 0 for took_s in phases.values())
     assert [event["at"] for event in events if event["kind"] == "forecast"] == ["first steps", "end"]
     assert [event["version"] for event in events if event["kind"] == "start"] == [1]
 

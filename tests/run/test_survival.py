@@ -11,7 +11,7 @@ from conftest import adapter_hash
 from faults import waiting_after
 
 from finetune.events import RunWarning, Start, Step, read_events
-from finetune.run.seal import newest_verified
+from finetune.run.seal import newest_verified, write_manifest
 from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow
@@ -154,17 +154,22 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 
-@pytest.mark.parametrize("name, value", [("lora_r", 8), ("lora_alpha", 1), ("model_name_or_path", "other")])
+@pytest.mark.parametrize("name, value", [("lora_r", 8), ("lora_alpha", 1)])
 def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train, name, value):
     run = type(unbroken)(tmp_path / "run")
     shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
     (run.path / "adjustments.json").write_text(json.dumps({name: value}))
-    if name == "model_name_or_path":  # found before anything is loaded under another name
-        (run.path / "adjustments.json").unlink()
-        (run.data / "fingerprint").write_text("other rows")
-        name = "data"
     assert train(run) == 1
     assert f"{name} was" in read_state(run).message
+
+
+def test_a_checkpoint_of_other_rows_is_refused(unbroken, tmp_path, train):
+    run = type(unbroken)(tmp_path / "run")
+    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
+    (run.data / "fingerprint").write_text("other rows")
+    write_manifest(run.data, {})
+    assert train(run) == 1
+    assert "the training data has changed" in read_state(run).message
 
 
 @pytest.mark.parametrize(
