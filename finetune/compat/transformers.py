@@ -39,8 +39,7 @@ TOUCHED = (
         "transformers.integrations.moe.grouped_mm_experts_forward", "private call", "the forward of 4-bit experts", _READ_IN,
     ),
     Touched(
-        "transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also where torch has none",
-        _READ_IN, "transformers.integrations.moe._grouped_linear",
+        "transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also without torch's", _READ_IN,
     ),
     Touched(
         f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",

@@ -89,16 +89,16 @@ class GatedMlp(torch.autograd.Function):
         norm: Any,
         *_adapters: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`linears`: gate, up and down; or gate and up in one (`swapped`: up first), and down."""
+        """(tokens, hidden). `linears`: gate, up and down; or gate and up in one (`swapped`: up first), and down."""
         *entries, down = linears
         *casts, cast_down = _cast(linears, x.dtype)
         flat = _flat(x)
         outs, lows = zip(*(_forward(flat, *each) for each in zip(entries, casts, strict=True)), strict=True)
         gate, up = _halves(outs, swapped)
         out, low_down = _forward(act.forward(gate).mul_(up), down, cast_down)
-        ctx.linears, ctx.act, ctx.swapped, ctx.norm = linears, act, swapped, norm
+        ctx.linears, ctx.act, ctx.swapped, ctx.norm, ctx.shape = linears, act, swapped, norm, x.shape
         ctx.save_for_backward(_kept(x, norm, entries), *outs, *lows, low_down)
-        return out.view(*x.shape[:-1], -1)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -122,7 +122,7 @@ class GatedMlp(torch.autograd.Function):
         for linear, cast, low, d_out in zip(entries, casts, lows, d_outs, strict=True):
             dx, *of_one = _backward(d_out, linear, cast, low, _again(ctx.norm, x), into=dx, want_x=want_x)
             of_entries += of_one
-        return _shaped(dx, grad), None, None, None, None, *of_entries, *of_down
+        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *of_entries, *of_down
 
 
 class RmsNorm(torch.autograd.Function):

@@ -111,7 +111,8 @@ def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.
     if not linears or None in linears:
         return type(self).forward(self, x, *args, **named)
     adapters = [tensor for linear in linears if linear for tensor in (linear.a, linear.b)]
-    return functions.GatedMlp.apply(x, linears, self.lean["act"], parts.swapped, functions.norm_of(x), *adapters)
+    out = functions.GatedMlp.apply(x, linears, self.lean["act"], parts.swapped, functions.norm_of(x), *adapters)
+    return out.view(*x.shape[:-1], -1)  # here: a model may change it in place, which torch refuses for a function's own view
 
 
 def _norm_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:

@@ -21,12 +21,14 @@ def phase_peaks(simulation):
     return dict(peaks)
 
 
-def assert_same_peaks(deep, full):
-    """To the byte, but for the list of gradient norms (4 bytes per adapter), which belongs to no layer."""
+def assert_same_peaks(deep, full, within=0):
+    """To the byte, but for the list of gradient norms (4 bytes per adapter), which belongs to no layer; or `within` bytes."""
     few, all_of_them = phase_peaks(deep), phase_peaks(full)
     assert few.keys() == all_of_them.keys()
-    assert {phase: few[phase] - all_of_them[phase] for phase in few if abs(few[phase] - all_of_them[phase]) > 2048} == {}
-    assert few["backward"] == all_of_them["backward"] and few["loss"] == all_of_them["loss"]
+    assert {
+        phase: few[phase] - all_of_them[phase] for phase in few if abs(few[phase] - all_of_them[phase]) > max(2048, within)
+    } == {}
+    assert abs(few["backward"] - all_of_them["backward"]) <= within and few["loss"] == all_of_them["loss"]
 
 
 def both_ways(kind, layers, eval_rows=1, **more):
@@ -109,7 +111,8 @@ def test_every_model_type_few_layers_and_all(kind, checkpointing):
     layers = {"gemma2": 8, "gpt_oss": 8, "smollm3": 8, "gemma3_text": 4}.get(kind, 5) + (not checkpointing)
     deep, full, method = both_ways(kind, layers, eval_rows=int(checkpointing), activation_checkpointing=checkpointing)
     assert f"of {layers} layers" in method
-    assert_same_peaks(deep, full)
+    # the auxiliary loss of a mixture holds the router logits of all layers as one tensor, which belongs to no layer
+    assert_same_peaks(deep, full, within=4096 if kind in ("mixtral", "gpt_oss") else 0)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
 def test_eval_and_chat_use_the_card_that_the_run_was_planned_for(machine, make_run, command):
     machine("two-3090", CUDA_VISIBLE_DEVICES=f"{DESKTOP},{OTHER}", CUDA_DEVICE_ORDER="FASTEST_FIRST")
     run = make_run("dataset.test_split_size=4")
-    more = {"rows": None} if command is show_scores else {}
+    more = {"rows": None, "last": False} if command is show_scores else {}
     with pytest.raises(RecipeError, match="no adapter"):  # but the process has opened no card yet
         command(str(run.path), as_json=True, **more)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == OTHER
