@@ -234,16 +234,29 @@ def evaluate(
     json: Json = False,
     rows: Annotated[int | None, typer.Option(min=1, help="Score only this many rows.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Score the last step's adapter, when the best is another.")] = False,
+    data: Annotated[str | None, typer.Option("--data", help="Score the rows of this file, not the held-out ones.")] = None,
+    score: Annotated[str, typer.Option(help="exact, contains, regex, json, numeric or loss.")] = "exact",
+    pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
+    tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
+    score_function: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Score with NAME(prompt, expected, answer), a number.")
+    ] = None,
+    show: Annotated[str, typer.Option(help="Rows to show: differ, worst or best.")] = "differ",
+    examples: Annotated[int, typer.Option(min=0, help="How many rows to show.")] = 2,
 ) -> None:
-    """Score base and tuned model on the held-out rows.
+    """Score base and tuned model on the held-out rows, or on those of a file.
 
-    Scores are exact match, loss and perplexity; the difference has a 95 % interval of a paired bootstrap.
+    The difference has a 95 % interval of a paired bootstrap. What was killed goes on with the rows that are left.
 
     Example:  finetune eval latest
+
+    Example:  finetune eval latest --score json --data mine.jsonl
     """
     from finetune.cli.evaluate import show_scores
+    from finetune.evaluate.scores import scorer
 
-    show_scores(run, rows=rows, last=last, as_json=json)
+    chosen = scorer(score, pattern=pattern, tolerance=tolerance, function=score_function)
+    show_scores(run, rows=rows, last=last, data=data, score=chosen, show=show, examples=examples, as_json=json)
 
 
 @cli.command()

@@ -10,44 +10,77 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, out, printable, table
+from finetune.errors import RecipeError
 from finetune.plan.plan import read_plan
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
-    from finetune.evaluate.paired import Difference
+    from finetune.evaluate.score import Comparison
+    from finetune.evaluate.scores import Scorer
     from finetune.run.directory import RunDirectory
 
-_EXAMPLES_SHOWN = 2
+_ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
 
-def show_scores(source: str, *, rows: int | None, last: bool, as_json: bool) -> None:
-    """Score base and tuned model on the held-out rows."""
+def show_scores(
+    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer, show: str, examples: int, as_json: bool
+) -> None:
+    """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error."""
+    if show not in _ORDERS:
+        raise RecipeError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
     run = open_run(source)
     _see_its_card(run)
+    from finetune.evaluate.paired import in_words, ordered
     from finetune.evaluate.score import compare
 
-    with doing(quiet=as_json) as say:
-        result = compare(run, rows=rows, last=last, progress=say)
+    with doing(quiet=False) as say:
+        result = compare(run, rows=rows, last=last, data=data, score=score, progress=say)
     if as_json:
         print_json({"run": str(run.path), **result.as_json()})
         return
-    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} held-out rows, {format_seconds(result.seconds)}")
+    kind = "held-out rows" if data is None else f"rows of {data}"
+    known = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
+    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{known}")
+    for note in result.notes:
+        err.print(f"[yellow]{escape(note)}[/]")
+    out.print(_table(result))
+    if result.tuned.answers:
+        if result.score != "exact":
+            out.print(f"{escape(result.score)}: {in_words(result.score_difference)}")
+        out.print(f"exact match: {in_words(result.exact_match_difference, 100, ' points')}")
+        gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
+        better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+        out.print(f"rows: {better:,} better than the base's, {worse:,} worse, {len(gaps) - better - worse:,} the same")
+    out.print(f"loss: {in_words(result.loss_difference)}")
+    shown = ordered(result.base.scores, result.tuned.scores, show)[:examples]
+    if shown:
+        out.print(f"\nrows, {_ORDERS[show]} first:")
+    for row in shown:
+        base, tuned = result.base, result.tuned
+        out.print(f"\n[dim]{escape(printable(result.prompts[row]).strip())}[/]")
+        out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
+        out.print(f"  base   {base.scores[row]:5.3g} {escape(_one_line(base.answers[row]))}")
+        out.print(f"  tuned  {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")
+
+
+def _table(result: Comparison) -> Any:
+    """Each score of both models."""
     shown = table("", ">base", ">tuned")
-    shown.add_row("exact match", _percent(result.base.exact_match), _percent(result.tuned.exact_match))
-    shown.add_row("loss per trained token", _number(result.base.loss), _number(result.tuned.loss))
-    shown.add_row("perplexity", _number(result.base.perplexity), _number(result.tuned.perplexity))
-    out.print(shown)
-    out.print(f"exact match: {_told(result.exact_match_difference, 100, ' points')}")
-    out.print(f"loss: {_told(result.loss_difference, 1, '')}")
-    answered = zip(
-        result.prompts, result.references, result.base.answers, result.tuned.answers,
-        result.base.exact, result.tuned.exact, strict=True,
-    )  # fmt: skip
-    for prompt, reference, base, tuned, *_ in sorted(answered, key=lambda row: (row[5] - row[4], row[5]))[:_EXAMPLES_SHOWN]:
-        out.print(f"\n[dim]{escape(prompt.strip())}[/]")
-        out.print(f"  wanted {escape(reference)}\n  base   {escape(_one_line(base))}\n  tuned  {escape(_one_line(tuned))}")
+    base, tuned = result.base, result.tuned
+    if tuned.answers:
+        shown.add_row("exact match", _percent(base.exact_match), _percent(tuned.exact_match))
+    if tuned.answers and result.score != "exact":
+        shown.add_row(escape(result.score), _number(base.score), _number(tuned.score))
+    if tuned.valid is not None:
+        shown.add_row("valid JSON", _percent(base.valid), _percent(tuned.valid))
+    for name in tuned.fields:
+        shown.add_row(f"  {escape(_one_line(name))}", _percent(base.fields[name]), _percent(tuned.fields[name]))
+    shown.add_row("loss per trained token", _number(base.loss), _number(tuned.loss))
+    shown.add_row("perplexity", _number(base.perplexity), _number(tuned.perplexity))
+    shown.add_row("token accuracy", _percent(base.token_accuracy), _percent(tuned.token_accuracy))
+    return shown
 
 
 def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None, max_new_tokens: int, as_json: bool) -> None:
@@ -102,18 +135,6 @@ def _questions() -> Any:
 def _one_line(text: str) -> str:
     flat = " ".join(printable(text).split())
     return flat if len(flat) <= 160 else flat[:157] + "..."
-
-
-def _told(difference: Difference | None, scale: float, unit: str) -> str:
-    """A difference and its interval in words."""
-    if difference is None:
-        return "not measured"
-    low, value, high = (f"{scale * each:+.3g}" for each in (difference.low, difference.value, difference.high))
-    text = f"tuned - base {value}{unit} (95 % interval {low} to {high})"
-    if difference.is_told:
-        return text
-    more = f"; about {difference.more_rows:,} more rows would" if difference.more_rows else ""
-    return f"can't tell yet{more}: {text}"
 
 
 def _percent(share: float | None) -> str:
