@@ -293,14 +293,17 @@ def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
 def merge(
     run: RunArgument = "latest", json: Json = False,
     output: Annotated[str | None, typer.Option(help="Folder of the merged model; default RUN/merged.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Largest file, e.g. 5GB; default the base model's files.")] = None,
 ) -> None:  # fmt: skip
     """Merge the adapter into the 16-bit base model.
+
+    Tensor by tensor: the model need not fit into memory.
 
     Example:  finetune merge latest --output models/support
     """
     from finetune.cli.merge import merge_run
 
-    merge_run(run, output=output, as_json=json)
+    merge_run(run, output=output, max_shard_size=max_shard_size, as_json=json)
 
 
 @cli.command()
