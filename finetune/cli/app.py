@@ -263,17 +263,29 @@ def evaluate(
 def chat(
     run: RunArgument = "latest", json: Json = False,
     base: Annotated[bool, typer.Option("--base", help="Chat with the base model, without the adapter.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="Base and tuned model answer, from the same seed.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Answer one prompt and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token, 1 samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:  # fmt: skip
-    """Chat with the tuned model.
+    """Chat with the tuned model, the base model, or both.
+
+    Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.
 
     Example:  finetune chat latest --prompt "My parcel is late."
+
+    Example:  finetune chat latest --both --temperature 0.7 --system "You route messages."
     """
     from finetune.cli.evaluate import chat_with
 
-    chat_with(run, base=base, prompt=prompt, system=system, max_new_tokens=max_new_tokens, as_json=json)
+    models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
+    chat_with(
+        run, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
+        temperature=temperature, top_p=top_p, seed=seed, as_json=json,
+    )  # fmt: skip
 
 
 @cli.command()

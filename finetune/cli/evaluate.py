@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -83,30 +86,65 @@ def _table(result: Comparison) -> Any:
     return shown
 
 
-def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None, max_new_tokens: int, as_json: bool) -> None:
-    """Answer `prompt`, or chat until Ctrl-D or `exit`."""
+def chat_with(
+    source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
+    temperature: float, top_p: float, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed."""
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
         _see_its_card(run)
         from finetune.evaluate.answerer import Answerer
+        from finetune.model.generate import Sampling
 
-        answerer = Answerer(run, need_adapter=not base)
+        answerer = Answerer(run, need_adapter="tuned" in models)
     if answerer.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    sampling = Sampling(temperature, top_p, seed)
+    first: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    said = {model: list(first) for model in models}
     for question in [prompt] if prompt is not None else _questions():
-        messages.append({"role": "user", "content": question})
-        if base:
-            with answerer.as_base():
-                answer = answerer.answer([answerer.prompt_ids(messages)], max_new_tokens=max_new_tokens)[0]
-        else:
-            answer = answerer.answer([answerer.prompt_ids(messages)], max_new_tokens=max_new_tokens)[0]
-        messages.append({"role": "assistant", "content": answer})
-        if as_json:
-            print_json({"run": str(run.path), "model": "base" if base else "tuned", "prompt": question, "answer": answer})
-        else:
-            print(printable(answer))
+        for model in models:
+            said[model].append({"role": "user", "content": question})
+            if len(models) > 1 and not as_json:
+                out.print(f"[bold]{model}[/]")
+            with answerer.as_base() if model == "base" else contextlib.nullcontext(), _stop_on_ctrl_c() as stopped:
+                made = answerer.stream(
+                    answerer.prompt_ids(said[model]), max_new_tokens=max_new_tokens, sampling=sampling,
+                    say=(lambda _: None) if as_json else _say, stopped=stopped,
+                )  # fmt: skip
+            said[model].append({"role": "assistant", "content": made.text})
+            if as_json:
+                print_json({"run": str(run.path), "model": model, "prompt": question, "answer": made.text,
+                            "tokens": made.tokens, "tokens_per_s": made.tokens_per_s, "stopped": made.stopped})  # fmt: skip
+                continue
+            print()
+            rate = f", {made.tokens_per_s:.1f} tokens/s" if made.tokens_per_s else ""
+            err.print(f"[dim]{made.tokens:,} tokens{rate}{', stopped' if made.stopped else ''}[/]")
+            if prompt is not None and made.stopped:
+                raise KeyboardInterrupt
+
+
+def _say(piece: str) -> None:
+    print(printable(piece), end="", flush=True)
+
+
+@contextlib.contextmanager
+def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Yields whether Ctrl-C was pressed: it stops this answer, a second one the command."""
+    pressed: list[bool] = []
+
+    def press(*_: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _see_its_card(run: RunDirectory) -> None:

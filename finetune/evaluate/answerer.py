@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import RecipeError
 from finetune.files import sha256_of
 from finetune.model.build import build_base, load_config
-from finetune.model.generate import greedy_answers
+from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.quiet import quiet_libraries
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data, require_intact_adapter
@@ -62,6 +62,16 @@ class Answerer:
         return greedy_answers(
             self.model, self.tokenizer, questions,
             stops=self.encoder.stops, max_new_tokens=max_new_tokens, streamer=streamer,
+        )  # fmt: skip
+
+    def stream(
+        self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Streamed:  # fmt: skip
+        """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`."""
+        return streamed_answer(
+            self.model, self.tokenizer, question,
+            stops=self.encoder.stops, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped,
         )  # fmt: skip
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
