@@ -16,6 +16,7 @@ from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
 _TICK_S = 0.5
+_MOST_TOKENS = 128
 _QUESTION_CHARACTERS = 8000
 _WHO: dict[str, tuple[Model, ...]] = {"Base and tuned": MODELS, "Tuned": ("tuned",), "Base": ("base",)}
 
@@ -31,7 +32,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
         system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
         with gr.Row(elem_classes="ft-controls"):
-            most = gr.Slider(16, 1024, value=128, step=16, label="Max new tokens", elem_id="chat-most")
+            most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
             temperature = gr.Slider(
                 0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token", elem_id="chat-temperature"
             )
@@ -79,8 +80,9 @@ class _View:
         now = f"{name}\n{warning}\n{shown}"
         return gr.skip() if now == seen else [now, shown, warning]
 
-    def ask(
-        self, name: str | None, question: str, most: float, who: str, system: str, temperature: float, top_p: float,
+    def ask(  # None: a field of the closed panel
+        self, name: str | None, question: str, most: float | None, who: str, system: str | None,
+        temperature: float | None, top_p: float | None,
         seed: float | None,
     ) -> list[Any]:  # fmt: skip
         """Send the message to the chat's process; the answers come with the ticks."""
@@ -95,8 +97,9 @@ class _View:
                 ),
             ]
         self.context.chats.ask(
-            run, question[:_QUESTION_CHARACTERS], int(most), models=_WHO[who], system=system.strip(),
-            temperature=temperature, top_p=top_p, seed=int(seed or 0),
+            run, question[:_QUESTION_CHARACTERS], int(most or _MOST_TOKENS), models=_WHO[who],
+            system=(system or "").strip(),
+            temperature=temperature or 0.0, top_p=top_p or 1.0, seed=int(seed or 0),
         )  # fmt: skip
         return ["", ""]
 

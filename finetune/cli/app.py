@@ -182,6 +182,17 @@ def stop(
 
 
 @cli.command()
+def pause(run: RunArgument = "latest", json: Json = False) -> None:
+    """Free the card after the current step; `resume` goes on bit-exactly.
+
+    Example:  finetune pause latest
+    """
+    from finetune.cli.run import pause_run
+
+    raise typer.Exit(pause_run(run, as_json=json))
+
+
+@cli.command()
 def runs(
     verb: Annotated[str, typer.Argument(metavar="VERB", help="list, rm RUN ..., or rename RUN NAME.")] = "list",
     names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories or names.")] = None,
@@ -316,6 +327,41 @@ def merge(
     from finetune.cli.merge import merge_run
 
     merge_run(run, output=output, max_shard_size=max_shard_size, as_json=json)
+
+
+@cli.command(name="report")
+def report_run(
+    run: RunArgument = "latest", json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default RUN/report.html.")] = None,
+) -> None:  # fmt: skip
+    """Write a run as one HTML file: plan, forecast, curves, scores.
+
+    It opens offline and prints.
+
+    Example:  finetune report latest
+    """
+    from finetune.cli.report import write_report
+
+    raise typer.Exit(write_report([run], output=output, as_json=json))
+
+
+@cli.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories or names, two or more.")],
+    json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File; default comparison.html.")] = None,
+) -> None:
+    """Write several runs beside each other as one HTML file.
+
+    Curves, settings that differ, and paired scores on the rows that both were scored on.
+
+    Example:  finetune compare first second
+    """
+    from finetune.cli.report import write_report
+
+    if len(set(runs)) < 2:
+        raise RecipeError("compare needs two runs or more", "For one run: finetune report RUN")
+    raise typer.Exit(write_report(runs, output=output, as_json=json))
 
 
 @cli.command()

@@ -59,12 +59,12 @@ def difference(
     return Difference(value, low, high, more)
 
 
-def in_words(made: Difference | None, scale: float = 1.0, unit: str = "") -> str:
+def in_words(made: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
     """A difference and its interval; first whether the rows tell it from zero, and how many more would."""
     if made is None:
         return "not measured"
     low, value, high = (f"{scale * each:+.3g}" for each in (made.low, made.value, made.high))
-    text = f"tuned - base {value}{unit} (95 % interval {low} to {high})"
+    text = f"{names} {value}{unit} (95 % interval {low} to {high})"
     if made.is_told:
         return text
     more = f"; about {made.more_rows:,} more rows would" if made.more_rows else ""

@@ -20,6 +20,7 @@ from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.room import halving, tokens_at_once
 from finetune.evaluate.rows import EvalRows, held_out, own
 from finetune.evaluate.scores import Marked, Scorer, scorer
+from finetune.files import write_json
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data
 from finetune.units import format_seconds
@@ -123,7 +124,7 @@ def compare(
     tuned_made = _Made(load, journals[1], found, "tuned", new, progress)
     base, tuned = base_made.scored(chosen), tuned_made.scored(chosen)
     enough = len(base.scores) > 1
-    return Comparison(
+    made = Comparison(
         len(found.prompts) if base.answers else len(found.ids), base, tuned, found.prompts, found.references,
         time.perf_counter() - began,
         difference(base.exact, tuned.exact, span=1.0) if enough else None,
@@ -132,6 +133,11 @@ def compare(
         chosen.name, difference(base.scores, tuned.scores, span=_span(chosen, base, tuned)) if enough else None,
         data, base_made.reused + tuned_made.reused, sorted({journal.problem for journal in journals} - {""}),
     )  # fmt: skip
+    if not made.notes:
+        name = f"scores-{chosen.name}{'-last' if last else ''}{f'-{digest(data)}' if data else ''}.json"
+        with contextlib.suppress(OSError):  # for reports; without room there is none of this evaluation
+            write_json(run.path / "evaluations" / name, made.as_json())
+    return made
 
 
 def _span(chosen: Scorer, base: Score, tuned: Score) -> float:

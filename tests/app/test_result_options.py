@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.pages.result import _HELD_OUT, _SCORES, _scores, _View, evaluation
+from app.pages.result import _HELD_OUT, _SCORES, _View, evaluation
+from app.views.scores import scores
 from finetune.cli.app import cli
 from finetune.evaluate.scores import SCORES
 
@@ -49,5 +50,5 @@ def test_scores_of_hostile_rows_are_shown_as_text():
               "references": ["r", hostile], "score": hostile, "score_difference": gap, "exact_match_difference": None,
               "loss_difference": gap, "data": hostile, "reused": 3}  # fmt: skip
     for order in ("differ", "worst", "best"):
-        shown = _scores(json.loads(json.dumps(result)), order)
+        shown = scores(json.loads(json.dumps(result)), order)
         assert "<img" not in shown and "tuned - base +0.5" in shown and "3 results" in shown
