@@ -28,7 +28,7 @@ from finetune.units import format_bytes
 
 _ROWS_SHOWN = 5
 _STYLE = """
-body { margin: 0; padding: 1.5rem; background: var(--ft-ground); color: var(--ft-text); line-height: 1.45;
+body { margin: 0; padding: 1.5rem; box-sizing: border-box; background: var(--ft-ground); color: var(--ft-text); line-height: 1.45;
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 body.gradio-container { max-width: 1100px !important; }
 table { border-collapse: collapse; width: 100%; }
@@ -105,7 +105,7 @@ def _result(live: LiveRun) -> str:
     """Which step the adapter is of."""
     result = live.digest.newest.get(Result.kind)
     if not isinstance(result, Result):
-        return note("The run has no result yet.")
+        return "" if live.run.adapter.is_dir() else note("The run has no result yet.")
     words = f"The adapter is of step {result.step:,}"
     words += f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     if result.last_path is not None:
@@ -186,9 +186,8 @@ def _data(run: RunDirectory) -> str:
 
 def _data_line(part: dict[str, Any]) -> str:
     files = ", ".join(part.get("files") or [])
-    return (
-        f"{part.get('account', '')}; {part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained; {files}"
-    )
+    account = part.get("account") or f"{part.get('rows_used', 0):,} of {part.get('rows_read', 0):,} rows used"
+    return f"{account}; {part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained; {files}"
 
 
 def _versions(digest: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -70,7 +71,9 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
     assert HOSTILE in tags.text and tags.open == []
     for heading in ("How it went", "Curves", "Forecast against measured", "Scores", "Plan", "Data", "Versions"):
         assert f"<h2>{heading}</h2>" in made
-    assert "tuned - base +0.5" in tags.text and "24 rows read" in tags.text and "polyline" in {tag for tag, _ in tags.found}
+    assert (
+        "tuned - base +0.5" in tags.text and "24 of 24 rows used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
+    )
 
 
 def test_runs_are_paired_on_the_rows_that_both_answered(runs):
@@ -84,6 +87,7 @@ def test_runs_are_paired_on_the_rows_that_both_answered(runs):
 def test_a_run_that_has_only_a_plan_is_reported_too(runs):
     for name in ("events.jsonl", "data/report.json"):
         (runs[0].path / name).unlink()
+    shutil.rmtree(runs[0].adapter)
     made = page(runs[:1])
     assert "no data report" in made and "no result yet" in made
 
