@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import CommandError, FinetuneError
 from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
@@ -88,7 +88,7 @@ def _closed_pipe() -> int:
 def _unexpected(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
         if "--json" in sys.argv:
-            return report(RecipeError(error.format_message()))
+            return report(CommandError(error.format_message()))
         error.show()
         return 2
     if os.environ.get("FINETUNE_TRACEBACK"):

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from finetune.cli.app import print_json, report
 from finetune.cli.render import doing, out, table
 from finetune.cli.source import NO_DATASET, recipe_of
-from finetune.errors import DataError
+from finetune.errors import CommandError, DataError
 from finetune.forecast.forecast import PARTS
 from finetune.plan.plan import Verdict
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
@@ -30,12 +30,10 @@ def show_plan(
 ) -> int:  # fmt: skip
     """Print the plan of a recipe. Returns the exit code: 0 fits or tight, 3 does not fit, 4 data that a run would refuse."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
-    from finetune.errors import RecipeError
-
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
     except ValueError as error:
-        raise RecipeError(f"--free: {error}") from None
+        raise CommandError(f"--free: {error}") from None
     from finetune.card import find_card
     from finetune.plan.planning import plan_recipe, read_rows, without_rows
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.errors import DataError, DoesNotFit, RecipeError
+from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.forecast.forecast import Forecast
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
@@ -216,7 +216,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(
+        raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
         ) from None
