@@ -74,7 +74,7 @@ class CardError(RecipeError):
 
 
 class DataError(FinetuneError):
-    """The dataset can't be read or has rows that can't be trained on."""
+    """The dataset can't be read, or a run would refuse rows of it (`on_bad_rows`, `excess_length`)."""
 
     exit_code = 4
     title = "The data needs a change"

@@ -206,7 +206,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.
 
-    Loads no weights. Exit codes: 0 fits or tight, 3 does not fit, 4 data.
+    Loads no weights. Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
 
@@ -220,6 +220,8 @@ def plan(
 @cli.command()
 def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Show what is trained on: rows, lengths, a marked example.
+
+    Exit codes: 0, or 4 when a run would refuse the rows.
 
     Example:  finetune data tiny-cpu
     """

@@ -175,10 +175,13 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `finetune plan`: 4 for rows that a run would refuse, else 3 when it does not fit, else 0."""
+        """Exit code of `finetune plan`: what a run would end with before it starts.
+
+        4 for rows that it would refuse; else 3 when the plan does not fit, or torch can't use this machine's card; else 0.
+        """
         if self.data_problem:
             return DataError.exit_code
-        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT else 0
+        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT or self.card.problem else 0
 
     def as_json(self) -> dict[str, Any]:
         """The content of plan.json: settings under `plan`, without the lengths of the rows."""

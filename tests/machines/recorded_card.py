@@ -1,4 +1,7 @@
-"""A card that a machine without one is given: every call of `finetune.card.cuda` is written down, with its numbers."""
+"""A card that a machine without one is given: every call of `finetune.card.cuda` is written down, with its numbers.
+
+`broken`: an error that a function raises, or what is called with all calls so far and may raise one.
+"""
 
 import json
 
@@ -42,8 +45,11 @@ class RecordedCard:
         def call(*arguments):
             with self.file.open("a") as file:
                 file.write(json.dumps([name, *arguments]) + "\n")
-            if name in self.broken:
-                raise self.broken[name]
+            broken = self.broken.get(name)
+            if isinstance(broken, Exception):
+                raise broken
+            if broken:
+                broken(self.calls())
             return self.answers.get(name)
 
         return call
