@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -23,12 +24,13 @@ from finetune.forecast.ledger import replayed
 from finetune.model.build import load_config
 from finetune.plan.plan import read_plan
 from finetune.recipe import load_recipe
+from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement
 from finetune.run.memory import MemorySampler
 from finetune.run.prepare import create_run, prepare
 from finetune.run.retry import next_smaller, nothing_smaller
 from finetune.run.state import read_state
-from finetune.run.supervise import worker_environment
+from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config
 from finetune.units import GIB, MIB
 
@@ -60,6 +62,16 @@ def card(tmp_path, monkeypatch):
         return RecordedCard(tmp_path / "calls.jsonl", **known, **more).insert(monkeypatch)
 
     return insert
+
+
+@pytest.fixture
+def own_signals():
+    """A supervisor in this process leaves its signals as they were."""
+    names = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
+    before = {number: signal.getsignal(number) for number in names}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def supervised(run, environment, tmp_path):
@@ -131,16 +143,17 @@ def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monke
     assert cards_of(plan) == (DESKTOP,)
 
 
-def test_a_smaller_card_in_the_place_of_the_planned_one_is_told(machine, make_run, tmp_path):
+def test_a_smaller_card_in_the_place_of_the_planned_one_is_told(machine, make_run, monkeypatch, own_signals):
     machine("3060-and-4090")
     run = make_run()
     plan = read_plan(run.plan)
-    environment = machine("3060-and-4090", CUDA_VISIBLE_DEVICES="GPU-30600000")
+    machine("3060-and-4090", CUDA_VISIBLE_DEVICES="GPU-30600000")
     message = "the planned card, NVIDIA GeForce RTX 4090 with 23.5 GiB, is not there; the run uses NVIDIA GeForce RTX 3060 with"
     assert replacement(plan, cards_of(plan)).startswith(message)
     large = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, peak_high_bytes=15 * GIB))
     assert replacement(large, cards_of(large)).endswith("and may need 15.0 GiB")
-    supervised(run, environment, tmp_path)
+    monkeypatch.setattr(supervise, "worker_command", lambda _: [sys.executable, "-S", "-c", "raise SystemExit(1)"])
+    assert Supervisor(run).main() == 1
     assert [event.message for event in read_events(run.events) if isinstance(event, RunWarning)] == [
         replacement(plan, cards_of(plan))
     ]
