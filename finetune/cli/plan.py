@@ -52,11 +52,11 @@ def show_plan(
         typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
         here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
         words = " ".join([*(word for word in typed if word), *map(shlex.quote, [*overrides, *here])])
-        out.print(f"\n{_last_line(plan, words, without=without)}", soft_wrap=True)
+        out.print(f"\n{last_line(plan, words, without=without)}", soft_wrap=True)
     return plan.exit_code
 
 
-def _last_line(plan: Plan, words: str, *, without: bool) -> str:
+def last_line(plan: Plan, words: str, *, without: bool) -> str:
     """The verdict once more, and what to type next. `words`: what was typed after `finetune plan`, without its own options."""
     card, forecast = plan.card, plan.forecast
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
