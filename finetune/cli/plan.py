@@ -28,7 +28,7 @@ def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe. Returns the exit code: 0 fits, also tightly, 3 does not fit, 4 data that a run would refuse."""
+    """Print the plan of a recipe. Returns the exit code: 3 does not fit, 4 data that a run would refuse, else 0."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     from finetune.errors import RecipeError
 

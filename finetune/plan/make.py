@@ -260,7 +260,7 @@ def _notes_of(history: History, card: Card) -> tuple[str, ...]:
     notes = [f"{history.runs} earlier run(s) on {card.name}"]
     if history.speed_factor is not None:
         notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
-    if history.memory_errors:
-        least, most = min(history.memory_errors), max(history.memory_errors)
-        notes.append(f"allocated memory was {least:+.1%} to {most:+.1%} off the forecast")
+    for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):
+        if errors:
+            notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
     return ("; ".join(notes),)
