@@ -54,9 +54,8 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
     step_retries, step_returned = allocator.retries - before[0], allocator.returned - before[1]
     peaks.end("train")
     for phase in ("save", "eval"):
-        if events := trace.parts.get(phase):
-            player.play(events)
         if phase in trace.parts:
+            player.play(trace.parts[phase])
             peaks.end(phase)
     return Replay(
         peaks.allocated, max(peaks.reserved.values()), allocator.retries, peaks.reserved, {} if expandable else peaks.segments,
