@@ -25,19 +25,26 @@ WORDS = 200
 
 def save_model(kind: str, folder: Path) -> str:
     """A small model of this kind with its tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     many = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32} if kind == "qwen3_moe" else {}
     values = config_values(kind, num_hidden_layers=3, vocab_size=2048, **many)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
     tokenizer = Tokenizer(models.WordLevel(words, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return str(folder)
 
 
 def save_rows(path: Path, lengths: tuple[int, int], count: int) -> str:
