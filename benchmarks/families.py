@@ -182,7 +182,7 @@ def trained(family: str, bits: int, folder: Path) -> tuple[dict[str, int], dict[
     row.write_text(json.dumps({"text": " ".join(f"w{3 + at}" for at in range(TOKENS - 1))}) + "\n", encoding="utf-8")
     run, plan = planned(
         save_model(family, folder / "model"), folder, dataset={"path": str(row), "eval_path": str(row)}, load_in_4bit=bits == 4, max_steps=3, save_steps=3,
-        eval_steps=3, gradient_accumulation_steps=1, learning_rate=1e-2, lr_scheduler_type="constant", warmup_ratio=0,
+        eval_steps=3, gradient_accumulation_steps=1, learning_rate=3e-3, lr_scheduler_type="constant", warmup_ratio=0,
         attn_implementation=default_attention(config_values(family)),
     )  # fmt: skip
     expected, seen = forecast(plan), measured(run)
