@@ -1,4 +1,4 @@
-"""Trains a small model of each family for three steps on the CPU, in 16 and in 4 bit, and compares its memory with the forecast.
+"""Trains a small model of each family on the CPU, in 16 and in 4 bit, and compares its memory with the forecast.
 
     python benchmarks/families.py                  # every family: the worst phase of each, and the losses; minutes
     python benchmarks/families.py gemma3 qwen3_5   # only these
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,8 @@ def config_values(family: str) -> dict[str, Any]:
 
 
 def save_model(family: str, folder: Path) -> str:
-    """Save a small model of this family, with random weights and a tokenizer of words."""
+    """Save a small model of this family, with random weights and the bundled model's tokenizer."""
     import torch
-    from real_run import save_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
@@ -167,11 +167,20 @@ def save_model(family: str, folder: Path) -> str:
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     whole = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     whole.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    save_tokenizer(folder)
+    bundled_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
-def trained(family: str, bits: int, folder: Path) -> tuple[dict[str, int], dict[str, int], list[float]]:
+def bundled_tokenizer() -> Any:
+    """The tokenizer of the bundled model: bytes and frequent pairs."""
+    from transformers import AutoTokenizer
+
+    from finetune.bundled import model_path
+
+    return AutoTokenizer.from_pretrained(model_path("tiny"))
+
+
+def trained(family: str, bits: int, folder: Path, **more: Any) -> tuple[dict[str, int], dict[str, int], list[float]]:
     """Peak bytes of each phase as forecast and as tracked, and the loss of each step, of three steps on one repeated row."""
     from real_run import forecast, measured, planned
 
@@ -179,14 +188,24 @@ def trained(family: str, bits: int, folder: Path) -> tuple[dict[str, int], dict[
     from finetune.model.configuration import default_attention
 
     row = folder / "row.jsonl"
-    row.write_text(json.dumps({"text": " ".join(f"w{3 + at}" for at in range(TOKENS - 1))}) + "\n", encoding="utf-8")
+    row.write_text(json.dumps({"text": _text_of(TOKENS - 1)}) + "\n", encoding="utf-8")
     run, plan = planned(
-        save_model(family, folder / "model"), folder, dataset={"path": str(row), "eval_path": str(row)}, load_in_4bit=bits == 4, max_steps=3, save_steps=3,
-        eval_steps=3, gradient_accumulation_steps=1, learning_rate=3e-3, lr_scheduler_type="constant", warmup_ratio=0,
-        attn_implementation=default_attention(config_values(family)),
+        more.pop("model", None) or save_model(family, folder / "model"), folder,
+        **{
+            "dataset": {"path": str(row), "eval_path": str(row)}, "load_in_4bit": bits == 4, "max_steps": 3, "save_steps": 3,
+            "eval_steps": 3, "gradient_accumulation_steps": 1, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
+            "warmup_ratio": 0, "attn_implementation": default_attention(config_values(family)), **more,
+        },
     )  # fmt: skip
     expected, seen = forecast(plan), measured(run)
     return expected, seen, [event.loss for event in read_events(run.events) if event.kind == "step"]
+
+
+@cache
+def _text_of(tokens: int) -> str:
+    """A text of so many tokens; EOS comes after it."""
+    tokenizer, text = bundled_tokenizer(), " ".join(map(str, range(tokens)))
+    return next(text[:end] for end in range(tokens, len(text)) if len(tokenizer(text[:end]).input_ids) == tokens)
 
 
 def outcome_of(family: str, bits: int) -> Outcome:
