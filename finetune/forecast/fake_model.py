@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.peft import dora_weights
+from finetune.compat.transformers import names_in_checkpoint
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
 
-    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes DoRA's adapters in
-    `dtype`, computes their magnitudes from the weights, and casts all of them to fp32 at the end.
+    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters of 16-bit
+    weights and of experts, and DoRA's, in `dtype`, and casts them to fp32 at the end, one by one.
     """
     made: dict[int, torch.nn.Parameter] = {}
     tracker.recording.begin("load")
@@ -27,20 +28,34 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     uncast: dict[int, torch.nn.Parameter] = {}
     for adapters in (False, True):
         if adapters:
-            uncast = _uncast_dora(model, tracker, dtype)
-        modules = model.named_modules()
-        for path, module in modules if adapters else sorted(modules, key=lambda each: loading_order(each[0])):
+            uncast = _uncast(model, tracker, dtype)
+        for path, module, names in _all_parameters(model) if adapters else _as_loaded(model):
             tracker.layer = layer_number(path)
-            _fill(module, tracker, made, adapters, dtype, uncast)
+            _fill(module, names, tracker, made, adapters, dtype, uncast)
     tracker.layer = None
 
 
-def loading_order(path: str) -> list[tuple[int, int | str]]:
-    """Sort key of modules as their weights are loaded: by name, numbers by value (transformers.core_model_loading).
+def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
+    """Path, module and its parameters' names."""
+    for path, module in model.named_modules():
+        yield path, module, list(module._parameters)
 
-    What is loaded last decides the load peak of a quantised model: one weight is there in 16 bit besides all that are packed.
+
+def _as_loaded(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
+    """The same in the order in which weights are loaded: by name in the checkpoint, numbers by value.
+
+    What is loaded last decides the load peak of a quantised model: that weight is there in 16 bit besides all that are packed.
+    Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     """
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]
+    stored = names_in_checkpoint(model.get_base_model())
+
+    def order(path: str) -> list[tuple[int, int, str]]:
+        ending = next((ending for ending in stored if path.endswith(ending)), "")
+        name = path.removesuffix(ending) + stored.get(ending, "")
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+    modules = sorted(_all_parameters(model), key=lambda each: order(each[0]))
+    return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
 
 
 def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
@@ -66,13 +81,15 @@ def layer_number(path: str) -> int | None:
 
 def _fill(
     module: torch.nn.Module,
+    names: list[str],
     tracker: StorageTracker,
     made: dict[int, torch.nn.Parameter],
     adapters: bool,
     dtype: torch.dtype,
     uncast: dict[int, torch.nn.Parameter],
 ) -> None:
-    for name, parameter in list(module._parameters.items()):
+    for name in names:
+        parameter = module._parameters[name]
         if parameter is None or parameter.requires_grad is not adapters:
             continue
         with tracker.making("adapters" if adapters else "weights"):
@@ -89,16 +106,21 @@ def _fill(
             _fill_buffers(module)
 
 
-def _uncast_dora(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
-    """DoRA's parameters before they are cast, by the id of the parameter that they become."""
+def _uncast(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
+    """Adapters' parameters before they are cast, by the id of the parameter that they become."""
     uncast: dict[int, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
-        for name, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
+        parts: Any = module
+        for name in getattr(module, "lora_A", {}):
+            magnitude = parts.lora_magnitude_vector[name] if name in parts.lora_magnitude_vector else None
+            if magnitude is None and not _adapted_weight(parts).is_floating_point():
+                continue
             tracker.layer = layer_number(path)
-            parts: Any = module
             a, b = parts.lora_A[name].weight, parts.lora_B[name].weight
             with tracker.making("adapters"):
                 uncast |= {id(one): torch.nn.Parameter(torch.empty(one.shape, dtype=dtype)) for one in (a, b)}
+            if magnitude is None:
+                continue
             computed = type(magnitude)(magnitude.fan_in_fan_out)
             with tracker.making("workspace"):
                 computed.update_layer(
@@ -106,6 +128,11 @@ def _uncast_dora(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.d
                 )
             uncast[id(magnitude.weight)] = computed.weight
     return uncast
+
+
+def _adapted_weight(layer: Any) -> torch.Tensor:
+    """The weight, packed or not, that a LoRA layer adapts; of experts the one that was packed."""
+    return layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:

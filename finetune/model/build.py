@@ -24,7 +24,7 @@ from finetune.compat.transformers import build_modules, loading_with, put_quanti
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
-from finetune.model.experts import experts_quantiser, has_experts, split_targets
+from finetune.model.experts import experts_quantiser, has_experts, name_experts_for_trl, split_targets
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.model.stored import BITSANDBYTES, DEQUANTISED, give_original, stored_quantisation
 from finetune.recipe.compatibility import shards_weights
@@ -211,6 +211,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
     restore_master_precision(peft_model)
+    name_experts_for_trl(text_config(model.config))
     # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: these keep PEFT's cast.
     if settings.lora_dropout == 0 and not settings.use_dora:
         leave_casts_to_autocast(peft_model)
