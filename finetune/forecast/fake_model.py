@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
 
-    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters of 16-bit
-    weights and of experts, and DoRA's, in `dtype`, and casts them to fp32 at the end, one by one.
+    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters in
+    `dtype`, computes DoRA's magnitudes from the weights, and casts one after another to fp32 at the end.
     """
     made: dict[int, torch.nn.Parameter] = {}
     tracker.recording.begin("load")
@@ -28,7 +29,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     uncast: dict[int, torch.nn.Parameter] = {}
     for adapters in (False, True):
         if adapters:
-            uncast = _uncast(model, tracker, dtype)
+            uncast = _uncast_adapters(model, tracker, dtype)
         for path, module, names in _all_parameters(model) if adapters else _as_loaded(model):
             tracker.layer = layer_number(path)
             _fill(module, names, tracker, made, adapters, dtype, uncast)
@@ -94,10 +95,12 @@ def _fill(
             continue
         with tracker.making("adapters" if adapters else "weights"):
             if id(parameter) not in made:
-                made[id(parameter)] = _packer(module, name)(parameter, dtype)
+                early = uncast.pop(id(parameter), None)
+                if early is None or early.dtype != parameter.dtype:
+                    early = _packer(module, name)(parameter, dtype)
+                made[id(parameter)] = early
                 if not adapters:
                     tracker.recording.weights[tracker.layer] += made[id(parameter)].nbytes
-                uncast.pop(id(parameter), None)
             module._parameters[name] = made[id(parameter)]
         if hasattr(made[id(parameter)], "quant_state"):
             module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
@@ -106,33 +109,28 @@ def _fill(
             _fill_buffers(module)
 
 
-def _uncast(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
-    """Adapters' parameters before they are cast, by the id of the parameter that they become."""
+def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
+    """Adapters before they are cast, in the dtype of their layer, by the id of the parameter that they become."""
     uncast: dict[int, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
-        parts: Any = module
-        for name in getattr(module, "lora_A", {}):
-            magnitude = parts.lora_magnitude_vector[name] if name in parts.lora_magnitude_vector else None
-            if magnitude is None and not _adapted_weight(parts).is_floating_point():
-                continue
+        for name in getattr(module, "lora_A", ()):
             tracker.layer = layer_number(path)
-            a, b = parts.lora_A[name].weight, parts.lora_B[name].weight
+            layer: Any = module
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            own = torch.float32 if getattr(layer.get_base_layer(), "has_fp16_weights", None) is False else dtype
             with tracker.making("adapters"):
-                uncast |= {id(one): torch.nn.Parameter(torch.empty(one.shape, dtype=dtype)) for one in (a, b)}
-            if magnitude is None:
-                continue
-            computed = type(magnitude)(magnitude.fan_in_fan_out)
-            with tracker.making("workspace"):
-                computed.update_layer(
-                    base_layer=parts.get_base_layer(), lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=parts.scaling[name]
-                )
-            uncast[id(magnitude.weight)] = computed.weight
+                uncast |= {id(one): torch.nn.Parameter(torch.empty(one.shape, dtype=own)) for one in (a, b)}
+            if name in layer.lora_magnitude_vector:
+                magnitude = layer.lora_magnitude_vector[name]
+                uncast[id(magnitude.weight)] = _magnitude(layer, magnitude, uncast[id(a)], uncast[id(b)], name, tracker)
     return uncast
 
 
-def _adapted_weight(layer: Any) -> torch.Tensor:
-    """The weight, packed or not, that a LoRA layer adapts; of experts the one that was packed."""
-    return layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+def _magnitude(layer: Any, magnitude: Any, a: Any, b: Any, name: str, tracker: StorageTracker) -> torch.nn.Parameter:
+    computed = type(magnitude)(magnitude.fan_in_fan_out)
+    with tracker.making("workspace"):
+        computed.update_layer(base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[name])
+    return computed.weight
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:
@@ -186,8 +184,19 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 @contextmanager
 def fake_dora_weights() -> Iterator[None]:
     """Inside, DoRA, which reads the dequantised base weights on attach and in each forward, gets fake ones."""
-    with dora_weights(_dequantised):
+    with dora_weights(_dequantised, _copied):
         yield
+
+
+def _copied(module: Any) -> Any:
+    """A 4-bit layer with a weight and a quantisation state of its own; on meta the layer itself."""
+    if module.weight.is_meta:
+        return module
+    copied = copy.copy(module)
+    weight: Any = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
+    weight.quant_state = copy.deepcopy(module.weight.quant_state)
+    copied._parameters = {**module._parameters, "weight": weight}
+    return copied
 
 
 def _dequantised(module: Any) -> torch.Tensor:

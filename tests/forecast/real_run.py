@@ -44,14 +44,16 @@ def save_model(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-def save_rows(path: Path, lengths: tuple[int, int], count: int) -> str:
+def save_rows(path: Path, lengths: tuple[int, ...], count: int) -> str:
     """Rows that have, with EOS, these numbers of tokens by turns."""
-    texts = [" ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % 2] - 1)) for row in range(count)]
+    texts = [
+        " ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % len(lengths)] - 1)) for row in range(count)
+    ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
 
 
-def planned(model: str, folder: Path, lengths: tuple[int, int] = (TOKENS, TOKENS), **more):
+def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS), **more):
     """The run directory of a small recipe, and its plan."""
     from finetune.run.prepare import create_run, prepare
 
