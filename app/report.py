@@ -28,7 +28,8 @@ from finetune.units import format_bytes
 
 _ROWS_SHOWN = 5
 _STYLE = """
-body { margin: 0; padding: 1.5rem; box-sizing: border-box; background: var(--ft-ground); color: var(--ft-text); line-height: 1.45;
+body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
+  background: var(--ft-ground); color: var(--ft-text);
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 body.gradio-container { max-width: 1100px !important; }
 table { border-collapse: collapse; width: 100%; }

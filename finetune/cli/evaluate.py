@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, out, printable, table
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.plan.plan import read_plan
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
@@ -32,7 +32,7 @@ def show_scores(
 ) -> None:
     """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error."""
     if show not in _ORDERS:
-        raise RecipeError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
+        raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
     run = open_run(source)
     _see_its_card(run)
     from finetune.evaluate.paired import in_words, ordered

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, out
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.run.directory import open_run
 from finetune.units import parse_bytes
 
@@ -33,7 +33,7 @@ def _bytes(text: str | None) -> int | None:
     try:
         size = parse_bytes(text)
     except ValueError as error:
-        raise RecipeError(f"--max-shard-size: {error}", "For example --max-shard-size 5GB") from None
+        raise CommandError(f"--max-shard-size: {error}", "For example --max-shard-size 5GB") from None
     if size < 2**20:
-        raise RecipeError(f"--max-shard-size {text} is less than 1 MiB", "For example --max-shard-size 5GB")
+        raise CommandError(f"--max-shard-size {text} is less than 1 MiB", "For example --max-shard-size 5GB")
     return size

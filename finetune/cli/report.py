@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import out
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.run.directory import open_run
 
 
@@ -19,7 +19,7 @@ def write_report(sources: list[str], *, output: str | None, as_json: bool) -> in
     """Write the report of one run, or the comparison of several; returns the exit code."""
     runs = [open_run(source) for source in dict.fromkeys(sources)]
     if len(runs) > 10:
-        raise RecipeError(f"{len(runs)} runs are too many for one page", "Give at most 10.")
+        raise CommandError(f"{len(runs)} runs are too many for one page", "Give at most 10.")
     target = Path(output) if output else runs[0].path / "report.html" if len(runs) == 1 else Path("comparison.html")
     command = [sys.executable, "-P", "-m", "app.report", str(target), *(str(run.path) for run in runs)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import DataError, RecipeError
+from finetune.errors import CommandError, DataError
 
 #: Scores by name, and what one row's score is.
 SCORES = {
@@ -46,17 +46,17 @@ class Scorer:
 
 
 def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None) -> Scorer:
-    """The score called `name`, or that of `function` (file.py:name). Raises RecipeError for what can't be used."""
+    """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
     if function is not None:
         return Scorer(function.rpartition(":")[2], _by_function(function), None)
     if name not in SCORES:
-        raise RecipeError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or --score-function.")
+        raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or --score-function.")
     if pattern is not None and name != "regex":
-        raise RecipeError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
+        raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
     if tolerance and name != "numeric":
-        raise RecipeError(f"--tolerance belongs to --score numeric, not to {name}", "Add --score numeric.")
+        raise CommandError(f"--tolerance belongs to --score numeric, not to {name}", "Add --score numeric.")
     if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise RecipeError(f"--tolerance is {tolerance}; it must be 0 or more", "For 1 %: --tolerance 0.01")
+        raise CommandError(f"--tolerance is {tolerance}; it must be 0 or more", "For 1 %: --tolerance 0.01")
     ways: dict[str, Callable[[str, str, str], Marked]] = {
         "exact": lambda _, expected, answer: Marked(float(answer.strip() == expected.strip())),
         "contains": lambda _, expected, answer: Marked(float(expected.strip() in answer)),
@@ -108,7 +108,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.MULTILINE)
     except (re.error, RecursionError, OverflowError) as error:
         problem = f"{pattern[:100]!r} is not a regular expression: {error}"
-        raise RecipeError(problem, r"For example --pattern '#### (\d+)'") from None
+        raise CommandError(problem, r"For example --pattern '#### (\d+)'") from None
 
 
 def _found(match: re.Match[str]) -> Any:
@@ -168,9 +168,9 @@ def _by_function(source: str) -> Callable[[str, str, str], Marked]:
         try:
             value = function(prompt, expected, answer)
         except (Exception, SystemExit) as error:
-            raise RecipeError(f"{source} failed for the answer {answer[:100]!r}: {type(error).__name__}: {error}") from error
+            raise CommandError(f"{source} failed for the answer {answer[:100]!r}: {type(error).__name__}: {error}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise RecipeError(
+            raise CommandError(
                 f"{source} returned {str(value)[:60]!r} for the answer {answer[:100]!r}", "Return a number, True or False."
             )
         return Marked(float(value))
@@ -182,17 +182,17 @@ def _function(source: str) -> Callable[[str, str, str], Any]:
     file, _, name = source.rpartition(":")
     example = "For example --score-function score.py:score, with  def score(prompt, expected, answer):"
     if not file.endswith(".py") or not name.isidentifier():
-        raise RecipeError(f"{source[:200]!r} is not file.py:name", example)
+        raise CommandError(f"{source[:200]!r} is not file.py:name", example)
     if not Path(file).is_file():
-        raise RecipeError(f"there is no file {file}", example)
+        raise CommandError(f"there is no file {file}", example)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"{file} can't be imported: {type(error).__name__}: {error}", "Correct the file.") from error
+        raise CommandError(f"{file} can't be imported: {type(error).__name__}: {error}", "Correct the file.") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise RecipeError(f"{file} has no function {name}", example)
+        raise CommandError(f"{file} has no function {name}", example)
     return found  # type: ignore[no-any-return]

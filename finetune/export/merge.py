@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.errors import DiskFull, OutOfMemory, RecipeError
+from finetune.errors import CommandError, DiskFull, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
@@ -35,15 +35,15 @@ def merge(
     """Write base + adapter to `target` (default RUN/merged) atomically. Returns the folder.
 
     The 16-bit weights are read and written tensor by tensor: merging into 4-bit weights would round the adapter away, and the
-    whole model need not fit into memory. Its files are the base model's, or of at most `max_shard_bytes`. Raises RecipeError
+    whole model need not fit into memory. Its files are the base model's, or of at most `max_shard_bytes`. Raises CommandError
     without a finished adapter, OutOfMemory and DiskFull without room, before anything is written.
     """
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
-        raise RecipeError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
+        raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     require_intact_adapter(run.adapter)
     if target.exists():
-        raise RecipeError(f"{target} exists already", "Delete or rename it, or give another --output.")
+        raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
     building = target.with_name(f".{target.name}")
     try:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.system import sync_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -110,7 +110,7 @@ class Changes:
         return len(self._parameter_of)
 
     def applied(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The merged tensor, as PEFT would compute it from this weight. Raises RecipeError when it is not finite."""
+        """The merged tensor, as PEFT would compute it from this weight. Raises CommandError when it is not finite."""
         parameter = self._parameter_of[name]
         layer = self._layers[parameter]
         if getattr(layer, "lora_variant", None):  # DoRA: not a sum, and it is stored as it is
@@ -122,7 +122,7 @@ class Changes:
             change = self._kept if parameter in self._in_parts else self._change
             merged = weight.add_(change(parameter, weight.dtype)[name])
         if not torch.isfinite(merged).all():
-            raise RecipeError(
+            raise CommandError(
                 f"{name} would have values that are not finite after merging", "Its training diverged: train again."
             )
         return merged
@@ -238,7 +238,7 @@ def _write(path: Path, tensors: list[Stored], changes: Changes) -> None:
 def _write_changed(stored: Stored, reading: BinaryIO, writing: BinaryIO, changes: Changes) -> None:
     data = bytearray(stored.size)
     if reading.readinto(data) != stored.size:  # type: ignore[attr-defined]
-        raise RecipeError(f"{stored.path} is truncated", "Download the weights again.")
+        raise CommandError(f"{stored.path} is truncated", "Download the weights again.")
     weight = torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).reshape(stored.shape)
     merged = changes.applied(stored.name, weight).contiguous()
     writing.write(merged.view(-1).view(torch.uint8).numpy().data)
@@ -248,6 +248,6 @@ def _copy(reading: BinaryIO, writing: BinaryIO, size: int) -> None:
     while size:
         data = reading.read(min(size, _COPIED))
         if not data:
-            raise RecipeError(f"{reading.name} is truncated", "Download the weights again.")
+            raise CommandError(f"{reading.name} is truncated", "Download the weights again.")
         writing.write(data)
         size -= len(data)
