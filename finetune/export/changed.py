@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_facts, longest
 from finetune.evaluate.journal import Journal
-from finetune.evaluate.rows import held_out
-from finetune.evaluate.score import Made
 from finetune.evaluate.scores import scorer
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
@@ -58,6 +56,9 @@ class _Merged(Answerer):
 
 def what_merging_changes(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> Changed:
     """Answer at most so many held-out rows with both. Raises DataError when there are none; one model is loaded at a time."""
+    from finetune.evaluate.rows import held_out
+    from finetune.evaluate.score import Made
+
     plan, score = read_plan(run.plan), scorer("exact")
     found = held_out(run, rows)
     new = longest(run_tokenizer(run.data / "tokenizer", plan.settings), found.references) + 16 if found.references else None
