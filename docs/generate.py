@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from blocks.measured import accuracy, accuracy_short, gpu, gpu_short
+from blocks.measured import accuracy, accuracy_short, gpu, gpu_short, reserved
 from blocks.page import ROOT, blocks_of, pages, replaced
 from blocks.plans import fits, fits_short, many_cards, needs, plan_of, recipes
 from blocks.reference import cards, events, exits, model_types, other_tools, plan_json, settings
@@ -46,6 +46,7 @@ QUICK: dict[str, Callable[[], str]] = {
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
+    "reserved": reserved,
 }  # fmt: skip
 DERIVED: dict[str, Callable[[], str]] = {
     "fits": fits,

@@ -39,6 +39,26 @@ def _accuracy_row(known: dict[str, str], made: dict) -> list[str]:
     ]  # fmt: skip
 
 
+def reserved(table: Path = MEASURED) -> str:
+    """The results of benchmarks/reserved_accuracy.py for `table`: mean and worst errors of both metrics by kind of weights."""
+    command = [sys.executable, "-W", "ignore", str(BENCHMARK.with_name("reserved_accuracy.py")), str(table), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    *made, _ = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with table.open(newline="", encoding="utf-8") as file:
+        base = {row["url_or_path"]: row["quant"].split()[0] for row in csv.DictReader(file)}
+    kinds = [("all", made), *((kind, [row for row in made if base[row["row"]] == kind]) for kind in ("none", "nf4"))]
+    columns = ("base", ">rows", ">allocated, mean", ">worst", ">reserved, mean", ">worst", ">within 2 %")
+    return markdown(columns, [_replay_row(kind, rows) for kind, rows in kinds if rows])
+
+
+def _replay_row(kind: str, rows: list[dict]) -> list[object]:
+    cells: list[object] = [kind, len(rows)]
+    for name in ("allocated_error", "reserved_error"):
+        errors = [row[name] for row in rows]
+        cells += [_percent(sum(map(abs, errors)) / len(errors)), _percent(max(errors, key=abs), "+")]
+    return [*cells, sum(abs(row["reserved_error"]) <= 0.02 for row in rows)]
+
+
 def _percent(value: float, sign: str = "") -> str:
     return f"{value:{sign}.2%}".replace("%", " %")
 

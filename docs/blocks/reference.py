@@ -104,12 +104,12 @@ def _value(name: str, hint: object) -> str:
 def plan_json() -> str:
     """The types that plan.json is made of."""
     from finetune.card.card import Card
-    from finetune.forecast.forecast import Forecast
+    from finetune.forecast.forecast import AtLimit, Forecast
     from finetune.plan import plan
 
     parts = (
-        plan.Plan, Forecast, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion, plan.Shortfall,
-        plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
+        plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
+        plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
     )  # fmt: skip
     shown = ""
     for part in parts:

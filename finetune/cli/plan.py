@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Alternative, ManyCards, Plan, Shortfall
 
 _BAR = 28
-_COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
+_COLOURS = {Verdict.FITS: "green", Verdict.AT_LIMIT: "yellow", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
 
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
     as_json: bool,
 ) -> int:  # fmt: skip
+<<<<<<< HEAD
     """Print the plan of a recipe. Returns its exit code."""
+=======
+    """Print the plan of a recipe. Returns the exit code: 3 does not fit, 4 data that a run would refuse, else 0."""
+>>>>>>> alloc14
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
@@ -94,6 +98,8 @@ def _print_plan(plan: Plan) -> None:
         if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
             room = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
         out.print(f"\n{verdict}: needs {low} to {high}; {room}")
+        if plan.verdict == Verdict.AT_LIMIT and plan.forecast.at_limit:
+            out.print(plan.forecast.at_limit.words)
         if plan.shortfall:
             _print_shortfall(plan.shortfall)
         if plan.forecast.step_s:

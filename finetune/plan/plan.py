@@ -26,6 +26,7 @@ class Verdict(StrEnum):
     """Whether the plan fits its budget."""
 
     FITS = "fits"
+    AT_LIMIT = "at the limit"
     TIGHT = "tight"
     NO_FIT = "does not fit"
     UNKNOWN = "unknown"
@@ -33,9 +34,12 @@ class Verdict(StrEnum):
 
 
 def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
-    """Fits when the forecast's upper end is within the budget, tight when only its lower end is."""
+    """Fits when the forecast's upper end is within the budget, tight when only its lower end is. At the limit: when torch can
+    stay within it by giving cached blocks back, also at the upper end of what is allocated."""
     if forecast.peak_high_bytes <= budget_bytes:
         return Verdict.FITS
+    if forecast.at_limit is not None:
+        return Verdict.AT_LIMIT
     return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
 
 

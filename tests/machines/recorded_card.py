@@ -10,7 +10,7 @@ import traceback
 from finetune.card import cuda
 from finetune.units import MIB
 
-RESERVED = 1024 * MIB
+RESERVED, SEGMENTS = 1024 * MIB, 40
 NAMES = [name for name, function in vars(cuda).items() if getattr(function, "__module__", "") == cuda.__name__]
 
 
@@ -25,8 +25,9 @@ class RecordedCard:
             "allocator_bytes": {
                 "allocated_bytes": RESERVED // 2, "peak_allocated_bytes": RESERVED // 2, "reserved_bytes": RESERVED,
                 "peak_reserved_bytes": RESERVED, "inactive_split_bytes": 0,
+                "segments": SEGMENTS, "peak_segments": SEGMENTS + 1, "allocation_retries": 0,
             },
-            "free_block_sizes": (),
+            "snapshot": {},
         }  # fmt: skip
         self.broken = broken or {}
 

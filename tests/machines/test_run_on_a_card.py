@@ -12,21 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_card import RESERVED, RecordedCard, train
+from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
 from finetune.card.allocator import expandable_segments
 from finetune.cli.evaluate import chat_with, show_scores
 from finetune.errors import CardError, RecipeError
-from finetune.events import ForecastCheck, RunWarning, Step, read_events
+from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
 from finetune.forecast.ledger import replayed
 from finetune.model.configuration import read_config
+from finetune.plan.history import read_history
 from finetune.plan.plan import read_plan
 from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement
+from finetune.run.failures import describe
 from finetune.run.memory import MemorySampler
 from finetune.run.prepare import create_run, prepare
 from finetune.run.retry import next_smaller, nothing_smaller
@@ -38,6 +40,8 @@ from finetune.units import GIB, MIB
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 DESKTOP, OTHER = "GPU-30900000-aaaa-4bbb-8ccc-000000000001", "GPU-30911111-aaaa-4bbb-8ccc-000000000002"
+#: Blocks of one segment, MiB.
+PIECES = ((1000, "inactive"), (600, "active_allocated"), (800, "inactive"))
 SHORT = [
     "gpu=auto", "max_steps=3", "save_steps=0", "eval_steps=0", "effective_batch_size=2", "per_device_train_batch_size=1",
     "dataset.max_rows=16", "lora_r=4", "lora_alpha=8",
@@ -207,6 +211,33 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert [event.step for event in read_events(run.events) if isinstance(event, Step)] == [1, 2, 3]
     (first, end) = [event for event in read_events(run.events) if isinstance(event, ForecastCheck)]
     assert (first.at, first.step, end.at) == ("first steps", 2, "end")
+    assert (end.measured_reserved_bytes, end.measured_segments) == (RESERVED, SEGMENTS + 1)
+    assert end.predicted_reserved_bytes == plan.forecast.reserved_peaks["train"] > plan.forecast.reserved_peaks["load"] > 0
+    assert end.reserved_error == pytest.approx(RESERVED / end.predicted_reserved_bytes - 1)
+    phases = {event.phase: event for event in read_events(run.events) if isinstance(event, Phase)}
+    assert phases.keys() == {"load"}  # with neither evaluations nor checkpoints
+    assert all((event.peak_reserved_bytes, event.peak_segments) == (RESERVED, SEGMENTS + 1) for event in phases.values())
+    (measured,) = read_history(plan.card.name).reserved_errors
+    assert measured == end.reserved_error
+
+
+def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    held = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
+    recorded = card(plan)
+    recorded.answers["snapshot"] = {"segments": [{"stream": 0, "segment_type": "large", "blocks": held}], "device_traces": []}
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
+    tight = dataclasses.replace(plan, budget_bytes=RESERVED + plan.card.context_bytes + 100 * MIB)
+    event = describe(error, "evaluate", tight, MemorySampler(on_cuda=True))
+    assert (event.asked_bytes, event.room_bytes, event.free_bytes, event.free_blocks) == (1536 * MIB, 100 * MIB, 1800 * MIB, 2)
+    assert event.fragmented and event.largest_usable_block_bytes == 1000 * MIB
+    assert event.forecast_reserved_bytes == plan.forecast.reserved_peaks.get("eval")
+    assert event.forecast_allocated_bytes == plan.forecast.peaks["eval"] and event.holders == {"one of 600 MiB": 600 * MIB}
+    for broken in (RuntimeError("CUDA error: an illegal memory access was encountered"), None):
+        recorded.broken = {"snapshot": broken} if broken else {}
+        recorded.answers["snapshot"] = None
+        assert describe(error, "train", plan, MemorySampler(on_cuda=True)).free_bytes is None
 
 
 def test_a_budget_below_the_forecast_runs_out_of_memory_and_one_of_its_upper_end_does_not(machine, make_run, card):
