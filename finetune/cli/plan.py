@@ -71,7 +71,7 @@ def last_line(plan: Plan, words: str, *, without: bool) -> str:
         enough = [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
         what = f" Next: finetune plan {words} {enough[0].override}" if enough else ""
         return f"{verdict}.{escape(what)}"
-    if plan.verdict in (Verdict.UNKNOWN, Verdict.NOT_POSSIBLE) and forecast:
+    if plan.verdict not in (Verdict.FITS, Verdict.TIGHT, Verdict.AT_LIMIT) and forecast:
         return verdict
     if without:
         return f"{verdict}. Next: finetune run {escape(words)} --data FILE"

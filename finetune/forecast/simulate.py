@@ -43,6 +43,7 @@ from finetune.model.build import (
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
+from finetune.model.varlen_attention import forecast_for
 
 if TYPE_CHECKING:
     from finetune.forecast.depth import Depth
@@ -296,6 +297,7 @@ def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batc
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(fake_experts())
+        stack.enter_context(forecast_for(capability))
         stack.enter_context(auxiliary_loss(functools.partial(_balance, tracker)))
         if capability is not None and sys.platform != "win32":
             stack.enter_context(card_semantics(batch.trained_tokens))
