@@ -1,8 +1,8 @@
 """A small model of each family trains in 16 and in 4 bit; its memory is what the forecast says, its packed rows stay apart."""
 
 import pytest
-from families import BITS, FAMILIES, PHASES, table, trained
 
+from families import BITS, FAMILIES, PHASES, table, trained
 from finetune.model.catalogue import entries
 
 #: Three of different kinds in the ordinary run: all together take minutes.
