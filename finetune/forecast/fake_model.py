@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.peft import dora_weights
+from finetune.model.build import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
@@ -32,6 +33,17 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
         for path, module in model.named_modules():
             tracker.layer = layer_number(path)
             _fill(module, tracker, made, adapters, dtype, uncast)
+    tracker.layer = None
+
+
+def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, parameter in trainable_parameters(model):
+            if "lora_magnitude_vector" not in name:
+                tracker.layer = layer_number(name)
+                with tracker.making("adapters"):
+                    parameter.data = parameter.data.to(dtype)
     tracker.layer = None
 
 
