@@ -33,6 +33,14 @@ def has_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
+def has_auxiliary_loss(config: Any) -> bool:
+    """Whether a text model's configuration has what TRL needs for the router's auxiliary loss.
+
+    TRL reads the number of experts as `num_experts`. Llama 4 has no such name, and its own code computes no such loss.
+    """
+    return hasattr(config, "output_router_logits") and hasattr(config, "num_experts")
+
+
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():

@@ -18,6 +18,8 @@ from trl import SFTConfig, SFTTrainer
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
+from finetune.model.experts import has_auxiliary_loss
+from finetune.model.language_model import text_config
 from finetune.model.techniques import step_context, training_arguments
 from finetune.run.best import best_of, best_sealed, evaluations, lost_best
 from finetune.run.failures import is_disk_full
@@ -25,6 +27,8 @@ from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from finetune.events import EventWriter
     from finetune.plan.plan import Plan
     from finetune.recipe import Settings
@@ -39,8 +43,9 @@ def _warmup_steps(settings: Settings, total_steps: int) -> int:
     return round(settings.warmup_ratio * total_steps) if settings.warmup_steps is None else settings.warmup_steps
 
 
-def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
-    """SFTConfig for a plan, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32)."""
+def sft_config(plan: Plan, run: RunDirectory, config: PretrainedConfig) -> SFTConfig:
+    """SFTConfig for a plan and a model's configuration, with TRL's silent defaults switched off (truncation, dropping, NaN
+    filter, fp32)."""
     settings = plan.settings
     on_cpu = plan.card.is_cpu
     return SFTConfig(
@@ -59,6 +64,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         warmup_steps=_warmup_steps(settings, plan.total_steps or 0),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
+        router_aux_loss_coef=None if has_auxiliary_loss(text_config(config)) else 0.0,  # None: the model's own
         seed=settings.seed,
         data_seed=settings.seed,
         bf16=settings.dtype == "bfloat16",

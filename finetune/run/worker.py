@@ -160,7 +160,8 @@ class Worker:
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
             seal_facts={**seal_facts(self.plan, self.run), "num_processes": self.rank.world},
-            model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
+            model=model, args=sft_config(self.plan, self.run, base.config),
+            train_dataset=rows["train"], eval_dataset=rows.get("eval"),
             processing_class=run_tokenizer(self.run.data / "tokenizer", settings), callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
         )  # fmt: skip
