@@ -41,7 +41,6 @@ from finetune.model.build import (
     trainable_parameters,
 )
 from finetune.model.checkpointing import decoder_layers
-from finetune.model.experts import has_auxiliary_loss
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
@@ -235,7 +234,7 @@ def _add_loss(model: Any) -> None:
 
     config = model.config.get_text_config()
     if hasattr(config, "output_router_logits"):
-        config.output_router_logits = has_auxiliary_loss(config) and getattr(config, "router_aux_loss_coef", 0.0) != 0.0
+        config.output_router_logits = getattr(config, "router_aux_loss_coef", 0.0) != 0.0
     add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
 
 

@@ -33,12 +33,18 @@ def has_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
-def has_auxiliary_loss(config: Any) -> bool:
-    """Whether a text model's configuration has what TRL needs for the router's auxiliary loss.
+def name_experts_for_trl(config: Any) -> None:
+    """Give a language model's configuration what TRL reads for the router's auxiliary loss: `num_experts`.
 
-    TRL reads the number of experts as `num_experts`. Llama 4 has no such name, and its own code computes no such loss.
+    Some mixtures have another name for it. A dense model of a mixture's type (Granite 4) has no router, so no such loss.
     """
-    return hasattr(config, "output_router_logits") and hasattr(config, "num_experts")
+    if not hasattr(config, "output_router_logits") or hasattr(config, "num_experts"):
+        return
+    experts = next((value for name in EXPERT_COUNTS if (value := getattr(config, name, None))), None)
+    if experts:
+        config.num_experts = experts
+    else:
+        config.router_aux_loss_coef = 0.0
 
 
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:

@@ -61,7 +61,7 @@ def varlen_attention(
     starts, longest = _row_boundaries(query, arguments)
     q, k, v = (heads.transpose(1, 2).reshape(batch * tokens, *heads.shape[1::2]) for heads in (query, key, value))
     window = arguments.get("sliding_window")
-    if _has_kernel(query):
+    if _has_kernel(query, value):
         sizes = (window - 1 if window else -1, 0)
         shared: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
         if shared and not varlen_shares_keys():
@@ -143,13 +143,15 @@ def forecast_for(capability: tuple[int, int] | None) -> Iterator[None]:
         _FORECAST_FOR.pop()
 
 
-def _has_kernel(query: torch.Tensor) -> bool:
-    """Whether flash attention has a kernel: 16 bit, head_dim a multiple of 8 up to 256, compute capability 8.0 or higher.
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether flash attention has a kernel: 16 bit, one head_dim, a multiple of 8 up to 256, compute capability 8.0 or higher.
 
     A forecast is for the card of `forecast_for`.
     """
     head_dim = query.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
+        return False
+    if value.shape[-1] != head_dim:  # of latent attention (DeepSeek)
         return False
     if is_forecast(query):
         capability = _FORECAST_FOR[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.forecast.forecast import Forecast
 from finetune.forecast.whole_card import make_forecast
 from finetune.model.configuration import read_config
+from finetune.model.stored import stored_quantisation, trainable_bits
 from finetune.plan.advice import RANKS, advise_alpha
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
@@ -64,7 +66,7 @@ def make_plan(
     config = read_config(recipe)
     planner = _Planner(
         recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
-        forecaster or make_forecast, tell,
+        forecaster or functools.partial(make_forecast, budget_bytes=budget), tell,
     )  # fmt: skip
     found = planner.solve()
     if found.verdict != Verdict.FITS and recipe.packing == AUTO and found.choices.value("packing"):
@@ -170,7 +172,8 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
 
     def _open_strategies(self, choices: Choices) -> list[Strategy]:
-        return strategies(choices, self.card, _stored_bits(self.config))
+        stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
+        return strategies(choices, self.card, trainable_bits(stored))
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""
@@ -196,10 +199,11 @@ class _Planner:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        """A forecast whose upper end is raised by the worst excess of earlier runs on this card."""
+        """A forecast whose upper end is raised by the worst excess of earlier runs on this card, which no replay had."""
         forecast = self.forecaster(config, settings, self.card, tokens=width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
-        return dataclasses.replace(forecast, peak_high_bytes=forecast.peak_high_bytes + more)
+        high = forecast.peak_high_bytes + more
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)
 
     def _many_cards(self, found: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
@@ -239,26 +243,13 @@ def _with_rank(choices: Choices, rank: int) -> Choices:
     return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
 
 
-def _stored_bits(config: dict[str, Any]) -> tuple[int, ...]:
-    """Bits that a checkpoint stored quantised can be trained in; empty when it is not quantised.
-
-    bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
-    """
-    own = config.get("quantization_config")
-    if not own:
-        return ()
-    if own.get("quant_method") == "bitsandbytes":
-        return (4,) if own.get("load_in_4bit") else (8,)
-    return (16, 4) if own.get("quant_method") == "mxfp4" else (16,)
-
-
 def _notes_of(history: History, card: Card) -> tuple[str, ...]:
     if not history.runs:
         return ()
     notes = [f"{history.runs} earlier run(s) on {card.name}"]
     if history.speed_factor is not None:
         notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
-    if history.memory_errors:
-        least, most = min(history.memory_errors), max(history.memory_errors)
-        notes.append(f"allocated memory was {least:+.1%} to {most:+.1%} off the forecast")
+    for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):
+        if errors:
+            notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
     return ("; ".join(notes),)

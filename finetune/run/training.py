@@ -18,8 +18,6 @@ from trl import SFTConfig, SFTTrainer
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
-from finetune.model.experts import has_auxiliary_loss
-from finetune.model.language_model import text_config
 from finetune.model.techniques import step_context, training_arguments
 from finetune.run.best import best_of, best_sealed, evaluations, lost_best
 from finetune.run.failures import is_disk_full
@@ -27,8 +25,6 @@ from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from finetune.events import EventWriter
     from finetune.plan.plan import Plan
     from finetune.recipe import Settings
@@ -43,12 +39,20 @@ def _warmup_steps(settings: Settings, total_steps: int) -> int:
     return round(settings.warmup_ratio * total_steps) if settings.warmup_steps is None else settings.warmup_steps
 
 
-def sft_config(plan: Plan, run: RunDirectory, config: PretrainedConfig) -> SFTConfig:
-    """SFTConfig for a plan and a model's configuration, with TRL's silent defaults switched off (truncation, dropping, NaN
-    filter, fp32)."""
+class OneCardConfig(SFTConfig):
+    """SFTConfig of a process that trains on one card, also where it sees more: transformers would use DataParallel."""
+
+    @property
+    def n_gpu(self) -> int:
+        """0 on a CPU, else 1."""
+        return min(1, super().n_gpu)
+
+
+def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
+    """SFTConfig for a plan, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32)."""
     settings = plan.settings
     on_cpu = plan.card.is_cpu
-    return SFTConfig(
+    return OneCardConfig(
         output_dir=str(run.checkpoints),
         dataset_kwargs={"skip_prepare_dataset": True},  # rows come tokenised, with labels, none over max_length
         max_length=None,
@@ -64,7 +68,6 @@ def sft_config(plan: Plan, run: RunDirectory, config: PretrainedConfig) -> SFTCo
         warmup_steps=_warmup_steps(settings, plan.total_steps or 0),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
-        router_aux_loss_coef=None if has_auxiliary_loss(text_config(config)) else 0.0,  # None: the model's own
         seed=settings.seed,
         data_seed=settings.seed,
         bf16=settings.dtype == "bfloat16",

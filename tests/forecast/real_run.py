@@ -11,6 +11,7 @@ import bitsandbytes.nn
 import pytest
 import torch
 from tiny_models import config_values
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 import finetune.model.build
@@ -105,12 +106,18 @@ class RealTracker(StorageTracker):
     on_host = False
 
     def follow(self, tensor, *, layer=None):
+        if isinstance(tensor, FakeTensor):  # of code that tries a layer without its values
+            return
         super().follow(tensor, layer=layer)
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if self.on_host and size:
             self._released(key)
             self._sizes[key] = (0, tag)
+
+    def size_of(self, tensor) -> int | None:
+        """Bytes that a tensor counts with: 0 in host memory, None when it has not been seen."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     @contextmanager
     def making_host_memory(self):
@@ -165,6 +172,38 @@ def weights_seen(tracker: RealTracker):
         yield
 
 
+@contextmanager
+def experts_merged_on_host(tracker: RealTracker):
+    """Inside, the experts of a layer are merged in uncounted host memory, and counted once they are on the card as a whole."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+    def on_host(convert):
+        @wraps(convert)
+        def converted(*arguments, **named):
+            with tracker.making_host_memory():
+                return convert(*arguments, **named)
+
+        return converted
+
+    def to_card(convert):
+        @wraps(convert)
+        def converted(operation, values, *arguments, **named):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and tracker.size_of(value) == 0:
+                    values[name] = value.clone()
+            return convert(operation, values, *arguments, **named)
+
+        return converted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Concatenate, MergeModulelist, Mxfp4Dequantize):
+            patch.setattr(kind, "convert", on_host(kind.convert))
+        patch.setattr(Bnb4bitQuantize, "convert", to_card(Bnb4bitQuantize.convert))
+        yield
+
+
 def watch(trainer, tracker: RealTracker) -> None:
     """Tell the tracker the phase, at the same places as in the dry run."""
 
@@ -205,6 +244,7 @@ def measured(run) -> dict[str, int]:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
         stack.enter_context(garbage_collection_paused())
         stack.enter_context(host_memory_apart(tracker))
+        stack.enter_context(experts_merged_on_host(tracker))
         stack.enter_context(weights_seen(tracker))
         stack.enter_context(tracker)
         worker = Worker(run)

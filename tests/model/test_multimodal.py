@@ -155,7 +155,7 @@ def test_a_run_of_a_multimodal_model_evaluates_and_merges(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_llama_4_trains_without_the_auxiliary_loss_that_trl_can_not_compute(tmp_path):
+def test_a_run_of_llama_4_trains_with_the_routers_auxiliary_loss(tmp_path):
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.worker import Worker
