@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.forecast.forecast import Forecast
 from finetune.forecast.whole_card import make_forecast, with_growth
 from finetune.model.configuration import read_config
+from finetune.model.stored import stored_quantisation, trainable_bits
 from finetune.plan.advice import RANKS, advise_alpha
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
@@ -198,7 +199,8 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
 
     def _open_strategies(self, choices: Choices) -> list[Strategy]:
-        return strategies(choices, self.card, _stored_bits(self.config))
+        stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
+        return strategies(choices, self.card, trainable_bits(stored))
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""
@@ -270,19 +272,6 @@ def _with_rank(choices: Choices, rank: int) -> Choices:
         return choices
     choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
     return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
-
-
-def _stored_bits(config: dict[str, Any]) -> tuple[int, ...]:
-    """Bits that a checkpoint stored quantised can be trained in; empty when it is not quantised.
-
-    bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
-    """
-    own = config.get("quantization_config")
-    if not own:
-        return ()
-    if own.get("quant_method") == "bitsandbytes":
-        return (4,) if own.get("load_in_4bit") else (8,)
-    return (16, 4) if own.get("quant_method") == "mxfp4" else (16,)
 
 
 def _notes_of(history: History, card: Card) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.errors import DataError, DoesNotFit, RecipeError
+from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.forecast.forecast import Forecast
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
@@ -179,10 +179,13 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `finetune plan`: 4 for rows that a run would refuse, else 3 when it does not fit, else 0."""
+        """Exit code of `finetune plan`: what a run would end with before it starts.
+
+        4 for rows that it would refuse; else 3 when the plan does not fit, or torch can't use this machine's card; else 0.
+        """
         if self.data_problem:
             return DataError.exit_code
-        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT else 0
+        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT or self.card.problem else 0
 
     def as_json(self) -> dict[str, Any]:
         """The content of plan.json: settings under `plan`, without the lengths of the rows."""
@@ -220,7 +223,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(
+        raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
         ) from None
