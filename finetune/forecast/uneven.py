@@ -44,28 +44,25 @@ class Widths:
         sizes = {number: size for number, size in narrow.parts["micro-batch"] if size != RELEASED}
         if [number for number, size in events if size != RELEASED] != list(sizes):
             raise NotRepeated
-        self._known = [
-            (number, size, None) if size == RELEASED else (number, *_formula(size, width, sizes[number], narrow_width))
+        self._known: list[tuple[int, float, float, float]] = [
+            (number, size, 0.0, 0.0) if size == RELEASED else (number, *_formula(size, width, sizes[number], narrow_width))
             for number, size in events
         ]
 
     def at(self, width: int) -> list[Event]:
         """The events of a micro-batch of this width."""
         square = width * width
-        return [
-            (number, fixed if kind is None else round(fixed + kind[0] * width + kind[1] * square))
-            for number, fixed, kind in self._known
-        ]
+        return [(number, round(fixed + each * width + pair * square)) for number, fixed, each, pair in self._known]
 
 
-def _formula(size: int, width: int, other: int, narrow: int) -> tuple[int | float, tuple[float, float] | None]:
-    """Fixed bytes, and bytes for each token and each pair of tokens; None for a size that is fixed, or a release."""
+def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, float, float]:
+    """Fixed bytes, bytes for each token, and bytes for each pair of tokens."""
     if size == other:
-        return size, None
+        return size, 0.0, 0.0
     if size * narrow * narrow == other * width * width:
-        return 0, (0.0, size / (width * width))
+        return 0.0, 0.0, size / (width * width)
     slope = (size - other) / (width - narrow)
-    return size - slope * width, (slope, 0.0)
+    return size - slope * width, slope, 0.0
 
 
 def widths_of(lengths: Sequence[int], rows: int, longest: int, accumulation: int, seed: int = 0) -> list[int]:
