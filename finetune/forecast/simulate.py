@@ -35,6 +35,7 @@ from finetune.model.build import (
     trainable_parameters,
 )
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.host_embedding import offload_table
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
 
@@ -96,6 +97,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         observe(model, tracker)
         with _fake_tensors(settings, capability, batch), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
+            if settings.offload_embeddings is True:
+                offload_table(model)
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)

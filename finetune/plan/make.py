@@ -170,7 +170,7 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
 
     def _open_strategies(self, choices: Choices) -> list[Strategy]:
-        return strategies(choices, self.card, _stored_bits(self.config))
+        return strategies(choices, self.card, _stored_bits(self.config), self.shape.table > 0)
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""

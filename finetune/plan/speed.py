@@ -140,6 +140,8 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
+    if strategy.host_table:
+        micro["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
         saved = (LEAN_SAVED_BYTES if job.lean else SAVED_BYTES) * shape.hidden * shape.layers * tokens * (1 - again)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
