@@ -9,8 +9,9 @@ For each card the length, its target, and what holds the memory at the peak. Not
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
+
+import yaml
 
 from finetune.card import find_card
 from finetune.plan.make import make_plan
@@ -27,26 +28,27 @@ RECIPE: dict[str, Any] = {
     "per_device_train_batch_size": 1, "effective_batch_size": 16, "optim": "paged_adamw_8bit",
     "activation_checkpointing": "offload",
 }  # fmt: skip
-#: Lengths are found to this many tokens.
-STEP = 256
+#: Lengths are found to this many tokens. Bytes of a token, roughly, for the next guess.
+STEP, TOKEN_BYTES = 256, 110_000
 
 
-def plan_for(card: str, tokens: int, changes: dict[str, str]) -> Plan:
+def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
     """The plan for rows of so many tokens."""
     return make_plan(recipe_from({**RECIPE, "max_length": tokens, **changes}), find_card(card), None)
 
 
-def longest(card: str, changes: dict[str, str]) -> Plan | None:
+def longest(card: str, changes: dict[str, Any]) -> Plan | None:
     """The plan of the longest row that fits; None when not even STEP tokens do."""
-    best, low, high = None, 0, 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        plan = plan_for(card, middle * STEP, changes)
+    best, fits, over = None, 0, 2**20
+    tokens = TARGETS.get(card, 2**14) // STEP * STEP
+    while over - fits > STEP:
+        plan = plan_for(card, tokens, changes)
         if plan.verdict == Verdict.FITS:
-            best, low = plan, middle
-            high = max(high, 2 * middle) if best is None or high == 2 * middle else high
+            best, fits = plan, tokens
         else:
-            high = middle
+            over = tokens
+        guess = tokens + (plan.headroom_bytes or 0) // TOKEN_BYTES // STEP * STEP
+        tokens = min(max(guess, fits + STEP), over - STEP)
     return best
 
 
@@ -56,7 +58,7 @@ def main() -> None:
     arguments.add_argument("cards", nargs="*", default=list(TARGETS))
     arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to compare with")
     options = arguments.parse_args()
-    changes = dict(each.split("=", 1) for each in options.without)
+    changes = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.without)}
     for card in options.cards:
         plan = longest(card, changes)
         if plan is None or plan.forecast is None:
@@ -64,10 +66,12 @@ def main() -> None:
             continue
         parts = sorted(plan.forecast.parts.items(), key=lambda part: -part[1])
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > GIB / 100)
-        settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {'host' if plan.settings.offload_embeddings else 'card'}"
+        budget = (plan.budget_bytes or 0) / GIB
+        table = "host" if plan.settings.offload_embeddings else "card"
+        settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {table}"
         print(
             f"{card:18} {plan.settings.max_length:8,} tokens (target {TARGETS.get(card, 0):,}); {settings};"
-            f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {(plan.budget_bytes or 0) / GIB:.2f} GiB; at the peak: {held}",
+            f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {budget:.2f} GiB; at the peak: {held}",
             flush=True,
         )
 

@@ -6,6 +6,7 @@ card correct them (history.py). Nothing here decides whether a plan fits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,27 @@ if TYPE_CHECKING:
     from finetune.plan.plan import DataStatistics
     from finetune.plan.shape import ModelShape
     from finetune.plan.strategy import Strategy
+
+
+#: Lengths that stand for all rows where the longest of sorted micro-batches is expected.
+_QUANTILES = 200
+
+
+def _longest_below(share: float, rows: int, batch: int) -> float:
+    """Mean probability that the longest row of a micro-batch is below a length that `share` of the rows are below.
+
+    The longest of the i-th of the sorted micro-batches is below when at least i x `rows` of `batch` draws are.
+    """
+    if rows == batch or share >= 1:
+        return share**rows
+    if rows == 1:
+        return share
+    found = 0.0
+    for drawn in range(rows, batch + 1):
+        ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
+        chance = math.exp(ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
+        found += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
+    return found * rows / batch
 
 
 @dataclass(frozen=True)
@@ -31,15 +53,17 @@ class Batches:
             return self.max_length
         return min(self.data.longest, self.max_length)
 
-    def mean_width(self, rows: int) -> float:
-        """Mean padded width of a micro-batch of `rows` rows in random order: the expected longest of so many draws."""
+    def mean_width(self, rows: int, batch: int | None = None) -> float:
+        """Mean padded width of a micro-batch of `rows` rows of a step of `batch` rows, which are sorted by length: the mean of
+        the expected longest of each micro-batch. Without `batch`, of a step of one micro-batch."""
         if self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
         lengths, count = self.data.lengths, len(self.data.lengths)
+        every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
         total, below = 0.0, 0.0
-        for place, length in enumerate(lengths, start=1):
-            upto = (place / count) ** rows
-            total += min(length, self.max_length) * (upto - below)
+        for place in (*range(every, count, every), count):
+            upto = _longest_below(place / count, rows, batch or rows)
+            total += min(lengths[place - 1], self.max_length) * (upto - below)
             below = upto
         return total
 
@@ -125,7 +149,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     overhead = COMPILED_SHARE if job.compiled else 1.0
     flops = (card.bf16_flops or ASSUMED_FLOPS) * MATMUL_SHARE
     bandwidth, pcie = card.bandwidth_bytes_s or ASSUMED_BANDWIDTH, card.pcie_bytes_s or ASSUMED_PCIE
-    width = batches.mean_width(strategy.micro)
+    width = batches.mean_width(strategy.micro, job.batch // job.world)
     tokens = strategy.micro * width
     again = strategy.recomputed_layers(shape.layers) / shape.layers
     passes = 2 + again
