@@ -18,16 +18,35 @@ if TYPE_CHECKING:
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
 
-    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it: that is the load peak.
+    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes DoRA's adapters in
+    `dtype`, computes their magnitudes from the weights, and casts all of them to fp32 at the end.
     """
     made: dict[int, torch.nn.Parameter] = {}
     tracker.recording.begin("load")
     tracker.phase = "load"
+    uncast: dict[int, torch.nn.Parameter] = {}
     for adapters in (False, True):
+        if adapters:
+            uncast = _uncast_dora(model, tracker, dtype)
         for path, module in model.named_modules():
             tracker.layer = layer_number(path)
-            _fill(module, tracker, made, adapters, dtype)
+            _fill(module, tracker, made, adapters, dtype, uncast)
     tracker.layer = None
+
+
+def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Allocate and release what the state dict of a checkpoint copies: the nested code book of each 4-bit layer.
+
+    Source: bitsandbytes.functional.QuantState.as_dict. PEFT picks the adapters from the state dict of the whole model.
+    """
+    copies = []
+    for path, module in model.named_modules():
+        nested = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
+        if nested is not None:
+            tracker.layer = layer_number(path)
+            copies.append(nested.code.clone())
+    tracker.layer = None
+    tracker.record("state dict")
 
 
 def layer_number(path: str) -> int | None:
@@ -37,7 +56,12 @@ def layer_number(path: str) -> int | None:
 
 
 def _fill(
-    module: torch.nn.Module, tracker: StorageTracker, made: dict[int, torch.nn.Parameter], adapters: bool, dtype: torch.dtype
+    module: torch.nn.Module,
+    tracker: StorageTracker,
+    made: dict[int, torch.nn.Parameter],
+    adapters: bool,
+    dtype: torch.dtype,
+    uncast: dict[int, torch.nn.Parameter],
 ) -> None:
     for name, parameter in list(module._parameters.items()):
         if parameter is None or parameter.requires_grad is not adapters:
@@ -47,12 +71,32 @@ def _fill(
                 made[id(parameter)] = _packer(module, name)(parameter, dtype)
                 if not adapters:
                     tracker.recording.weights[tracker.layer] += made[id(parameter)].nbytes
+                uncast.pop(id(parameter), None)
             module._parameters[name] = made[id(parameter)]
         if hasattr(made[id(parameter)], "quant_state"):
             module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
     if not adapters:
         with tracker.making("weights"):
             _fill_buffers(module)
+
+
+def _uncast_dora(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
+    """DoRA's parameters before they are cast, by the id of the parameter that they become."""
+    uncast: dict[int, torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
+            tracker.layer = layer_number(path)
+            parts: Any = module
+            a, b = parts.lora_A[name].weight, parts.lora_B[name].weight
+            with tracker.making("adapters"):
+                uncast |= {id(one): torch.nn.Parameter(torch.empty(one.shape, dtype=dtype)) for one in (a, b)}
+            computed = type(magnitude)(magnitude.fan_in_fan_out)
+            with tracker.making("workspace"):
+                computed.update_layer(
+                    base_layer=parts.get_base_layer(), lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=parts.scaling[name]
+                )
+            uncast[id(magnitude.weight)] = computed.weight
+    return uncast
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:

@@ -33,7 +33,7 @@ _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
     "eval_steps": None, "gpu": None, "model_name_or_path": None,
 }  # fmt: skip
 #: Phases of the dry run that make up a training step.
-_TRAIN = ("forward", "loss", "loss backward", "backward", "optimizer")
+_TRAIN = ("forward", "loss", "auxiliary loss", "loss backward", "backward", "optimizer")
 #: Compute capability of a dry run when no card is given: Ampere.
 USUAL_CAPABILITY = (8, 0)
 #: This process's last simulations, newest last; `mix_layers` makes plans with every n-th layer checkpointed from them.

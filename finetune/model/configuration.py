@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
-from finetune.errors import RecipeError
+from finetune.errors import ModelError
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
 
@@ -40,16 +40,16 @@ def resolve_model_path(settings: Recipe) -> str:
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise RecipeError(
+            raise ModelError(
                 f"model_name_or_path {name} holds an adapter, not a model", "Give the base model, or merge the adapter first."
             )
         if not (path / "config.json").is_file():
-            raise RecipeError(
+            raise ModelError(
                 f"model_name_or_path {name} has no config.json", "Give a folder saved with save_pretrained, or a hub id."
             )
         return str(path)
     if name.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(name) or path.is_file():
-        raise RecipeError(
+        raise ModelError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
             f"{_meant(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
         )
@@ -71,7 +71,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     if path in known:
         return dict(known[path])
     fix = f"{_meant(path)}Give the hub id in full, or a folder that holds its config.json."
-    raise RecipeError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
+    raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
 
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
@@ -109,9 +109,9 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
     try:
         values = json.loads(text, object_hook=_with_floats)
     except ValueError as error:
-        raise RecipeError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
+        raise ModelError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise RecipeError(f"model_name_or_path {path}: config.json is not an object")
+        raise ModelError(f"model_name_or_path {path}: config.json is not an object")
     return values
 
 

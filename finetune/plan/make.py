@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def make_plan(
     config = read_config(recipe)
     planner = _Planner(
         recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
-        forecaster or make_forecast, tell,
+        forecaster or functools.partial(make_forecast, budget_bytes=budget), tell,
     )  # fmt: skip
     found = planner.solve()
     if found.verdict != Verdict.FITS and recipe.packing == AUTO and found.choices.value("packing"):
@@ -196,10 +197,11 @@ class _Planner:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        """A forecast whose upper end is raised by the worst excess of earlier runs on this card."""
+        """A forecast whose upper end is raised by the worst excess of earlier runs on this card, which no replay had."""
         forecast = self.forecaster(config, settings, self.card, tokens=width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
-        return dataclasses.replace(forecast, peak_high_bytes=forecast.peak_high_bytes + more)
+        high = forecast.peak_high_bytes + more
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)
 
     def _many_cards(self, found: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
@@ -258,7 +260,7 @@ def _notes_of(history: History, card: Card) -> tuple[str, ...]:
     notes = [f"{history.runs} earlier run(s) on {card.name}"]
     if history.speed_factor is not None:
         notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
-    if history.memory_errors:
-        least, most = min(history.memory_errors), max(history.memory_errors)
-        notes.append(f"allocated memory was {least:+.1%} to {most:+.1%} off the forecast")
+    for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):
+        if errors:
+            notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
     return ("; ".join(notes),)

@@ -12,7 +12,10 @@ import pytest
 @pytest.fixture(scope="session")
 def make_run(tmp_path_factory):
     """make_run(*overrides) -> a run directory that has not been started, of a few quick steps."""
+    import torch
+
     from finetune.recipe import load_recipe
+    from finetune.run.directory import RunDirectory
     from finetune.run.prepare import create_run, prepare
 
     short = [
@@ -23,7 +26,19 @@ def make_run(tmp_path_factory):
     def make(*overrides):
         place = tmp_path_factory.mktemp("runs") / "run"
         recipe = load_recipe("tiny-cpu", [*short, *overrides, f"output_dir={place}"])
-        return create_run(prepare(recipe))
+        if torch.version.cuda is None:
+            return create_run(prepare(recipe))
+        # with a torch for CUDA, a process that has run a step on fake tensors forks no child that can train
+        pid = os.fork()
+        if not pid:
+            try:
+                create_run(prepare(recipe))
+                os._exit(0)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        return RunDirectory(place)
 
     return make
 
