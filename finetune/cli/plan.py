@@ -29,11 +29,7 @@ def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-<<<<<<< HEAD
-    """Print the plan of a recipe. Returns its exit code."""
-=======
     """Print the plan of a recipe. Returns the exit code: 3 does not fit, 4 data that a run would refuse, else 0."""
->>>>>>> alloc14
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
