@@ -92,8 +92,6 @@ def not_lean_because(recipe: Recipe) -> str:
         return "DeepSpeed ZeRO-3, which gathers the weights by hooks of the modules that they replace"
     if recipe.use_dora:
         return "use_dora"
-    if recipe.int8_activations or recipe.activation_offloading:
-        return "int8_activations or activation_offloading, which take saved activations that lean layers make again"
     return f"lora_dropout {recipe.lora_dropout:g}" if recipe.lora_dropout else ""
 
 
