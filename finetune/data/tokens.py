@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,26 +46,58 @@ class Encoder:
     generation too. Raises RecipeError for conversations without a chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool, train_on_inputs: bool = False) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False
+    ) -> None:
+        """`conversations`: whether there are any; None finds out from the rows."""
         self.tokenizer = tokenizer
-        self.template = Template(tokenizer) if conversations else None
+        self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
-        eos = {tokenizer.eos_token_id} - {None}
-        self.stops = self.template.stops if self.template else eos
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self._ends = (self.template.ends if self.template else eos) | special
-        self._may_follow = self.template.ends if self.template else eos
+        self.stops = self._eos = {tokenizer.eos_token_id} - {None}
+        self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self._literal = Literal(tokenizer)
         ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
+        if conversations:
+            self.use_template()
+        if conversations is not None:
+            self._require_end()
+
+    def use_template(self) -> None:
+        """Load the tokenizer's chat template. Raises RecipeError when it has none, or when no token ends an answer."""
+        if self.template is None:
+            self.template = Template(self.tokenizer)
+            self.stops = self.template.stops
+            self._require_end()
+
+    def _require_end(self) -> None:
         if not self.stops:
             raise RecipeError(
                 "the model's tokenizer has no EOS token, so the model could never learn to stop",
                 'Add "eos_token" to its tokenizer_config.json, naming a token of its vocabulary.',
             )
 
+    @cached_property
+    def identity(self) -> str:
+        """sha256 of what decides the tokens of a row: vocabulary, rules, special tokens and chat template."""
+        tokenizer = self.tokenizer
+        parts = [tokenizer.special_tokens_map, tokenizer.chat_template, self.vocabulary, self.train_on_inputs]
+        return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """sha256 of the tokenizer's vocabulary and rules, without its current padding and truncation."""
+        tokenizer = self.tokenizer
+        rules: Any = tokenizer.get_vocab()
+        if tokenizer.is_fast:
+            rules = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
+        return sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
     def encode(self, examples: Sequence[Example]) -> list[list[Encoded] | BadRow]:
         """The sequences of each example (one, or several for templates that rewrite earlier turns), or why there are none."""
+        if any(example.messages for example in examples):
+            self.use_template()
+        self._require_end()
         rendered = [self._render(example) for example in examples]
         texts = [(one, not example.messages) for example, ones in zip(examples, rendered, strict=True) for one in _texts(ones)]
         encoded = iter(self._tokenise(texts))
@@ -77,8 +112,8 @@ class Encoder:
         if isinstance(question, str):
             ids = self._ids([question], plain=True)[0][0]
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
-        if self.template is None:
-            self.template = Template(self.tokenizer)
+        self.use_template()
+        assert self.template is not None
         try:
             text = self.template.render(self._literal.hidden(question), tools, prompt=True)
         except BadRow as bad:
@@ -117,7 +152,7 @@ class Encoder:
                 if one.literal:
                     ids, offsets = self._literal.ids(one.text, one.literal)
                 trained = _overlapping(offsets, one.spans) if offsets is not None else self._by_prefix(ids, one, plain)
-                done[place] = self._finished(ids, trained, set(one.notes))
+                done[place] = self._finished(ids, trained, one.notes, plain)
         return [done[place] for place in range(len(flat))]
 
     def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], list[Span] | None]]:
@@ -145,13 +180,15 @@ class Encoder:
             trained[first:last] = True
         return trained
 
-    def _finished(self, ids: list[int], trained: np.ndarray, notes: set[str]) -> Encoded:
+    def _finished(self, ids: list[int], trained: np.ndarray, notes: set[str], plain: bool) -> Encoded:
         """Labels with the EOS of each answer trained and nothing after it; adds a final EOS if the text has none."""
-        ends = np.flatnonzero(trained & ~np.append(trained[1:], False)) + 1
-        for end in ends.tolist() if not self.train_on_inputs else []:
-            if not self._end_turn(ids, trained, end) and not self._blank(ids, end, len(ids)):
+        may_follow = self._eos if plain or self.template is None else self.template.ends
+        ends = may_follow | self._special
+        stops = np.flatnonzero(trained & ~np.append(trained[1:], False)) + 1
+        for end in stops.tolist() if not self.train_on_inputs else []:
+            if not self._end_turn(ids, trained, end, ends, may_follow) and not self._blank(ids, end, len(ids)):
                 notes.add("endless")
-        ids, trained = self._closed(ids, trained)
+        ids, trained = self._closed(ids, trained, ends)
         if self._unknown is not None and self._unknown in ids:
             notes.add("unknown")
         tokens = np.array(ids, dtype=np.int32)
@@ -159,30 +196,30 @@ class Encoder:
         labels[:1] = NOT_TRAINED
         return Encoded(tokens, labels, notes)
 
-    def _closed(self, ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
+    def _closed(self, ids: list[int], trained: np.ndarray, ends: set[int]) -> tuple[list[int], np.ndarray]:
         """Adds a trained EOS if the sequence ends with an answer that has none."""
         last = int(trained.nonzero()[0][-1]) if trained.any() else None
         if last is None or self.tokenizer.eos_token_id is None or not self._blank(ids, last + 1, len(ids)):
             return ids, trained
         written = last
-        while written > 0 and ids[written] not in self._ends and self._blank(ids, written, written + 1):
+        while written > 0 and ids[written] not in ends and self._blank(ids, written, written + 1):
             written -= 1
-        if ids[written] in self._ends:
+        if ids[written] in ends:
             return ids, trained
         return [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(trained[: last + 1], True)
 
-    def _end_turn(self, ids: list[int], trained: np.ndarray, end: int) -> bool:
+    def _end_turn(self, ids: list[int], trained: np.ndarray, end: int, ends: set[int], may_follow: set[int]) -> bool:
         """End the trained tokens of the answer before `end` with its EOS; False when it has none."""
         place = end - 1
-        while place > 0 and trained[place] and ids[place] not in self._ends and self._blank(ids, place, place + 1):
+        while place > 0 and trained[place] and ids[place] not in ends and self._blank(ids, place, place + 1):
             place -= 1
-        if ids[place] in self._ends:
+        if ids[place] in ends:
             trained[place + 1 : end] = False
             return True
         place = end
-        while place < len(ids) and ids[place] not in self._may_follow and self._blank(ids, place, place + 1):
+        while place < len(ids) and ids[place] not in may_follow and self._blank(ids, place, place + 1):
             place += 1
-        if place < len(ids) and ids[place] in self._may_follow:
+        if place < len(ids) and ids[place] in may_follow:
             trained[end : place + 1] = True
             return True
         return False

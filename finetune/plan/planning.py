@@ -75,7 +75,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
         selected.refuse()
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
-    return RowsRead(statistics_of(selected) if selected.lengths else None, problem)
+    return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem)
 
 
 def encode_rows(recipe: Recipe) -> EncodedRows:
@@ -92,7 +92,7 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """The planner's statistics of the rows."""
-    lengths = tuple(sorted(selected.lengths))
+    lengths = tuple(sorted(selected.lengths.tolist()))
     return DataStatistics(len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths)
 
 

@@ -126,8 +126,9 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     if prepared.data.eval is not None and len(prepared.data.eval):
         prepared.data.eval.save_to_disk(str(run.data / "eval"))
     held_out = prepared.data.eval_report and prepared.data.eval_report.as_json()
-    plain = all(example.prompt is not None for example in prepared.data.examples)
-    write_json(run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": plain})
+    write_json(
+        run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": prepared.data.plain}
+    )
     write_json(run.data / "eval_examples.json", _questions(prepared))
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
