@@ -54,7 +54,9 @@ class Encoder:
         self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
         self.stops = self._eos = {tokenizer.eos_token_id} - {None}
-        self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        #: What may follow an answer as its end, and what ends one: of conversations, and of plain text.
+        self._ends = [(self._eos, self._eos | special)] * 2
         self._literal = Literal(tokenizer)
         ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
@@ -68,6 +70,7 @@ class Encoder:
         if self.template is None:
             self.template = Template(self.tokenizer)
             self.stops = self.template.stops
+            self._ends = [(self.template.ends, self.template.ends | self._ends[1][1]), self._ends[1]]
             self._require_end()
 
     def _require_end(self) -> None:
@@ -146,30 +149,36 @@ class Encoder:
         for plain in (False, True):
             places = [place for place, (_, is_plain) in enumerate(flat) if is_plain == plain]
             texts = [flat[place][0] for place in places]
-            for place, one, (ids, offsets) in zip(
+            for place, one, (ids, encoding) in zip(
                 places, texts, self._ids([one.text for one in texts], plain=plain), strict=True
             ):
+                trained = None
                 if one.literal:
                     ids, offsets = self._literal.ids(one.text, one.literal)
-                trained = _overlapping(offsets, one.spans) if offsets is not None else self._by_prefix(ids, one, plain)
-                done[place] = self._finished(ids, trained, one.notes, plain)
+                    trained = _overlapping(offsets, one.spans)
+                elif encoding is None:
+                    trained = self._by_prefix(ids, one, plain)
+                elif not plain:
+                    trained = _between(encoding, one)
+                if trained is None and encoding is not None:
+                    trained = _overlapping(encoding.offsets, one.spans)
+                assert trained is not None
+                done[place] = self._finished(ids, trained[-len(ids) :], one.notes, plain)
         return [done[place] for place in range(len(flat))]
 
-    def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], list[Span] | None]]:
-        """Ids and, from fast tokenizers, the character span of each token. A BOS is never doubled."""
+    def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], Any]]:
+        """Ids, without a second BOS at the start, and from fast tokenizers the encoding, which has it and each token's span."""
         if not texts:
             return []
-        tokenizer = self.tokenizer
-        batch = tokenizer(
-            texts, add_special_tokens=plain, return_attention_mask=False, return_token_type_ids=False, verbose=False,
-            return_offsets_mapping=tokenizer.is_fast,
-        )  # fmt: skip
-        offsets = batch["offset_mapping"] if tokenizer.is_fast else [None] * len(texts)
-        bos = tokenizer.bos_token_id
+        batch = self.tokenizer(
+            texts, add_special_tokens=plain, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )
+        bos = self.tokenizer.bos_token_id
         doubled = [bos is not None and ids[:2] == [bos, bos] for ids in batch["input_ids"]]
+        encodings = batch.encodings or [None] * len(texts)
         return [
-            (list(ids[twice:]), None if spans is None else list(spans[twice:]))
-            for ids, spans, twice in zip(batch["input_ids"], offsets, doubled, strict=True)
+            (ids[1:] if twice else ids, encoding)
+            for ids, encoding, twice in zip(batch["input_ids"], encodings, doubled, strict=True)
         ]
 
     def _by_prefix(self, ids: list[int], one: Rendered, plain: bool) -> np.ndarray:
@@ -182,10 +191,10 @@ class Encoder:
 
     def _finished(self, ids: list[int], trained: np.ndarray, notes: set[str], plain: bool) -> Encoded:
         """Labels with the EOS of each answer trained and nothing after it; adds a final EOS if the text has none."""
-        may_follow = self._eos if plain or self.template is None else self.template.ends
-        ends = may_follow | self._special
-        stops = np.flatnonzero(trained & ~np.append(trained[1:], False)) + 1
-        for end in stops.tolist() if not self.train_on_inputs else []:
+        may_follow, ends = self._ends[plain or self.template is None]
+        edges = (np.flatnonzero(trained[:-1] != trained[1:]) + 1).tolist()
+        stops = [edge for edge in (*edges, len(ids)) if edge and trained[edge - 1]]
+        for end in stops if not self.train_on_inputs else []:
             if not self._end_turn(ids, trained, end, ends, may_follow) and not self._blank(ids, end, len(ids)):
                 notes.add("endless")
         ids, trained = self._closed(ids, trained, ends)
@@ -198,7 +207,7 @@ class Encoder:
 
     def _closed(self, ids: list[int], trained: np.ndarray, ends: set[int]) -> tuple[list[int], np.ndarray]:
         """Adds a trained EOS if the sequence ends with an answer that has none."""
-        last = int(trained.nonzero()[0][-1]) if trained.any() else None
+        last = len(ids) - 1 - int(trained[::-1].argmax()) if trained.any() else None
         if last is None or self.tokenizer.eos_token_id is None or not self._blank(ids, last + 1, len(ids)):
             return ids, trained
         written = last
@@ -225,7 +234,7 @@ class Encoder:
         return False
 
     def _blank(self, ids: list[int], start: int, end: int) -> bool:
-        return not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=False)).strip()
+        return start >= end or not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=False)).strip()
 
 
 def _texts(rendered: list[Rendered] | BadRow) -> list[Rendered]:
@@ -236,6 +245,19 @@ def _checked(sequences: list[Encoded], example: Example) -> list[Encoded] | BadR
     if all(one.trained for one in sequences):
         return sequences
     return BadRow("messages" if example.messages else None, "has no token to train on")
+
+
+def _between(encoding: Any, one: Rendered) -> np.ndarray | None:
+    """The same as `_overlapping`, from two tokens of each span; None where tokens omit white space there."""
+    trained = np.zeros(len(encoding), dtype=bool)
+    for begin, stop in one.spans:
+        first = encoding.char_to_token(begin)
+        last = len(encoding) if stop >= len(one.text) else encoding.char_to_token(stop)
+        if first is None or last is None:
+            return None
+        starts_inside = last < len(encoding) and encoding.token_to_chars(last)[0] < stop
+        trained[first : last + starts_inside] = True
+    return trained
 
 
 def _overlapping(offsets: list[Span], spans: list[Span]) -> np.ndarray:

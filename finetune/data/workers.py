@@ -13,6 +13,7 @@ from typing import Any
 
 from finetune import errors
 from finetune.errors import FinetuneError
+from finetune.garbage import collect_rarely
 
 #: More processes than this read no faster: one process hands out the rows.
 _MOST = 8
@@ -100,6 +101,7 @@ def _serve(tasks: Connection, others: list[Connection], work: Callable[..., Any]
         connection.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    collect_rarely()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
