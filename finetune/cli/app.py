@@ -228,6 +228,22 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
     raise typer.Exit(show_data(recipe, overrides or [], as_json=json))
 
 
+@cli.command()
+def cache(
+    verb: Annotated[str, typer.Argument(help="list, or clear.")] = "list",
+    json: Json = False,
+) -> None:
+    """Show or clear the cache: tokenised rows, forecasts.
+
+    Rows that are in use stay readable for who uses them; cleared ones are tokenised again.
+
+    Example:  finetune cache clear
+    """
+    from finetune.cli.cache import use_cache
+
+    use_cache(verb, as_json=json)
+
+
 @cli.command(name="eval")
 def evaluate(
     run: RunArgument = "latest",

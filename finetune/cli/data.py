@@ -8,10 +8,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from finetune.cli.app import print_json
-from finetune.cli.render import err, out, printable, table
+from finetune.cli.render import doing, err, out, printable, table
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
-from finetune.recipe import AUTO, load_recipe
+from finetune.recipe import load_recipe
 from finetune.units import format_count
 
 #: Around trained tokens where there are no colours.
@@ -24,15 +24,16 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
     Returns the exit code: 4 when no row can be trained on.
     """
     recipe = load_recipe(source, overrides)
-    from finetune import data
-    from finetune.model.configuration import named_model
+    with doing(quiet=as_json) as say:
+        say("reading the data")
+        from finetune import data
+        from finetune.model.configuration import named_model
+        from finetune.plan.planning import encode_rows, limit_of
 
-    recipe, _ = named_model(recipe)
-
-    tokenizer = data.load_tokenizer(recipe)
-    limit = None if recipe.max_length == AUTO else recipe.max_length
-    prepared = data.prepare(recipe, tokenizer, max_length=limit, report_only=True)
-    segments = data.mark_example(prepared, tokenizer)
+        recipe, _ = named_model(recipe)
+        encoded = encode_rows(recipe, say)
+        prepared = encoded.within(recipe, limit_of(recipe)).prepared()
+    segments = data.mark_example(prepared, encoded.encoder.tokenizer)
     exit_code = 0 if prepared.report.rows_used else DataError.exit_code
     if as_json:
         example = [{"text": text, "trained": trained} for text, trained in segments]

@@ -78,11 +78,13 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem)
 
 
-def encode_rows(recipe: Recipe) -> EncodedRows:
-    """The recipe's rows as tokens, by its model's tokenizer."""
+def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
+    """The recipe's rows as tokens, by its model's tokenizer. `say` is told how far it is."""
     from finetune import data
+    from finetune.data.row_count import RowCount
 
-    return data.encode(recipe, data.load_tokenizer(recipe))
+    say("reading the data")
+    return data.encode(recipe, data.load_tokenizer(recipe), progress=RowCount(say))
 
 
 def limit_of(recipe: Recipe) -> int | None:

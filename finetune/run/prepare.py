@@ -75,11 +75,10 @@ class _Rows:
         self.selected: SelectedRows
 
     def __call__(self, recipe: Recipe) -> RowsRead:
-        self._progress("reading the data")
         model = Path(resolve_model_path(recipe))
         if model.is_dir():
             check_weights(model)
-        self.selected = encode_rows(recipe).within(recipe, limit_of(recipe))
+        self.selected = encode_rows(recipe, self._progress).within(recipe, limit_of(recipe))
         self.selected.refuse()
         self._progress("planning")
         return RowsRead(statistics_of(self.selected))
