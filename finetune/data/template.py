@@ -7,8 +7,6 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -245,23 +243,27 @@ def _refuse_bombs(source: str) -> None:
             )
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
+class _at_most:  # noqa: N801 - used as a function
     """Raises TimeoutError in the block after `seconds`. Only in the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
 
-    def ring(_number: int, _frame: Any) -> None:
-        raise TimeoutError
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
-    handler = signal.signal(signal.SIGALRM, ring)
-    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)  # another timer, such as a test's, is restored below
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left_s, again_s)
-        signal.signal(signal.SIGALRM, handler)
+    def __enter__(self) -> None:
+        self._is_set = False
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+            self._handler = signal.signal(signal.SIGALRM, _ring)
+            self._left = signal.setitimer(signal.ITIMER_REAL, self._seconds)  # another timer, such as a test's, is restored
+            self._is_set = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_set:
+            signal.setitimer(signal.ITIMER_REAL, *self._left)
+            signal.signal(signal.SIGALRM, self._handler)
+
+
+def _ring(_number: int, _frame: Any) -> None:
+    raise TimeoutError
 
 
 def _common(one: str, other: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -132,14 +133,16 @@ class Encoder:
             return [Rendered(text, [(0 if self.train_on_inputs else len(example.prompt), len(text))])]
         assert self.template is not None, "conversations were announced"
         try:
-            hidden = replace(example, messages=tuple(self._literal.hidden(list(example.messages))))
+            hidden = example
+            if any(self._literal.found_in(message["content"]) for message in example.messages):
+                hidden = replace(example, messages=tuple(self._literal.hidden(list(example.messages))))
             rendered = [self.template.whole(hidden)] if self.train_on_inputs else self.template.sequences(hidden)
         except BadRow as bad:
             return bad
         rendered = [self._literal.shown(one) for one in rendered]
         if any(one.literal for one in rendered):
             rendered[0].notes.add("literal")
-        if any(self._literal.found_in(message["content"]) for message in hidden.messages):
+        if hidden is not example and any(self._literal.found_in(message["content"]) for message in hidden.messages):
             rendered[0].notes.add("control")
         return rendered
 
@@ -200,7 +203,7 @@ class Encoder:
         ids, trained = self._closed(ids, trained, ends)
         if self._unknown is not None and self._unknown in ids:
             notes.add("unknown")
-        tokens = np.array(ids, dtype=np.int32)
+        tokens = np.frombuffer(array("i", ids), dtype=np.int32)
         labels = np.where(trained, tokens, np.int32(NOT_TRAINED))
         labels[:1] = NOT_TRAINED
         return Encoded(tokens, labels, notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -101,6 +102,7 @@ def _serve(tasks: Connection, others: list[Connection], work: Callable[..., Any]
         connection.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    gc.freeze()
     collect_rarely()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
