@@ -233,9 +233,9 @@ def cache(
     verb: Annotated[str, typer.Argument(help="list, or clear.")] = "list",
     json: Json = False,
 ) -> None:
-    """Show or clear the cache: tokenised rows, forecasts.
+    """Show or clear the tokenised rows on disk.
 
-    Rows that are in use stay readable for who uses them; cleared ones are tokenised again.
+    They are made again when they are needed.
 
     Example:  finetune cache clear
     """

@@ -1,51 +1,33 @@
-"""`finetune cache`: what is in the cache folder, and its deletion."""
+"""`finetune cache`: the size of the tokenised rows on disk, and their deletion."""
 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from rich.markup import escape
 
 from finetune.cli.app import print_json
-from finetune.cli.render import out, table
+from finetune.cli.render import out
 from finetune.errors import DiskFull, RecipeError
-from finetune.files import cache_dir
 from finetune.units import format_bytes
-
-#: Folders of the cache that can be made again -> what they have.
-_KINDS = {"tokens": "tokenised rows", "forecasts": "forecasts of memory"}
 
 
 def use_cache(verb: str, *, as_json: bool) -> None:
-    """List or clear the cache. Raises DiskFull when it can't be deleted."""
+    """Show or clear the tokenised rows. Raises DiskFull when they can't be deleted."""
     if verb not in ("list", "clear"):
         raise RecipeError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
-    root = cache_dir()
-    sizes = {name: _size(root / name) for name in _KINDS}
-    if verb == "clear":
-        for name in _KINDS:
-            _delete(root / name)
-    if as_json:
-        print_json({"folder": str(root), "cleared": verb == "clear", "bytes": sizes})
-        return
-    if verb == "clear":
-        out.print(f"cleared: {format_bytes(sum(sizes.values()))} in {escape(str(root))}", soft_wrap=True)
-        return
-    shown = table("what", ">size", title=escape(str(root)))
-    for name, what in _KINDS.items():
-        shown.add_row(what, format_bytes(sizes[name]))
-    out.print(shown)
-    out.print("To delete them:  finetune cache clear")
+    from finetune.data.token_cache import folder
 
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def _delete(folder: Path) -> None:
+    root = folder()
+    entries = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
+        for entry in entries if verb == "clear" else ():
+            shutil.rmtree(entry)
     except OSError as error:
-        raise DiskFull(f"{folder} can't be deleted: {error.strerror}", "Check its permissions.") from None
+        raise DiskFull(f"{root} can't be deleted: {error.strerror}", "Check its permissions.") from None
+    if as_json:
+        print_json({"folder": str(root), "files_of_rows": len(entries), "bytes": size, "cleared": verb == "clear"})
+        return
+    what = f"tokenised rows of {len(entries):,} file(s), {format_bytes(size)}, in {escape(str(root))}"
+    out.print(f"cleared: {what}" if verb == "clear" else f"{what}\nTo delete them:  finetune cache clear", soft_wrap=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,9 @@ import pyarrow as pa
 from finetune.data.checks import BadRow
 from finetune.data.formats import Example
 from finetune.data.report import Refused
-from finetune.data.tokens import NOT_TRAINED, Encoded
+
+if TYPE_CHECKING:
+    from finetune.data.tokens import Encoded
 
 #: What a row's bits say: notes of its tokens, damage in its texts, and its kind. Their order is in the files.
 FLAGS = (
@@ -64,7 +66,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "input_ids": _nested([[one.input_ids for one in ones] for ones in sequences]),
         "labels": _nested([[one.labels for one in ones] for ones in sequences]),
         "trained": pa.array([[one.trained for one in ones] for ones in sequences], pa.list_(pa.int32())),
-        "first": pa.array([[_first(one.labels) for one in ones] for ones in sequences], pa.list_(pa.int32())),
+        "first": pa.array([[one.first for one in ones] for ones in sequences], pa.list_(pa.int32())),
     }
     return pa.table(columns)
 
@@ -90,11 +92,6 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
         if not text.isascii():
             bits |= (_BIT["replaced"] if _REPLACED in text else 0) | (_BIT["mojibake"] if _MOJIBAKE.search(text) else 0)
     return bits
-
-
-def _first(labels: np.ndarray) -> int:
-    """Place of the first trained token."""
-    return int(np.argmax(labels != NOT_TRAINED))
 
 
 def _nested(rows: list[list[np.ndarray]]) -> pa.ListArray:

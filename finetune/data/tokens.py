@@ -39,6 +39,11 @@ class Encoded:
         """Number of trained tokens."""
         return int((self.labels != NOT_TRAINED).sum())
 
+    @property
+    def first(self) -> int:
+        """Place of the first trained token."""
+        return int((self.labels != NOT_TRAINED).argmax())
+
 
 class Encoder:
     """Turns examples into tokens with one tokenizer and one chat template.

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from finetune import errors
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, OutOfMemory
 from finetune.garbage import collect_rarely
 
 #: More processes than this read no faster: one process hands out the rows.
@@ -75,7 +75,10 @@ class Workers:
             try:
                 result = connection.recv()
             except (EOFError, ConnectionResetError):
-                raise MemoryError("a process that tokenises rows was killed; the machine may be out of memory") from None
+                raise OutOfMemory(
+                    "a process that tokenises rows was killed; the machine may be out of memory",
+                    "Run the command again: it goes on where it was.",
+                ) from None
             self._free.append(connection)
             if isinstance(result, _Failed):
                 raise result.error()
