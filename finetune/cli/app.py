@@ -241,6 +241,22 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
     raise typer.Exit(show_data(recipe, overrides or [], as_json=json))
 
 
+@cli.command()
+def cache(
+    verb: Annotated[str, typer.Argument(help="list, or clear.")] = "list",
+    json: Json = False,
+) -> None:
+    """Show or clear the tokenised rows on disk.
+
+    They are made again when they are needed.
+
+    Example:  finetune cache clear
+    """
+    from finetune.cli.cache import use_cache
+
+    use_cache(verb, as_json=json)
+
+
 @cli.command(name="eval")
 def evaluate(
     run: RunArgument = "latest",

@@ -75,11 +75,10 @@ class _Rows:
         self.selected: SelectedRows
 
     def __call__(self, recipe: Recipe) -> RowsRead:
-        self._progress("reading the data")
         model = Path(resolve_model_path(recipe))
         if model.is_dir():
             check_weights(model)
-        self.selected = encode_rows(recipe).within(recipe, limit_of(recipe))
+        self.selected = encode_rows(recipe, self._progress).within(recipe, limit_of(recipe))
         self.selected.refuse()
         self._progress("planning")
         return RowsRead(statistics_of(self.selected))
@@ -127,8 +126,9 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     if prepared.data.eval is not None and len(prepared.data.eval):
         prepared.data.eval.save_to_disk(str(run.data / "eval"))
     held_out = prepared.data.eval_report and prepared.data.eval_report.as_json()
-    plain = all(example.prompt is not None for example in prepared.data.examples)
-    write_json(run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": plain})
+    write_json(
+        run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": prepared.data.plain}
+    )
     write_json(run.data / "eval_examples.json", questions_of(prepared.data.eval_examples, prepared.tokenizer))
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
