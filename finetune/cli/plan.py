@@ -36,11 +36,11 @@ def show_plan(
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
     from finetune.card import find_card
-    from finetune.plan.planning import plan_recipe, read_rows, without_rows
+    from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
-    rows = without_rows if without else read_rows
     with doing(quiet=as_json) as say:
+        rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, say))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         plan = plan_recipe(recipe, card, rows, progress=say, compare=True)
     if without:

@@ -7,6 +7,7 @@ from functools import wraps
 from pathlib import Path
 
 import bitsandbytes.functional
+import bitsandbytes.nn
 import pytest
 import torch
 from tiny_models import config_values
@@ -132,7 +133,8 @@ class RealTracker(StorageTracker):
 def host_memory_apart(tracker: RealTracker):
     """Inside, what is in host memory also when a card trains is not counted; on a CPU it can't be told from the rest.
 
-    That is what the project moves there, the small values that layers are recognised by, and a header of each 4-bit weight.
+    That is what the project moves there, the small values that layers are recognised by, and what bitsandbytes saves beside
+    each quantised weight.
     """
 
     def on_host(made):
@@ -147,6 +149,7 @@ def host_memory_apart(tracker: RealTracker):
         for home, name in (
             (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
             (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
+            (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
         ):  # fmt: skip
             patch.setattr(home, name, on_host(getattr(home, name)))
         yield
@@ -171,7 +174,7 @@ def weights_seen(tracker: RealTracker):
 
 @contextmanager
 def experts_merged_on_host(tracker: RealTracker):
-    """Inside, the experts of a layer are merged in uncounted host memory, and counted once they are on the card as a whole."""
+    """Inside, experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.integrations.mxfp4 import Mxfp4Dequantize
@@ -241,10 +244,11 @@ def measured(run) -> dict[str, int]:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
         stack.enter_context(garbage_collection_paused())
         stack.enter_context(host_memory_apart(tracker))
-        stack.enter_context(experts_merged_on_host(tracker))
         stack.enter_context(weights_seen(tracker))
         stack.enter_context(tracker)
         worker = Worker(run)
+        if worker.plan.settings.load_in_4bit:
+            stack.enter_context(experts_merged_on_host(tracker))
         trainer, callback = worker._build()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             tracker.follow(tensor)
