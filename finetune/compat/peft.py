@@ -42,7 +42,7 @@ TOUCHED = (
 
 @contextmanager
 def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, DoRA gets the weights of a layer from `dequantised(layer)`, and its copy of a 4-bit layer from `copied(layer)`."""
+    """Inside, DoRA gets the weights of a layer from `dequantised(layer)`, and a copy of a 4-bit layer from `copied(layer)`."""
     with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", copied):
         yield
 

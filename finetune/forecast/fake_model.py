@@ -12,6 +12,7 @@ import torch
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import names_in_checkpoint
+from finetune.model.build import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
@@ -57,6 +58,17 @@ def _as_loaded(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
 
     modules = sorted(_all_parameters(model), key=lambda each: order(each[0]))
     return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
+
+
+def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, parameter in trainable_parameters(model):
+            if "lora_magnitude_vector" not in name:
+                tracker.layer = layer_number(name)
+                with tracker.making("adapters"):
+                    parameter.data = parameter.data.to(dtype)
+    tracker.layer = None
 
 
 def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:

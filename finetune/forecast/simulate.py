@@ -27,7 +27,7 @@ from finetune.compat.transformers import (
 )
 from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
-from finetune.forecast.fake_model import fake_dora_weights, materialise, state_dict_copies
+from finetune.forecast.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.forecast.trace import NotRepeated
@@ -41,6 +41,7 @@ from finetune.model.build import (
     trainable_parameters,
 )
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.host_embedding import offload_table
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
@@ -107,6 +108,10 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         observe(model, tracker)
         with _fake_tensors(settings, capability, batch, tracker), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
+            if True in (settings.load_in_4bit, settings.load_in_8bit):
+                round_adapters(model, tracker)
+            if settings.offload_embeddings is True:
+                offload_table(model)
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)

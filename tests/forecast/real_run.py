@@ -7,6 +7,7 @@ from functools import wraps
 from pathlib import Path
 
 import bitsandbytes.functional
+import bitsandbytes.nn
 import pytest
 import torch
 from tiny_models import config_values
@@ -132,7 +133,8 @@ class RealTracker(StorageTracker):
 def host_memory_apart(tracker: RealTracker):
     """Inside, what is in host memory also when a card trains is not counted; on a CPU it can't be told from the rest.
 
-    That is what the project moves there, the small values that layers are recognised by, and a header of each 4-bit weight.
+    That is what the project moves there, the small values that layers are recognised by, and what bitsandbytes saves beside
+    each quantised weight.
     """
 
     def on_host(made):
@@ -147,6 +149,7 @@ def host_memory_apart(tracker: RealTracker):
         for home, name in (
             (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
             (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
+            (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
         ):  # fmt: skip
             patch.setattr(home, name, on_host(getattr(home, name)))
         yield
