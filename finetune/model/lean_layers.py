@@ -225,7 +225,8 @@ def _eps(module: Any) -> Any:
 def _plain_values(module: torch.nn.Module) -> tuple[Any, ...]:
     """The module's settings, which its forward may read."""
     values = vars(module).items()
-    return tuple(sorted((name, str(value)) for name, value in values if isinstance(value, (bool, int, float, str))))
+    plain = {name: str(value) for name, value in values if isinstance(value, (bool, int, float, str)) and name != "training"}
+    return tuple(sorted(plain.items()))
 
 
 def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
@@ -240,10 +241,10 @@ def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
 
 
 class _StandIn:
-    """A module with other parts, for its class's forward."""
+    """A module with other parts, for its class's forward in training: a loaded model is not in train mode yet."""
 
     def __init__(self, module: torch.nn.Module, **parts: Any) -> None:
-        vars(self).update(parts, module=module)
+        vars(self).update(parts, module=module, training=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)

@@ -101,7 +101,7 @@ class Worker:
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
             from finetune.model.packed_rows import require_rows_apart
 
-            require_rows_apart(trainer.model)
+            require_rows_apart(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
