@@ -78,8 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_SIGLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
         "audio_config": None, "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7, "boi_token_id": 8,
         **_text(
-            num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, sliding_window=32,
-            head_dim=32, global_head_dim=64, hidden_size_per_layer_input=32, vocab_size_per_layer_input=2048,
+            num_hidden_layers=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            sliding_window=32, head_dim=32, global_head_dim=64, hidden_size_per_layer_input=32, vocab_size_per_layer_input=2048,
             num_kv_shared_layers=3, use_double_wide_mlp=True, num_key_value_heads=1, final_logit_softcapping=30.0,
         ),
     },
@@ -236,7 +236,8 @@ def write_table(outcomes: list[Outcome]) -> None:
         writer.writeheader()
         for one in outcomes:
             writer.writerow(asdict(one) | {
-                "first_loss": f"{one.first_loss:.3f}", "last_loss": f"{one.last_loss:.3f}", "worst_error": f"{one.worst_error:.5f}",
+                "first_loss": f"{one.first_loss:.3f}", "last_loss": f"{one.last_loss:.3f}",
+                "worst_error": f"{one.worst_error:.5f}",
             })  # fmt: skip
 
 

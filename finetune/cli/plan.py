@@ -36,11 +36,11 @@ def show_plan(
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
     from finetune.card import find_card
-    from finetune.plan.planning import plan_recipe, read_rows, without_rows
+    from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
-    rows = without_rows if without else read_rows
     with doing(quiet=as_json) as say:
+        rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, say))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         plan = plan_recipe(recipe, card, rows, progress=say, compare=True)
     if without:
@@ -62,7 +62,7 @@ def last_line(plan: Plan, words: str, *, without: bool) -> str:
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
     if forecast:
         room = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
-        verdict += f": at most {format_bytes(forecast.peak_high_bytes)} of {room}"
+        verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {room}"
     if plan.data_problem:
         return f"{verdict}. First correct the data: see above"
     if card.problem:

@@ -64,7 +64,8 @@ TOUCHED = (
     ),
     Touched(
         "transformers.conversion_mapping.get_model_conversion_mapping", "private call",
-        "weights are loaded in the order of their names in the checkpoint", _READ_IN, "transformers.PreTrainedModel.from_pretrained",
+        "weights are loaded in the order of their names in the checkpoint",
+        _READ_IN, "transformers.PreTrainedModel.from_pretrained",
     ),
     Touched(
         "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",

@@ -13,7 +13,7 @@ from finetune.errors import RecipeError
 #: Tokens of each of the two rows that are tried.
 _TOKENS = 16
 #: Most that a row may change with the row before it, relative: what batches of other rows do to a mixture's matmuls in 16 bit.
-_MOST_CHANGE = 0.02
+MOST_CHANGE = 0.02
 
 
 def require_rows_apart(model: PeftModel) -> None:
@@ -23,7 +23,7 @@ def require_rows_apart(model: PeftModel) -> None:
     """
     with model.disable_adapter():
         change = change_with_other_row(model.get_base_model())
-    if not change <= _MOST_CHANGE:
+    if not change <= MOST_CHANGE:
         raise RecipeError(
             f"packing: a packed row sees the row before it in this {model.config.model_type} model "
             f"(its hidden states change by {change:.0%} with that row)",

@@ -67,7 +67,7 @@ def _known(name: str) -> str | None:
 
 
 def _base_in_readme(recipe: Recipe) -> str | None:
-    """`base_model` in the header of the checkpoint's README; of a copy of a quantised model, the model that this was made from."""
+    """`base_model` in the header of the checkpoint's README; of a copy of a quantised copy, the original."""
     import yaml
 
     path = resolve_model_path(recipe)

@@ -174,7 +174,7 @@ def weights_seen(tracker: RealTracker):
 
 @contextmanager
 def experts_merged_on_host(tracker: RealTracker):
-    """Inside, the experts of a layer are merged in uncounted host memory, and counted once they are on the card as a whole."""
+    """Inside, experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.integrations.mxfp4 import Mxfp4Dequantize
@@ -244,10 +244,11 @@ def measured(run) -> dict[str, int]:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
         stack.enter_context(garbage_collection_paused())
         stack.enter_context(host_memory_apart(tracker))
-        stack.enter_context(experts_merged_on_host(tracker))
         stack.enter_context(weights_seen(tracker))
         stack.enter_context(tracker)
         worker = Worker(run)
+        if worker.plan.settings.load_in_4bit:
+            stack.enter_context(experts_merged_on_host(tracker))
         trainer, callback = worker._build()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             tracker.follow(tensor)
