@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from blocks.measured import accuracy, accuracy_short, gpu, gpu_short, reserved
 from blocks.page import ROOT, blocks_of, pages, replaced
 from blocks.plans import fits, fits_short, many_cards, needs, plan_of, recipes
-from blocks.reference import cards, events, exits, model_types, other_tools, plan_json, settings
+from blocks.reference import cards, events, exits, families, model_types, other_tools, plan_json, settings
 
 #: Columns of the terminal that the plans are printed for.
 WIDTH = 118
@@ -34,6 +34,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "cards": cards,
     "events": events,
     "plan-json": plan_json,
+    "families": families,
     "model-types": model_types,
     "gpu": gpu,
     "gpu-short": gpu_short,

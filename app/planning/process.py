@@ -136,7 +136,7 @@ def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:
         "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
         "lengths": sent,
         "marked": [[text, bool(trained)] for text, trained in data.mark_example(prepared, encoded.encoder.tokenizer)],
-        "conversations": [_conversation(example) for example in encoded.examples.train.examples[:_EXAMPLES]],
+        "conversations": [_conversation(example) for example in prepared.examples[:_EXAMPLES]],
     }
 
 

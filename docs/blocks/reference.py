@@ -159,3 +159,19 @@ def model_types() -> str:
     listed = textwrap.fill(", ".join(f"`{name}`" for name in good) + ".", 140, break_long_words=False, break_on_hyphens=False)
     refused = markdown(("model type", "why it is refused"), rest)
     return f"{len(rows)} model types: {len(good)} forecast, {len(rest)} refused.\n\n{listed}\n\n{refused}"
+
+
+def families() -> str:
+    """The committed table of benchmarks/families.py: the phase of each family that is furthest from its forecast."""
+    from finetune.plan.attention import KEPT_APART
+
+    with (ROOT / "benchmarks" / "reference" / "families.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    worst: dict[str, dict[str, str]] = {}
+    for row in rows:
+        error = f"{float(row['worst_error']):+.2%} ({row['worst_phase']})"
+        worst.setdefault(row["family"], {})[row["bits"]] = error
+    table = [(f"`{name}`", errors["16"], errors["4"], "yes" if name in KEPT_APART else "no") for name, errors in worst.items()]
+    most = max(abs(float(row["worst_error"])) for row in rows)
+    shown = markdown(("family", ">16 bit, worst phase", ">4 bit, worst phase", "packed by the planner"), table)
+    return f"{len(worst)} families, at most {most:.2%} off in any phase.\n\n{shown}"

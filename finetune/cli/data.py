@@ -8,10 +8,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from finetune.cli.app import print_json, report
-from finetune.cli.render import out, printable, table
+from finetune.cli.render import doing, out, printable, table
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
-from finetune.recipe import AUTO, load_recipe
+from finetune.recipe import load_recipe
 from finetune.units import format_count
 
 #: Around trained tokens where there are no colours.
@@ -24,21 +24,22 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
     Returns the exit code: 4 when a run would refuse the data, which it then says last.
     """
     recipe = load_recipe(source, overrides)
-    from finetune import data
-    from finetune.model.configuration import named_model
+    with doing(quiet=as_json) as say:
+        say("reading the data")
+        from finetune import data
+        from finetune.model.configuration import named_model
+        from finetune.plan.planning import encode_rows, limit_of
 
-    recipe, _ = named_model(recipe)
-
-    tokenizer = data.load_tokenizer(recipe)
-    limit = None if recipe.max_length == AUTO else recipe.max_length
-    selected = data.encode(recipe, tokenizer).within(recipe, limit)
-    prepared = selected.prepared()
+        recipe, _ = named_model(recipe)
+        encoded = encode_rows(recipe, say)
+        selected = encoded.within(recipe, limit_of(recipe))
+        prepared = selected.prepared()
     try:
         selected.refuse()
         refused = None
     except DataError as error:
         refused = error
-    segments = data.mark_example(prepared, tokenizer)
+    segments = data.mark_example(prepared, encoded.encoder.tokenizer)
     exit_code = refused.exit_code if refused else 0
     if as_json:
         example = [{"text": text, "trained": trained} for text, trained in segments]

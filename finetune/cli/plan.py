@@ -29,18 +29,18 @@ def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe. Returns the exit code: 3 does not fit, 4 data that a run would refuse, else 0."""
+    """Print the plan of a recipe. Returns its exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
     from finetune.card import find_card
-    from finetune.plan.planning import plan_recipe, read_rows, without_rows
+    from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
-    rows = without_rows if without else read_rows
     with doing(quiet=as_json) as say:
+        rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, say))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         plan = plan_recipe(recipe, card, rows, progress=say, compare=True)
     if without:
@@ -62,7 +62,7 @@ def last_line(plan: Plan, words: str, *, without: bool) -> str:
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
     if forecast:
         room = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
-        verdict += f": at most {format_bytes(forecast.peak_high_bytes)} of {room}"
+        verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {room}"
     if plan.data_problem:
         return f"{verdict}. First correct the data: see above"
     if card.problem:
@@ -71,7 +71,7 @@ def last_line(plan: Plan, words: str, *, without: bool) -> str:
         enough = [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
         what = f" Next: finetune plan {words} {enough[0].override}" if enough else ""
         return f"{verdict}.{escape(what)}"
-    if plan.verdict not in (Verdict.FITS, Verdict.TIGHT) and forecast:
+    if plan.verdict not in (Verdict.FITS, Verdict.TIGHT, Verdict.AT_LIMIT) and forecast:
         return verdict
     if without:
         return f"{verdict}. Next: finetune run {escape(words)} --data FILE"

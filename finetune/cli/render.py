@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # an error of a recipe is told without events
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 _MOST_ROWS = 15
+#: Seconds between two lines that count the same.
+_AGAIN_S = 10.0
 
 
 def print_error(error: FinetuneError) -> None:
@@ -53,14 +56,23 @@ def print_versions() -> None:
 
 @contextmanager
 def doing(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yields say(words), which shows progress: one changing line on a terminal, a line each elsewhere, nothing when `quiet`."""
+    """Yields say(words), which shows progress: one changing line on a terminal, nothing when `quiet`, a line each elsewhere,
+    and of the same thing counted every ten seconds."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("") as status:
             yield lambda words: status.update(f"[dim]{escape(words)} ...[/]")
     else:
-        yield lambda words: err.print(f"[dim]{escape(words)} ...[/]")
+        said: dict[str, float] = {}
+
+        def say(words: str) -> None:
+            kind, now_s = words.partition(":")[0], time.monotonic()
+            if now_s - said.get(kind, -_AGAIN_S) >= _AGAIN_S:
+                said[kind] = now_s
+                err.print(f"[dim]{escape(words)} ...[/]")
+
+        yield say
 
 
 def table(*columns: str, title: str | None = None) -> Table:

@@ -63,6 +63,11 @@ TOUCHED = (
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self",
     ),
     Touched(
+        "transformers.conversion_mapping.get_model_conversion_mapping", "private call",
+        "weights are loaded in the order of their names in the checkpoint",
+        _READ_IN, "transformers.PreTrainedModel.from_pretrained",
+    ),
+    Touched(
         "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
     ),
@@ -205,6 +210,15 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
     quantizer.preprocess_model(model, dtype=dtype, device_map=None)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
+
+
+def names_in_checkpoint(model: Any) -> dict[str, str]:
+    """Ending of a fused weight's name -> ending of the first name that its parts have in a checkpoint, both from a dot on."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
+    return {one.target_patterns[0]: min(one.source_patterns).replace("*", "0") for one in converters}
 
 
 @contextmanager

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 from finetune.data.checks import BadRow
@@ -15,12 +13,17 @@ from finetune.data.formats import FORMATS, Example, check_columns, detect, parse
 from finetune.data.meaning import Unused, UnusedField, check_placeholders, recognise, without
 from finetune.data.readers import Row
 from finetune.data.report import Refused
+from finetune.data.shards import asked
 from finetune.data.sources import Source, bundled_eval, find_sources
 from finetune.errors import DataError, RecipeError
 from finetune.recipe import DatasetRecipe
 
 #: Rows read to detect the format.
 _SAMPLE = 1000
+
+
+#: A batch ends after so many rows, or so many characters.
+BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,6 @@ class Rows:
     held_out: int = 0
     columns: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def duplicates(self) -> list[Example]:
-        """Examples equal to an earlier one."""
-        seen: set[bytes] = set()
-        return [example for example in self.examples if _seen_before(digest(example.content()), seen)]
-
 
 @dataclass(frozen=True)
 class Examples:
@@ -50,42 +47,57 @@ class Examples:
     train: Rows
     eval: Rows | None = None
 
-    @property
-    def shared(self) -> list[Example]:
-        """Held-out rows whose prompt (plain text: the text) is also in the training rows."""
-        if self.eval is None:
-            return []
-        asked = {_asked(example) for example in self.train.examples}
-        return [example for example in self.eval.examples if _asked(example) in asked]
-
 
 def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
-    """Read, check and split the rows of `dataset`. `seed` chooses the rows that `test_split_size` holds out.
+    """Read, check and split the rows of `dataset` in memory. `seed` chooses the rows that `test_split_size` holds out.
 
     Raises DataError for files that can't be read at all; bad rows are in `refused`, whatever `on_bad_rows` says.
     """
-    _check_holdout(dataset)
-    train_sources = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
-    eval_sources = _eval_sources(dataset, train_sources)
-    train = _read_side(train_sources, dataset, dataset.max_rows)
+    sources, eval_sources = sources_of(dataset)
+    train = _read_side(sources, dataset, dataset.max_rows)
     if eval_sources:
         return Examples(train, _read_side(eval_sources, dataset, None))
-    return _hold_out(train, dataset.test_split_size, seed) if dataset.test_split_size else Examples(train)
+    if not dataset.test_split_size:
+        return Examples(train)
+    held = held_out([asked(example) for example in train.examples], dataset.test_split_size, seed)
+    out = [example for example, is_held in zip(train.examples, held, strict=True) if is_held]
+    kept = [example for example, is_held in zip(train.examples, held, strict=True) if not is_held]
+    return Examples(replace(train, examples=kept, held_out=len(out)), Rows(train.files, train.format, len(out), out))
 
 
-def digest(content: Any) -> bytes:
-    """A 16-byte digest of an example's content."""
-    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
+    """The sources of the training rows and of the held-out ones, checked to exist. Raises DataError and RecipeError."""
+    _check_holdout(dataset)
+    train = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
+    return train, _eval_sources(dataset, train)
 
 
-def _seen_before(value: bytes, seen: set[bytes]) -> bool:
-    known = value in seen
-    seen.add(value)
-    return known
-
-
-def _asked(example: Example) -> bytes:
-    return digest([example.question() or example.text, example.tools])
+def held_out(asked: Sequence[int], size: float, seed: int) -> list[bool]:
+    """Which rows `test_split_size` holds out, by their prompts. Rows with the same prompt stay together, so no held-out prompt
+    is trained on. Raises DataError."""
+    wanted = max(1, round(len(asked) * size)) if size < 1 else int(size)
+    if wanted >= len(asked):
+        raise DataError(
+            f"dataset.test_split_size holds out {wanted:,} of {len(asked):,} usable rows; none are left to train on",
+            "Hold out fewer rows, or none:  dataset.test_split_size=0",
+        )
+    groups: dict[int, int] = {}
+    for prompt in asked:
+        groups[prompt] = groups.get(prompt, 0) + 1
+    order = list(groups)
+    random.Random(seed).shuffle(order)
+    held: set[int] = set()
+    count = 0
+    for prompt in order:
+        if count + groups[prompt] <= wanted:
+            held.add(prompt)
+            count += groups[prompt]
+    if not held:
+        raise DataError(
+            "dataset.test_split_size: all rows have the same prompt; none can be held out",
+            "Give other rows with dataset.eval_path.",
+        )
+    return [prompt in held for prompt in asked]
 
 
 def _check_holdout(dataset: DatasetRecipe) -> None:
@@ -130,67 +142,124 @@ def _read_side(sources: list[Source], dataset: DatasetRecipe, limit: int | None)
 
 
 def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> Rows:
-    rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
-    sample = list(itertools.islice(rows, _SAMPLE))
+    reading = Reading(source, dataset, limit)
+    examples: list[Example] = []
+    refused: list[Refused] = []
+    for batch in reading.batches():
+        parsed = reading.how.parse(batch)
+        reading.add(parsed.unused)
+        examples += parsed.examples
+        refused += parsed.refused
+    reading.finish()
+    how = reading.how
+    return Rows((source.name,), how.format, reading.read, examples, refused, how.unused_columns, 0, how.columns)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Rows of one batch: examples, refused rows, and those with columns or fields that change the meaning and aren't used."""
+
+    examples: list[Example]
+    refused: list[Refused]
+    unused: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class HowToRead:
+    """How the rows of a source are read: decided by its first ones, the same for all."""
+
+    file: str
+    format: str
+    columns: dict[str, str]
+    ignored: tuple[str, ...]
+    unused_columns: tuple[str, ...]
+
+    def parse(self, batch: list[Row | Refused]) -> Parsed:
+        """The examples of some rows."""
+        examples: list[Example] = []
+        refused: list[Refused] = []
+        unused = self.unused()
+        for row in batch:
+            if isinstance(row, Refused):
+                refused.append(row)
+                continue
+            values = renamed(without(row.values, self.ignored), self.columns)
+            unused.see(values, row.number)
+            try:
+                example = parse(values, self.format, self.columns, row.file, row.number)
+                check_placeholders(row.values, example.texts())
+                examples.append(example)
+            except UnusedField as field:
+                unused.field(field.name, row.number)
+            except BadRow as bad:
+                refused.append(Refused(row.file, row.number, self.columns.get(bad.field or "", bad.field), bad.reason))
+        return Parsed(examples, refused, unused.rows)
+
+    def unused(self) -> Unused:
+        """Counts rows with unused columns that change the meaning."""
+        return Unused(self.file, self.format, (*FORMATS[self.format].needs, *FORMATS[self.format].reads))
+
+
+class Reading:
+    """One source while it is read: how, and its rows in batches. Raises DataError when it can't be read at all."""
+
+    def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
+        self._rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
+        self._sample = list(itertools.islice(self._rows, _SAMPLE))
+        self.how = _decided(source.name, self._sample, dataset)
+        self.read = 0
+        self._unused = self.how.unused()
+
+    def batches(self) -> Iterator[list[Row | Refused]]:
+        """All rows, in batches that depend only on the rows."""
+        batch: list[Row | Refused] = []
+        size = 0
+        for row in itertools.chain(self._sample, self._rows):
+            batch.append(row)
+            size += _characters(row.values) if isinstance(row, Row) else 0
+            if len(batch) == BATCH_ROWS or size > _BATCH_CHARACTERS:
+                self.read += len(batch)
+                yield batch
+                batch, size = [], 0
+        self.read += len(batch)
+        if batch:
+            yield batch
+
+    def add(self, unused: dict[str, list[int]]) -> None:
+        """Count what a batch has that isn't used."""
+        self._unused.add(unused)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether `finish` will raise: no later row needs tokens."""
+        return bool(self._unused.rows)
+
+    def finish(self) -> None:
+        """Raise DataError when columns or fields that change the meaning aren't used."""
+        self._unused.refuse()
+
+
+def _decided(name: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> HowToRead:
     readable = [row.values for row in sample if isinstance(row, Row)]
     if not readable:
         first = next(row for row in sample if isinstance(row, Refused))
-        raise DataError(
-            [f"{source.name}: none of the first {len(sample):,} row(s) can be read", str(first)], "Correct the file."
-        )
+        raise DataError([f"{name}: none of the first {len(sample):,} row(s) can be read", str(first)], "Correct the file.")
     columns, ignored = dataset.columns, dataset.ignore_columns
-    recognise(readable, source.name, {*columns.values(), *ignored})
+    recognise(readable, name, {*columns.values(), *ignored})
     readable = [without(values, ignored) for values in readable]
-    check_columns(readable, source.name, dataset.format, columns)
+    check_columns(readable, name, dataset.format, columns)
     if not columns and dataset.format == "auto":
         columns = usual_columns(readable)
     mapped = [renamed(values, columns) for values in readable]
-    name = detect(mapped, source.name, columns) if dataset.format == "auto" else dataset.format
-    examples: list[Example] = []
-    refused: list[Refused] = []
-    unused = Unused(source.name, name, (*FORMATS[name].needs, *FORMATS[name].reads))
-    count = 0
-    for count, row in enumerate(itertools.chain(sample, rows), 1):  # noqa: B007 - counted for after the loop
-        if isinstance(row, Refused):
-            refused.append(row)
-            continue
-        values = renamed(without(row.values, ignored), columns)
-        unused.see(values, row.number)
-        try:
-            example = parse(values, name, columns, row.file, row.number)
-            check_placeholders(row.values, example.texts())
-            examples.append(example)
-        except UnusedField as field:
-            unused.field(field.name, row.number)
-        except BadRow as bad:
-            refused.append(Refused(row.file, row.number, columns.get(bad.field or "", bad.field), bad.reason))
-    unused.refuse()
+    chosen = detect(mapped, name, columns) if dataset.format == "auto" else dataset.format
     header = list(dict.fromkeys(column for values in mapped for column in values))
-    return Rows((source.name,), name, count, examples, refused, unused_columns(header, name), 0, columns)
+    return HowToRead(name, chosen, columns, tuple(ignored), unused_columns(header, chosen))
 
 
-def _hold_out(rows: Rows, size: float, seed: int) -> Examples:
-    """Split by `seed`. Rows with the same prompt stay together, so no held-out prompt is trained on."""
-    wanted = max(1, round(len(rows.examples) * size)) if size < 1 else int(size)
-    if wanted >= len(rows.examples):
-        raise DataError(
-            f"dataset.test_split_size holds out {wanted:,} of {len(rows.examples):,} usable rows; none are left to train on",
-            "Hold out fewer rows, or none:  dataset.test_split_size=0",
-        )
-    groups: dict[bytes, list[int]] = {}
-    for index, example in enumerate(rows.examples):
-        groups.setdefault(_asked(example), []).append(index)
-    order = list(groups.values())
-    random.Random(seed).shuffle(order)
-    held: set[int] = set()
-    for group in order:
-        if len(held) + len(group) <= wanted:
-            held.update(group)
-    if not held:
-        raise DataError(
-            "dataset.test_split_size: all rows have the same prompt; none can be held out",
-            "Give other rows with dataset.eval_path.",
-        )
-    kept = [example for index, example in enumerate(rows.examples) if index not in held]
-    out = [rows.examples[index] for index in sorted(held)]
-    return Examples(replace(rows, examples=kept, held_out=len(out)), Rows(rows.files, rows.format, len(out), out))
+def _characters(value: Any) -> int:
+    """About the size of a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 8 + sum(map(_characters, value.values()))
+    return 8 + sum(map(_characters, value)) if isinstance(value, list) else 8

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator
 
-from finetune.data.formats import Example
+import numpy as np
+
 from finetune.data.report import Finding, places
+from finetune.data.shards import Stored
 
 #: Share of truncated rows, and of rows with the same answer, from which it is said.
 _CUT, _SAME_ANSWER = 0.01, 0.9
 #: Rows from which answers can be called always the same.
 _ENOUGH = 20
-#: UTF-8 that was read as Windows-1252 or Latin-1: an accented letter, a quotation mark, an emoji.
-_MOJIBAKE = re.compile(
-    "\u00c3[\u0080-\u00bf\u0152\u0153\u0160\u0161\u017d\u017e\u2018-\u203a]|\u00e2\u20ac[\u0080-\u00bf\u2122\u0153\u201c\u201d\u00a6]|\u00f0\u0178"
-)
-_REPLACED = "\ufffd"
-
+#: Damage in a row's texts -> the same.
+_DAMAGE = {
+    "replaced": (
+        "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded",
+        "Make the file again from its source with the right encoding.",
+    ),
+    "mojibake": (
+        "{rows} look like UTF-8 that was read in another encoding, as \u00c3\u00a9 for \u00e9",
+        "Make the file again, or repair it with the package ftfy.",
+    ),
+}
 #: Note of a tokenised row -> what it means and what to do.
 _NOTES = {
     "unrolled": ("the chat template changes answers as the conversation goes on, so each is its own sequence, in {rows}", ""),
@@ -47,49 +52,48 @@ _NOTES = {
 
 
 def find(
-    used: list[Example],
-    noted: dict[str, list[Example]],
+    stored: Stored,
+    used: np.ndarray,
     *,
-    duplicates: list[Example],
-    leaked: list[Example],
-    truncated: list[Example],
+    duplicates: np.ndarray,
+    leaked: tuple[int, list[tuple[str, int]]],
+    truncated: np.ndarray,
     writes_today: bool,
 ) -> Iterator[Finding]:
-    """The findings of one split. `noted`: rows by the note that tokenising them left."""
-    if leaked:
+    """The findings of one split. `used`, `truncated`: rows as a mask; `duplicates`: their numbers; `leaked`: how many rows of
+    the other split, and the first places."""
+    say = _Sayer(stored)
+    if leaked[0]:
         text = "{rows} that are held out have the prompt of a training row; their scores say little"
-        yield _finding("leak", text, leaked, "Take them out of one of the files, or hold out with dataset.test_split_size.")
-    if duplicates:
+        fix = "Take them out of one of the files, or hold out with dataset.test_split_size."
+        yield Finding("leak", text, leaked[0], (places(leaked[1]),), fix)
+    if len(duplicates):
         text = "{rows} are duplicates; they are kept, so they count more than once"
-        yield _finding("duplicates", text, duplicates, "Remove them if that isn't meant.")
-    if used and len(truncated) > _CUT * len(used):
-        text = f"{{rows}} of {len(used):,} are cut at max_length, and their end is not learnt"
-        yield _finding("truncated", text, truncated, "Raise max_length, or leave them out: excess_length=drop")
-    yield from _about_texts(used)
+        yield say("duplicates", text, duplicates, "Remove them if that isn't meant.")
+    if truncated.any() and truncated.sum() > _CUT * used.sum():
+        text = f"{{rows}} of {used.sum():,} are cut at max_length, and their end is not learnt"
+        yield say("truncated", text, truncated, "Raise max_length, or leave them out: excess_length=drop")
+    for name, (text, fix) in _DAMAGE.items():
+        if (rows := used & stored.has(name)).any():
+            yield say(name, text, rows, fix)
+    answers, counts = np.unique(stored.answer[used & (stored.answer != 0)], return_counts=True)
+    if len(counts) and counts.max() >= _ENOUGH and counts.max() >= _SAME_ANSWER * counts.sum():
+        text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
+        yield say("same answer", text, used & (stored.answer == answers[counts.argmax()]), "Add rows with other answers.")
     for note, (text, fix) in _NOTES.items():
-        if noted.get(note):
-            yield _finding(note, text, noted[note], fix)
+        if (rows := used & (stored.count > 1 if note == "unrolled" else stored.has(note))).any():
+            yield say(note, text, rows, fix)
     if writes_today:
         text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"
-        yield Finding("today", text, len(used), (), "")
+        yield Finding("today", text, int(used.sum()), (), "")
 
 
-def _about_texts(used: list[Example]) -> Iterator[Finding]:
-    damaged = [example for example in used if any(_REPLACED in text for text in example.texts())]
-    if damaged:
-        text = "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded"
-        yield _finding("replaced", text, damaged, "Make the file again from its source with the right encoding.")
-    misread = [example for example in used if any(_MOJIBAKE.search(text) for text in example.texts())]
-    if misread:
-        text = "{rows} look like UTF-8 that was read in another encoding, as \u00c3\u00a9 for \u00e9"
-        yield _finding("mojibake", text, misread, "Make the file again, or repair it with the package ftfy.")
-    answers = Counter(answer.strip() for example in used if (answer := example.reference()) is not None)
-    [(answer, count)] = answers.most_common(1) or [("", 0)]
-    if count >= _ENOUGH and count >= _SAME_ANSWER * answers.total():
-        same = [example for example in used if (example.reference() or "").strip() == answer]
-        text = f"{{rows}} of {answers.total():,} have the same answer, which the model will give to anything"
-        yield _finding("same answer", text, same, "Add rows with other answers.")
+class _Sayer:
+    """Makes findings about rows, with the places of the first three."""
 
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
 
-def _finding(kind: str, text: str, rows: list[Example], fix: str) -> Finding:
-    return Finding(kind, text, len(rows), (places([(row.file, row.row) for row in rows]),), fix)
+    def __call__(self, kind: str, text: str, rows: np.ndarray, fix: str) -> Finding:
+        numbers = np.flatnonzero(rows) if rows.dtype == bool else rows
+        return Finding(kind, text, len(numbers), (places([self._stored.place(n) for n in numbers[:4]]),), fix)

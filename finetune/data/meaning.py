@@ -58,17 +58,22 @@ class Unused:
 
     def __init__(self, file: str, name: str, read: Iterable[str]) -> None:
         self._file, self._format, self._read = file, name, set(read)
-        self._rows: dict[str, list[int]] = {}
+        self.rows: dict[str, list[int]] = {}
 
     def see(self, row: dict[str, Any], number: int) -> None:
         """Count the unused columns of a row that is read in this format, after renaming."""
         for column, value in row.items():
             if column not in self._read and self._matters(column, value):
-                self._rows.setdefault(column, []).append(number)
+                self.rows.setdefault(column, []).append(number)
 
     def field(self, name: str, number: int) -> None:
         """Count an unused field of a message."""
-        self._rows.setdefault(name, []).append(number)
+        self.rows.setdefault(name, []).append(number)
+
+    def add(self, rows: dict[str, list[int]]) -> None:
+        """Count those of other rows."""
+        for name, numbers in rows.items():
+            self.rows.setdefault(name, []).extend(numbers)
 
     def _matters(self, column: str, value: Any) -> bool:
         what = MEANINGS.get(column.lower()) if isinstance(column, str) else None
@@ -78,17 +83,17 @@ class Unused:
 
     def refuse(self) -> None:
         """Raise DataError that names each of them, with what can be done."""
-        if not self._rows:
+        if not self.rows:
             return
         problems = []
-        for column, rows in self._rows.items():
+        for column, rows in self.rows.items():
             first = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
             problems.append(
                 f"{self._file}: '{shown(column)}' isn't used, and it says {MEANINGS[column.lower()]}: "
                 f"{len(rows):,} row(s), the first {first}"
             )
-        names = ", ".join(shown(column) for column in self._rows)
-        ways = [_WAYS[what] for what in dict.fromkeys(MEANINGS[column.lower()] for column in self._rows) if what in _WAYS]
+        names = ", ".join(shown(column) for column in self.rows)
+        ways = [_WAYS[what] for what in dict.fromkeys(MEANINGS[column.lower()] for column in self.rows) if what in _WAYS]
         raise DataError(problems, "\n".join([*ways, f"To leave it out on purpose:  dataset.ignore_columns=[{names}]"]))
 
 

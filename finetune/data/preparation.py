@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.checks import BadRow
-from finetune.data.examples import Examples, Rows, read_examples
+from finetune.data.examples import held_out, sources_of
 from finetune.data.findings import find
 from finetune.data.formats import Example
 from finetune.data.report import DataReport, Refused, percentiles, refusal_lines
-from finetune.data.tokens import NOT_TRAINED, Encoded, Encoder
+from finetune.data.shards import Part, Stored, StoredExamples
+from finetune.data.sources import Source
+from finetune.data.token_cache import Facts, tokenised
+from finetune.data.tokens import NOT_TRAINED, Encoder
 from finetune.errors import DataError
-from finetune.recipe import Recipe
+from finetune.recipe import DatasetRecipe, Recipe
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-Progress = Callable[[int, int], None]
-_BATCH = 256
+#: Called with rows done, and all rows; None where only reading tells how many there are.
+Progress = Callable[[int, int | None], None]
+#: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
+_IN_MEMORY_BYTES = 64 * 2**20
+_NO_LIMIT = np.iinfo(np.int32).max
 
 
 @dataclass
@@ -33,7 +43,8 @@ class PreparedData:
 
     `train` and `eval` have columns input_ids and labels (-100 where not trained on), one sequence per row, none longer than
     max_length. `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact
-    match prompts with an Example's `question()` and expects its `reference()`.
+    match prompts with an Example's `question()` and expects its `reference()`. `plain`: every training row is a prompt and its
+    completion without a template.
     """
 
     train: Dataset
@@ -43,62 +54,140 @@ class PreparedData:
     fingerprint: str
     lengths: list[int]
     eval_lengths: list[int]
-    examples: list[Example]
-    eval_examples: list[Example]
+    examples: Sequence[Example]
+    eval_examples: Sequence[Example]
+    plain: bool
 
 
-@dataclass
-class _Side:
-    """One split (training or held out) while it is built."""
+@dataclass(frozen=True)
+class Side:
+    """One split (training or held out) before max_length applies. `mine`: which of the stored rows are of this split."""
 
-    rows: Rows
-    sequences: list[Encoded] = field(default_factory=list)
-    used: list[Example] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    too_long: list[tuple[Example, int]] = field(default_factory=list)
-    truncated: int = 0
-    tokens_dropped: int = 0
-    noted: dict[str, list[Example]] = field(default_factory=dict)
-
-    def add(self, example: Example, result: list[Encoded] | BadRow, max_length: int | None, excess: str) -> None:
-        """Add one row, or record why it is left out."""
-        if isinstance(result, BadRow):
-            self.refused.append(Refused(example.file, example.row, result.field, result.reason))
-            return
-        longest = max(len(one.input_ids) for one in result)
-        if max_length is not None and longest > max_length:
-            if excess == "truncate" and (bad := _cut_away(result, max_length)):
-                self.refused.append(Refused(example.file, example.row, None, bad))
-                return
-            self.too_long.append((example, longest))
-            kept = max_length if excess == "truncate" else 0
-            self.tokens_dropped += sum(len(one.input_ids) - min(kept, len(one.input_ids)) for one in result)
-            if excess != "truncate":
-                return
-            self.truncated += 1
-        for note in {note for one in result for note in one.notes} | ({"unrolled"} if len(result) > 1 else set()):
-            self.noted.setdefault(note, []).append(example)
-        self.used.append(example)
-        self.sequences += [Encoded(one.input_ids[:max_length], one.labels[:max_length]) for one in result]
+    stored: Stored
+    mine: np.ndarray
+    held_out: int = 0
+    split_off: bool = False  # held out from the training files
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
-        return [len(one.input_ids) for one in self.sequences]
+    def files(self) -> tuple[str, ...]:
+        """The names of its sources."""
+        return tuple(part.file for part in self.stored.parts)
 
-    def dataset(self) -> Dataset:
-        """The sequences as a dataset in memory."""
+    @property
+    def read(self) -> int:
+        """Rows read for this split."""
+        return int(self.mine.sum()) if self.split_off else sum(part.read for part in self.stored.parts)
+
+    @property
+    def unread(self) -> list[Refused]:
+        """Rows that can't be read."""
+        return [] if self.split_off else [row for part in self.stored.parts for row in part.refused]
+
+
+class LimitedSide:
+    """One split under a max_length: its rows as masks, and its sequences."""
+
+    def __init__(self, side: Side, max_length: int | None, excess: str) -> None:
+        self.side, self.max_length = side, max_length
+        self._limit = _NO_LIMIT if max_length is None else max_length
+        stored = self.stored = side.stored
+        bad = side.mine & (stored.count == 0)
+        long = side.mine & (stored.longest > self._limit)
+        nothing = np.zeros(len(stored), dtype=bool)
+        cut_away = long & self._begins_after_the_limit() if excess == "truncate" and long.any() else nothing
+        self.too_long = long & ~cut_away
+        self.truncated = self.too_long if excess == "truncate" else nothing
+        self.used = side.mine & ~bad & ~cut_away & (~self.too_long | self.truncated)
+        refused = [stored.refusal(index) for index in np.flatnonzero(bad).tolist()]
+        self.refused = [*side.unread, *refused, *(self._cut_away(index) for index in np.flatnonzero(cut_away).tolist())]
+        over = stored.length[np.repeat(self.too_long, stored.count)].astype(np.int64)
+        self.tokens_dropped = int(np.maximum(over - (self._limit if excess == "truncate" else 0), 0).sum())
+        self.sequences = np.repeat(self.used, stored.count)
+        self.lengths = np.minimum(stored.length[self.sequences], self._limit)
+
+    @cached_property
+    def trained_tokens(self) -> int:
+        """Trained tokens of the rows used."""
+        cut = self.sequences & (self.stored.length > self._limit)
+        count = int(self.stored.trained[self.sequences & ~cut].sum(dtype=np.int64))
+        for table, keep, _ in self.stored.pieces(cut) if cut.any() else ():
+            for labels in table["labels"].filter(keep):
+                count += int((labels.values.to_numpy()[: self._limit] != NOT_TRAINED).sum())
+        return count
+
+    def examples(self) -> StoredExamples:
+        """The source rows used."""
+        return StoredExamples(self.stored, np.flatnonzero(self.used))
+
+    def longest(self, most: int) -> list[tuple[tuple[str, int], int]]:
+        """Places and tokens of the longest rows over max_length."""
+        rows = np.flatnonzero(self.too_long)
+        order = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:most]
+        return [(self.stored.place(index), int(self.stored.longest[index])) for index in order]
+
+    def dataset(self, fingerprint: str) -> Dataset:
+        """The sequences as a dataset. Those of shards that are used whole stay in their files."""
         import pyarrow as pa
         from datasets import Dataset
+        from datasets.table import InMemoryTable
 
-        empty = np.array([], dtype=np.int32)
-        offsets = pa.array(np.cumsum([0, *self.lengths]).astype(np.int32))
-        columns = {
-            name: np.concatenate([empty, *(getattr(one, name) for one in self.sequences)]) for name in ("input_ids", "labels")
-        }
-        return Dataset.from_dict(
-            {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in columns.items()}
+        schema = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
+        table = pa.concat_tables([schema.empty_table(), *self._pieces(schema)])
+        return Dataset(InMemoryTable(table), fingerprint=fingerprint)
+
+    def _pieces(self, schema: pa.Schema) -> Iterator[pa.Table]:
+        made: list[pa.Table] = []
+        for table, keep, numbers in self.stored.pieces(self.sequences):
+            over = bool((keep & (self.stored.length[numbers] > self._limit)).any())
+            as_stored = bool(keep.all()) and not over
+            if not as_stored:
+                made.append((_shortened(table.filter(keep), self._limit) if over else table.filter(keep)).cast(schema))
+            if as_stored or sum(one.nbytes for one in made) > _IN_MEMORY_BYTES:
+                yield from _in_file(made) if sum(one.nbytes for one in made) > _IN_MEMORY_BYTES else made
+                made = []
+            if as_stored:
+                yield table.cast(schema)
+        yield from made
+
+    def _begins_after_the_limit(self) -> np.ndarray:
+        """Whether a sequence of each row would have no trained token after truncation."""
+        with_tokens = np.flatnonzero(self.stored.count)
+        found = np.zeros(len(self.stored), dtype=bool)
+        begins = (self.stored.first >= self._limit).astype(np.int64)
+        found[with_tokens] = np.add.reduceat(begins, self.stored.sequence_starts[with_tokens]) > 0
+        return found
+
+    def _cut_away(self, index: int) -> Refused:
+        starts = self.stored.sequence_starts
+        first = self.stored.first[starts[index] : starts[index + 1]]
+        place = int(first[first >= self._limit][0])
+        reason = (
+            f"no trained token is left after truncation to {self._limit:,} tokens: the answer begins at token {place + 1:,}"
         )
+        return Refused(*self.stored.place(index), None, reason)
+
+
+def _shortened(table: pa.Table, limit: int) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return pa.table({
+        name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in table.column_names
+    })  # fmt: skip
+
+
+def _in_file(tables: list[pa.Table]) -> list[pa.Table]:
+    """The tables in a temporary file, which is gone when nothing uses it any more."""
+    import pyarrow as pa
+
+    with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    with pa.memory_map(file.name) as opened:
+        mapped = pa.ipc.open_file(opened).read_all()
+    with suppress(PermissionError):  # Windows keeps what is mapped
+        Path(file.name).unlink()
+    return [mapped]
 
 
 @dataclass
@@ -106,18 +195,21 @@ class EncodedRows:
     """Every row of a recipe's dataset as tokens, or why it has none, before max_length applies. Expensive to make; `within` is
     cheap."""
 
-    examples: Examples
     encoder: Encoder
-    sides: list[tuple[Rows, list[list[Encoded] | BadRow]]]
+    sides: list[Side]
+
+    @cached_property
+    def leaked(self) -> tuple[int, list[tuple[str, int]]]:
+        """Held-out rows whose prompt (plain text: the text) is also in the training rows: how many, and the first places."""
+        if len(self.sides) < 2:
+            return 0, []
+        train, held = self.sides
+        rows = np.flatnonzero(held.mine & np.isin(held.stored.asked, train.stored.asked[train.mine]))
+        return len(rows), [held.stored.place(index) for index in rows[:4]]
 
     def within(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
         """The rows used under this max_length; None is no limit."""
-        sides = []
-        for rows, results in self.sides:
-            side = _Side(rows)
-            for example, result in zip(rows.examples, results, strict=True):
-                side.add(example, result, max_length, recipe.excess_length)
-            sides.append(side)
+        sides = [LimitedSide(side, max_length, recipe.excess_length) for side in self.sides]
         return SelectedRows(self, recipe, max_length, sides)
 
 
@@ -128,22 +220,22 @@ class SelectedRows:
     encoded: EncodedRows
     recipe: Recipe
     max_length: int | None
-    sides: list[_Side]
+    sides: list[LimitedSide]
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> np.ndarray:
         """Tokens of each training sequence."""
         return self.sides[0].lengths
 
     @property
     def trained_tokens(self) -> int:
         """Trained tokens of the training rows."""
-        return sum(one.trained for one in self.sides[0].sequences)
+        return self.sides[0].trained_tokens
 
     @property
     def eval_rows(self) -> int:
         """Number of held-out sequences."""
-        return len(self.sides[1].sequences) if len(self.sides) > 1 else 0
+        return len(self.sides[1].lengths) if len(self.sides) > 1 else 0
 
     def refuse(self) -> None:
         """Raise DataError with every reason why this data can't be trained on."""
@@ -151,42 +243,88 @@ class SelectedRows:
 
     def prepared(self) -> PreparedData:
         """The trainer's datasets and their report."""
-        train, held_out = self.sides[0], self.sides[1] if len(self.sides) > 1 else None
+        train, held = self.sides[0], self.sides[1] if len(self.sides) > 1 else None
         encoder = self.encoded.encoder
+        fingerprint = _fingerprint(self.sides, self.recipe, encoder, self.max_length)
         return PreparedData(
-            train=train.dataset(),
-            eval=held_out.dataset() if held_out else None,
-            report=_report(train, encoder, self.encoded.examples.shared),
-            eval_report=_report(held_out, encoder, []) if held_out else None,
-            fingerprint=_fingerprint(self.sides, self.recipe, encoder, self.max_length),
-            lengths=train.lengths,
-            eval_lengths=held_out.lengths if held_out else [],
-            examples=train.used,
-            eval_examples=held_out.used if held_out else [],
+            train=train.dataset(f"{fingerprint}-train"),
+            eval=held.dataset(f"{fingerprint}-eval") if held else None,
+            report=_report(train, encoder, self.encoded.leaked),
+            eval_report=_report(held, encoder, (0, [])) if held else None,
+            fingerprint=fingerprint,
+            lengths=train.lengths.tolist(),
+            eval_lengths=held.lengths.tolist() if held else [],
+            examples=train.examples(),
+            eval_examples=held.examples() if held else [],
+            plain=bool(train.stored.has("pair")[train.used].all()),
         )
 
 
 def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, progress: Progress | None = None) -> EncodedRows:
-    """Read and tokenise the recipe's dataset. `progress(done, total)` counts rows.
+    """Read and tokenise the recipe's dataset, or find its tokens in the cache. `progress(done, total)` counts rows;
+    the total is None where only reading tells it.
 
     Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
     """
-    examples = read_examples(recipe.dataset, recipe.seed)
-    rows = [side for side in (examples.train, examples.eval) if side is not None]
-    conversations = any(example.messages for side in rows for example in side.examples)
-    encoder = Encoder(tokenizer, conversations=conversations, train_on_inputs=recipe.train_on_inputs)
-    total, done = sum(len(side.examples) for side in rows), 0
-    sides: list[tuple[Rows, list[list[Encoded] | BadRow]]] = []
-    for part in rows:
-        results: list[list[Encoded] | BadRow] = []
-        for start in range(0, len(part.examples), _BATCH):
-            batch = part.examples[start : start + _BATCH]
-            results += encoder.encode(batch)
-            done += len(batch)
-            if progress is not None:
-                progress(done, total)
-        sides.append((part, results))
-    return EncodedRows(examples, encoder, sides)
+    dataset = recipe.dataset
+    sources, eval_sources = sources_of(dataset)
+    encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs)
+    facts = {source: Facts.of(source) for source in (*sources, *eval_sources)}
+    counted = _Counted(progress, facts.values(), dataset.max_rows)
+    train = _stored(sources, facts, dataset, dataset.max_rows, encoder, counted)
+    held = _stored(eval_sources, facts, dataset, None, encoder, counted)
+    counted.finish()
+    if any(stored.has("conversation").any() for stored in (train, held)):
+        encoder.use_template()
+    every = np.ones(len(train), dtype=bool)
+    if eval_sources:
+        return EncodedRows(encoder, [Side(train, every), Side(held, np.ones(len(held), dtype=bool))])
+    if not dataset.test_split_size:
+        return EncodedRows(encoder, [Side(train, every)])
+    out = np.array(held_out(train.asked.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
+    return EncodedRows(encoder, [Side(train, ~out, held_out=int(out.sum())), Side(train, out, split_off=True)])
+
+
+def _stored(
+    sources: list[Source], facts: dict[Source, Facts], dataset: DatasetRecipe, limit: int | None, encoder: Encoder,
+    counted: _Counted,
+) -> Stored:  # fmt: skip
+    """The rows of all sources, each in its own format unless the recipe names one. At most `limit` rows are read."""
+    parts: list[Part] = []
+    for source in sources:
+        left = None if limit is None else limit - sum(part.read for part in parts)
+        if left == 0:
+            break
+        parts.append(tokenised(source, facts[source], dataset, left, encoder, counted.of_next_source()))
+        counted.add(parts[-1].read)
+    return Stored(parts)
+
+
+class _Counted:
+    """Rows done of all sources, and all rows, where their files have lines."""
+
+    def __init__(self, progress: Progress | None, facts: Iterable[Facts], limit: int | None) -> None:
+        lines = [one.lines for one in facts]
+        self._total = None if limit is not None or None in lines else sum(filter(None, lines))
+        self._progress, self._before, self._told = progress, 0, -1
+
+    def of_next_source(self) -> Callable[[int], None]:
+        """Counts the rows of one more source."""
+        before = self._before
+        return lambda done: self._tell(before + done, self._total)
+
+    def add(self, read: int) -> None:
+        """One source is done."""
+        self._before += read
+
+    def finish(self) -> None:
+        """All are done."""
+        self._tell(self._before, self._before)
+
+    def _tell(self, done: int, total: int | None) -> None:
+        if self._progress is not None and done != self._told:
+            self._told = done
+            self._progress(done, total)
 
 
 def prepare(
@@ -209,93 +347,78 @@ def prepare(
     return selected.prepared()
 
 
-def _cut_away(result: list[Encoded], max_length: int) -> str:
-    """Why a row can't be truncated to `max_length`: a sequence would have no trained token. Empty when it can."""
-    for one in result:
-        first = int(np.argmax(one.labels != NOT_TRAINED))
-        if first >= max_length:
-            return (
-                f"no trained token is left after truncation to {max_length:,} tokens: the answer begins at token {first + 1:,}"
-            )
-    return ""
-
-
-def _refuse(sides: list[_Side], recipe: Recipe, max_length: int | None) -> None:
+def _refuse(sides: list[LimitedSide], recipe: Recipe, max_length: int | None) -> None:
     """Raise DataError with every reason why this data can't be trained on."""
-    refused = [row for side in sides for row in (*side.rows.refused, *side.refused)]
-    too_long = sorted((entry for side in sides for entry in side.too_long), key=lambda entry: -entry[1])
+    refused = [row for side in sides for row in side.refused]
+    read = sum(side.side.read for side in sides if not side.side.split_off)
+    too_long = sum(int(side.too_long.sum()) for side in sides)
     problems, fixes = [], []
     if refused and recipe.dataset.on_bad_rows == "fail":
-        problems += refusal_lines(refused, sum(side.rows.read for side in sides))
+        problems += refusal_lines(refused, read)
         fixes.append(
             "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
         )
     if too_long and recipe.excess_length == "raise":
-        problems.append(f"{len(too_long):,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
-        problems += [f"  {example.file}, row {example.row}: {length:,} tokens" for example, length in too_long[:5]]
+        longest = sorted((entry for side in sides for entry in side.longest(5)), key=lambda entry: -entry[1])
+        problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
+        problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
         fixes.append(
-            f"Raise max_length (up to {too_long[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
+            f"Raise max_length (up to {longest[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
         )
-    if not problems and any(not side.sequences for side in sides):
+    if not problems and any(not len(side.lengths) for side in sides):
         problems += (
             [
                 "no row is left to train on",
-                *(refusal_lines(refused, sum(side.rows.read for side in sides), 5) if refused else []),
+                *(refusal_lines(refused, read, 5) if refused else []),
             ]
-            if not sides[0].sequences
+            if not len(sides[0].lengths)
             else ["no held-out row can be used"]
         )
-        problems += [f"{len(too_long):,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
+        problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
         fixes.append("`finetune data RECIPE` lists the refused rows.")
     if problems:
         raise DataError(problems, "\n".join(fixes))
 
 
-def _report(side: _Side, encoder: Encoder, leaked: list[Example]) -> DataReport:
-    rows = side.rows
+def _report(limited: LimitedSide, encoder: Encoder, leaked: tuple[int, list[tuple[str, int]]]) -> DataReport:
+    side, stored = limited.side, limited.stored
+    parts = stored.parts
+    repeated = stored.repeated(side.mine)
     return DataReport(
-        files=rows.files,
-        format=rows.format,
-        rows_read=rows.read,
-        rows_used=len(side.used),
-        rows_refused=tuple(sorted((*rows.refused, *side.refused), key=lambda row: (row.file, row.row))),
-        rows_held_out=rows.held_out,
-        rows_too_long=len(side.too_long),
-        rows_truncated=side.truncated,
-        tokens_dropped=side.tokens_dropped,
-        duplicate_rows=len(rows.duplicates),
-        sequences=len(side.sequences),
-        total_tokens=sum(side.lengths),
-        trained_tokens=sum(one.trained for one in side.sequences),
-        lengths=percentiles(side.lengths),
-        unused_columns=rows.unused_columns,
-        columns=rows.columns,
+        files=side.files,
+        format=", ".join(dict.fromkeys(part.format for part in parts)),
+        rows_read=side.read,
+        rows_used=int(limited.used.sum()),
+        rows_refused=tuple(sorted(limited.refused, key=lambda row: (row.file, row.row))),
+        rows_held_out=side.held_out,
+        rows_too_long=int(limited.too_long.sum()),
+        rows_truncated=int(limited.truncated.sum()),
+        tokens_dropped=limited.tokens_dropped,
+        duplicate_rows=len(repeated),
+        sequences=len(limited.lengths),
+        total_tokens=int(limited.lengths.sum(dtype=np.int64)),
+        trained_tokens=limited.trained_tokens,
+        lengths=percentiles(limited.lengths),
+        unused_columns=() if side.split_off else tuple(dict.fromkeys(one for part in parts for one in part.unused_columns)),
+        columns={} if side.split_off else {name: column for part in parts for name, column in part.columns.items()},
         findings=tuple(
             find(
-                side.used,
-                side.noted,
-                duplicates=rows.duplicates,
+                stored,
+                limited.used,
+                duplicates=repeated,
                 leaked=leaked,
-                truncated=[example for example, _ in side.too_long] if side.truncated else [],
+                truncated=limited.truncated,
                 writes_today=encoder.template is not None and encoder.template.writes_today,
             )
         ),
     )
 
 
-def _fingerprint(sides: list[_Side], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
+def _fingerprint(sides: list[LimitedSide], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
     """sha256 of the rows used, the settings that change their tokens, the chat template and the tokenizer."""
-    tokenizer = encoder.tokenizer
-    hashed = sha256()
     settings = [max_length, recipe.excess_length, recipe.train_on_inputs, encoder.template and encoder.template.source]
-    identity = [tokenizer.special_tokens_map, sorted(encoder.stops), _vocabulary(tokenizer)]
-    for part in (settings, identity, *([example.content() for example in side.used] for side in sides)):
-        hashed.update(json.dumps(part, sort_keys=True, default=str).encode())
+    identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
+    hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
+    for side in sides:
+        hashed.update(b"side" + side.stored.content[side.used].tobytes())
     return hashed.hexdigest()
-
-
-def _vocabulary(tokenizer: Any) -> Any:
-    """The tokenizer's vocabulary and rules, without its current padding and truncation."""
-    if not tokenizer.is_fast:
-        return tokenizer.get_vocab()
-    return {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}

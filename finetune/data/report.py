@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,11 @@ class DataReport:
         return {**asdict(self), **{name: getattr(self, name) for name in names}, "account": self.account()}
 
 
-def percentiles(lengths: list[int]) -> dict[str, int]:
+def percentiles(lengths: np.ndarray) -> dict[str, int]:
     """p50, p95, p99 (nearest rank) and max of `lengths`; empty for no lengths."""
-    if not lengths:
+    if not len(lengths):
         return {}
-    ordered = sorted(lengths)
+    ordered = sorted(lengths.tolist())
     ranks = {f"p{share}": ordered[-(-len(ordered) * share // 100) - 1] for share in (50, 95, 99)}
     return {**ranks, "max": ordered[-1]}
 

@@ -7,8 +7,6 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +56,7 @@ class Template:
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
         self.fixed = {name: value for name, value in _FIXED.items() if name in self.source}
         self._reasoning = next((name for name in REASONING if re.search(rf"[.\['\"]{name}\b", self.source)), REASONING[0])
+        self._values: dict[str, Any] = {**tokenizer.special_tokens_map, **self.fixed}
         self._calls_as: tuple[bool, bool] | None = None
         eos = {tokenizer.eos_token_id} - {None}
         inside, last = self._after_an_answer(goes_on=True), self._after_an_answer(goes_on=False)
@@ -154,7 +153,6 @@ class Template:
         if any(message.get("tool_calls") for message in messages):
             as_text, with_ids = self._call_form()
             messages = _in_form(messages, as_text=as_text, with_ids=with_ids)
-        values: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.fixed}
         try:
             with _at_most(RENDER_S):
                 rendered: Any = render_jinja_template(
@@ -163,7 +161,7 @@ class Template:
                     chat_template=self.source,
                     return_assistant_tokens_mask=tracked,
                     add_generation_prompt=prompt,
-                    **values,
+                    **self._values,
                 )
         except TimeoutError:
             raise RecipeError(
@@ -245,23 +243,27 @@ def _refuse_bombs(source: str) -> None:
             )
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
+class _at_most:  # noqa: N801 - used as a function
     """Raises TimeoutError in the block after `seconds`. Only in the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
 
-    def ring(_number: int, _frame: Any) -> None:
-        raise TimeoutError
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
-    handler = signal.signal(signal.SIGALRM, ring)
-    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)  # another timer, such as a test's, is restored below
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left_s, again_s)
-        signal.signal(signal.SIGALRM, handler)
+    def __enter__(self) -> None:
+        self._is_set = False
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+            self._handler = signal.signal(signal.SIGALRM, _ring)
+            self._left = signal.setitimer(signal.ITIMER_REAL, self._seconds)  # another timer, such as a test's, is restored
+            self._is_set = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_set:
+            signal.setitimer(signal.ITIMER_REAL, *self._left)
+            signal.signal(signal.SIGALRM, self._handler)
+
+
+def _ring(_number: int, _frame: Any) -> None:
+    raise TimeoutError
 
 
 def _common(one: str, other: str) -> int:
@@ -279,7 +281,7 @@ def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: 
         if answer not in trained and _close(answer) not in _close(trained):
             raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out or changes its text")
         reasoning = messages[turn].get("reasoning_content", "")
-        if _close(reasoning) not in _close(trained):
+        if reasoning and _close(reasoning) not in _close(trained):
             raise BadRow(
                 f"messages[{turn}].reasoning_content",
                 "the chat template leaves out the reasoning; use a model whose template writes it, or leave it out on purpose: "
@@ -288,7 +290,7 @@ def _check_content(messages: list[Message], answers: tuple[int, ...], rendered: 
     texts = [one.text for one in rendered]
     for message in messages:
         text = message["content"].strip()
-        if not any(text in whole for whole in texts) and not any(_close(text) in _close(whole) for whole in texts):
+        if text not in texts[0] and not any(text in whole or _close(text) in _close(whole) for whole in texts):
             rendered[0].notes.add("altered")
 
 

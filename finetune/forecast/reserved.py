@@ -89,14 +89,14 @@ def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]], list[lis
         (gradients.get(number, number), size) for number, size in accumulating if size != RELEASED or number not in gradients
     ]
     micro = [first, accumulating] if gradients else [first]
-    states = _states(parts["first step"], set(gradients.values()))
     rest = [parts["clipping"], parts["optimizer"]]
-    return [*micro, parts["clipping"], states, parts["optimizer"]], micro, rest
+    return [*micro, parts["clipping"], states_of(trace), parts["optimizer"]], micro, rest
 
 
-def _states(events: list[Event], gradients: set[int]) -> list[Event]:
+def states_of(trace: Trace) -> list[Event]:
     """What stays of the first optimizer step: the states."""
-    gone = {number for number, size in events if size == RELEASED} | gradients
+    events = trace.parts["first step"]
+    gone = {number for number, size in events if size == RELEASED} | set((trace.gradients or {}).values())
     return [event for event in events if event[0] not in gone]
 
 

@@ -27,7 +27,7 @@ from finetune.compat.transformers import (
 )
 from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
-from finetune.forecast.fake_model import fake_dora_weights, materialise, state_dict_copies
+from finetune.forecast.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.forecast.trace import NotRepeated
@@ -44,6 +44,7 @@ from finetune.model.checkpointing import decoder_layers
 from finetune.model.host_embedding import offload_table
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
+from finetune.model.varlen_attention import forecast_for
 
 if TYPE_CHECKING:
     from finetune.forecast.depth import Depth
@@ -107,6 +108,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         observe(model, tracker)
         with _fake_tensors(settings, capability, batch, tracker), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
+            if True in (settings.load_in_4bit, settings.load_in_8bit):
+                round_adapters(model, tracker)
             if settings.offload_embeddings is True:
                 offload_table(model)
             with _explained(config):
@@ -299,6 +302,7 @@ def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batc
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(fake_experts())
+        stack.enter_context(forecast_for(capability))
         stack.enter_context(auxiliary_loss(functools.partial(_balance, tracker)))
         if capability is not None and sys.platform != "win32":
             stack.enter_context(card_semantics(batch.trained_tokens))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.forecast.forecast import AtLimit, Forecast
-from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, replayed
+from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
 from finetune.units import MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PretrainedConfig
 
     from finetune.card.card import Card
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
+#: Growth that is worth a word, and rows so short that half of them show nothing.
+SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
 #: Limits at which a run is tried, as steps down from what it reserves without one.
 LIMIT_STEP = 0.01
 #: Resident memory of a process that has torch, transformers, TRL, PEFT and datasets imported (measured, Linux).
@@ -73,6 +78,42 @@ def make_forecast(
         segments=held.segments if held else {},
         at_limit=at_limit,
     )
+
+
+def with_growth(
+    forecast: Forecast, config: dict[str, Any], settings: Settings, card: Card, *, tokens: int, lengths: Sequence[int]
+) -> Forecast:
+    """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
+
+    Unchanged for packed rows, for rows of one length, and where the allocator was not replayed.
+    """
+    if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or tokens < LEAST_WIDTH:
+        return forecast
+    expandable = expandable_segments()
+    growth = grown(
+        config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, expandable=expandable
+    )
+    if growth is None:
+        return forecast
+    likely = max(forecast.reserved_bytes, growth.reserved_bytes)
+    more = likely - forecast.reserved_bytes
+    around = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    high = max(forecast.peak_high_bytes, round(likely * (1 + DRY_RUN_ERROR)) + around)
+    return dataclasses.replace(
+        forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
+        reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
+        notes=(*forecast.notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, expandable)),
+    )  # fmt: skip
+
+
+def _growth_note(share: float, expandable: bool) -> str:
+    """What rows of uneven length do to reserved memory, and what follows for the allocator's settings."""
+    over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
+    more = f"{share:.1%} more" if share > SMALL_GROWTH else "no more"
+    if expandable:
+        return f"{over} {more} than for the longest alone, with expandable segments"
+    advice = "packing=true would avoid that" if share > SMALL_GROWTH else "which needs no other setting of the allocator"
+    return f"{over} {more} than for the longest alone; {advice}"
 
 
 def _at_limit(

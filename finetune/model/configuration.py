@@ -74,6 +74,19 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
 
 
+def read_text(path: str, name: str, revision: str | None) -> str | None:
+    """A small text file beside config.json, from the folder, the hub's cache or the hub; None when there is none."""
+    if Path(path).is_dir():
+        found = Path(path) / name
+        return found.read_text(encoding="utf-8", errors="replace") if found.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, name, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached).read_text(encoding="utf-8", errors="replace")
+    return _fetch(path, revision or "main", name)[0]
+
+
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the model's hub id in place of a name like it, and a sentence that says so, or nothing.
 
@@ -127,15 +140,15 @@ def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
     return _parsed(Path(found).read_text(encoding="utf-8"), repo) if isinstance(found, str) else None
 
 
-def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
-    """config.json from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
+def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | None, str]:
+    """A file from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
     from huggingface_hub import constants, get_token
 
     if hub.is_switched_off():
         return None, "not in the local cache and the hub is switched off (HF_HUB_OFFLINE)"
     if not hub.is_reachable():
         return None, "not in the local cache and the hub can't be reached"
-    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/config.json")
+    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{name}")
     token = get_token()
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -148,6 +161,6 @@ def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
                 None,
                 "the hub does not show it to you (gated, private or misspelt); accept its terms and run `hf auth login`",
             )
-        return None, f"the hub answers {error.code} for {revision}/config.json"
+        return None, f"the hub answers {error.code} for {revision}/{name}"
     except (OSError, UnicodeDecodeError) as error:
         return None, f"the hub can't be reached ({getattr(error, 'reason', error)})"

@@ -75,14 +75,16 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
         selected.refuse()
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
-    return RowsRead(statistics_of(selected) if selected.lengths else None, problem)
+    return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem)
 
 
-def encode_rows(recipe: Recipe) -> EncodedRows:
-    """The recipe's rows as tokens, by its model's tokenizer."""
+def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
+    """The recipe's rows as tokens, by its model's tokenizer. `say` is told how far it is."""
     from finetune import data
+    from finetune.data.row_count import RowCount
 
-    return data.encode(recipe, data.load_tokenizer(recipe))
+    say("reading the data")
+    return data.encode(recipe, data.load_tokenizer(recipe), progress=RowCount(say))
 
 
 def limit_of(recipe: Recipe) -> int | None:
@@ -92,7 +94,7 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """The planner's statistics of the rows."""
-    lengths = tuple(sorted(selected.lengths))
+    lengths = tuple(sorted(selected.lengths.tolist()))
     return DataStatistics(len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths)
 
 

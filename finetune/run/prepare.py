@@ -75,11 +75,10 @@ class _Rows:
         self.selected: SelectedRows
 
     def __call__(self, recipe: Recipe) -> RowsRead:
-        self._progress("reading the data")
         model = Path(resolve_model_path(recipe))
         if model.is_dir():
             check_weights(model)
-        self.selected = encode_rows(recipe).within(recipe, limit_of(recipe))
+        self.selected = encode_rows(recipe, self._progress).within(recipe, limit_of(recipe))
         self.selected.refuse()
         self._progress("planning")
         return RowsRead(statistics_of(self.selected))
@@ -114,6 +113,7 @@ def create_run(prepared: Prepared) -> RunDirectory:
 
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data import pack
+    from finetune.data.questions import questions_of
     from finetune.model.quiet import quiet_libraries
 
     quiet_libraries()
@@ -126,27 +126,15 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     if prepared.data.eval is not None and len(prepared.data.eval):
         prepared.data.eval.save_to_disk(str(run.data / "eval"))
     held_out = prepared.data.eval_report and prepared.data.eval_report.as_json()
-    plain = all(example.prompt is not None for example in prepared.data.examples)
-    write_json(run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": plain})
-    write_json(run.data / "eval_examples.json", _questions(prepared))
+    write_json(
+        run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": prepared.data.plain}
+    )
+    write_json(run.data / "eval_examples.json", questions_of(prepared.data.eval_examples, prepared.tokenizer))
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     write_manifest(run.data, {})
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
-
-
-def _questions(prepared: Prepared) -> list[dict[str, Any]]:
-    """Held-out rows as prompt (tokens and text) and expected answer; rows of plain text have no prompt and are left out."""
-    from finetune.data import Encoder
-
-    encoder, rows = Encoder(prepared.tokenizer, conversations=False), []
-    for example in prepared.data.eval_examples:
-        question, answer = example.question(), example.reference()
-        if question and answer is not None:
-            text = question if isinstance(question, str) else question[-1]["content"]
-            rows.append({"prompt": text, "prompt_ids": encoder.prompt_ids(question, example.tools), "answer": answer})
-    return rows
 
 
 def _check_disk(path: Path, plan: Plan) -> None:

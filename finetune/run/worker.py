@@ -19,6 +19,7 @@ from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.model.weights import weights_fingerprint
+from finetune.recipe.compatibility import shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
 from finetune.run.best import in_words, save_result
@@ -97,6 +98,10 @@ class Worker:
     def _train(self) -> int:
         trainer, callback = self._build()
         self.trainer = trainer
+        if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
+            from finetune.model.packed_rows import require_rows_apart
+
+            require_rows_apart(trainer.model)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"

@@ -54,7 +54,7 @@ def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsy
 def test_a_plan_ends_with_its_verdict_and_what_to_type(capsys):
     code = show_plan("tiny-cpu", ["lora_r=4"], model=None, data=None, gpu="rtx-3060", free="8", as_json=False)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert code == 0 and last.startswith("fits on rtx-3060: at most ") and "of 8.00 GiB" in last
+    assert code == 0 and last.startswith("fits on rtx-3060: needs ") and "of 8.00 GiB" in last
     assert last.endswith("Next on that machine: finetune run tiny-cpu lora_r=4")
 
 
@@ -79,7 +79,7 @@ def test_the_last_line_of_a_plan_is_about_what_comes_next(changes, end):
     of_plan = {name: value for name, value in changes.items() if name not in of_card}
     plan = replace(plan, card=replace(plan.card, **of_card), **of_plan)
     line = Text.from_markup(last_line(plan, "r.yaml lora_r=4", without=False)).plain
-    assert line == f"{plan.verdict} on rtx-3060: at most 2.00 GiB of 8.00 GiB{end}"
+    assert line == f"{plan.verdict} on rtx-3060: needs 1.00 GiB to 2.00 GiB of 8.00 GiB{end}"
     assert plan.exit_code == (4 if plan.data_problem else 3 if plan.verdict == Verdict.NO_FIT or plan.card.problem else 0)
 
 

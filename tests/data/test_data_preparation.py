@@ -117,7 +117,8 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write):
     first, again, other = read_examples(dataset, 1), read_examples(dataset, 1), read_examples(dataset, 2)
     assert len(first.eval.examples) == 10 and first.train.held_out == 10
     assert [e.row for e in first.eval.examples] == [e.row for e in again.eval.examples] != [e.row for e in other.eval.examples]
-    assert first.shared == []
+    trained, held = ({e.question()[0]["content"] for e in side.examples} for side in (first.train, first.eval))
+    assert not trained & held
     assert len(read_examples(recipe(path, test_split_size=4).dataset).eval.examples) == 4
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_data import build_tokenizer, recipe, talk, trained_text
 
-from finetune.data import encode, prepare, read_examples
+from finetune.data import Encoder, prepare, read_examples
 from finetune.errors import DataError
 
 U, A = {"role": "user", "content": "Is <image> a tag?"}, {"role": "assistant", "content": "Yes."}
@@ -130,7 +130,8 @@ def test_reasoning_reaches_the_template_or_the_row_is_refused(write, name):
     row = talk("2+2?", "4")
     row["messages"][1][name] = "two and two"
     path = write("rows.jsonl", [row])
-    [[[one]]] = [results for _, results in encode(recipe(path), build_tokenizer(writes)).sides]
+    [example] = read_examples(recipe(path).dataset).train.examples
+    [[one]] = Encoder(build_tokenizer(writes)).encode([example])
     assert trained_text(one, build_tokenizer(writes)) == "<think>two and two</think>4<|im_end|>"
     with pytest.raises(DataError, match="leaves out the reasoning"):
         prepare(recipe(path), build_tokenizer(), max_length=None)

@@ -6,7 +6,7 @@ import pytest
 from small_data import recipe, trained_text
 from test_published_templates import FOLDER, tokenizer_of_all
 
-from finetune.data import encode
+from finetune.data import Encoder, read_examples
 from finetune.data.tool_calls import is_written
 
 ARGUMENTS = {"city": 'Zürich "HB"', "days": 3, "exact": True, "at": {"lat": 47.4, "tags": ["a", "b"]}}
@@ -79,9 +79,9 @@ TEMPLATES = (
 def encoded(write, row, template):
     tokenizer = tokenizer_of_all()
     tokenizer.chat_template = (FOLDER / f"{template}.jinja").read_text(encoding="utf-8")
-    [(rows, results)] = encode(recipe(write("rows.jsonl", [row])), tokenizer).sides
+    rows = read_examples(recipe(write("rows.jsonl", [row])).dataset).train
     assert not rows.refused
-    return results[0], tokenizer
+    return Encoder(tokenizer).encode(rows.examples)[0], tokenizer
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -117,8 +117,6 @@ def test_every_shape_becomes_the_same_text_as_openais(write, shape):
     ],
 )
 def test_a_call_that_can_not_be_read_is_a_bad_row(write, turns, reason):
-    from finetune.data import read_examples
-
     rows = [{"conversations": [{"from": "human", "value": "Hi"}, *turns]}]
     [row] = read_examples(recipe(write("rows.jsonl", rows)).dataset).train.refused
     assert reason in row.reason

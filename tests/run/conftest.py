@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import traceback
 from pathlib import Path
@@ -29,15 +30,17 @@ def make_run(tmp_path_factory):
         if torch.version.cuda is None:
             return create_run(prepare(recipe))
         # with a torch for CUDA, a process that has run a step on fake tensors forks no child that can train
-        pid = os.fork()
-        if not pid:
+        told = place.with_name("error")
+        if not (pid := os.fork()):
             try:
                 create_run(prepare(recipe))
-                os._exit(0)
+            except Exception as error:  # noqa: BLE001 - raised again by the parent
+                told.write_bytes(pickle.dumps(error))
             finally:
-                traceback.print_exc()
-                os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+                os._exit(0)
+        os.waitpid(pid, 0)
+        if told.exists():
+            raise pickle.loads(told.read_bytes())
         return RunDirectory(place)
 
     return make

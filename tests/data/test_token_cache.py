@@ -1,0 +1,194 @@
+"""Rows are tokenised once: the cache gives what reading gives, is never stale, and survives kills, damage and two writers."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from small_data import CHATML_MARKED, build_tokenizer, recipe, talk
+
+from finetune.data import Encoder, examples, prepare, token_cache, workers
+from finetune.data.row_count import RowCount
+from finetune.errors import DataError, DiskFull, OutOfMemory
+
+ROWS = [talk(f"How much is {n} and {n}?", f"It is {n + n}.") for n in range(22)]
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """Every file is cached, in batches of four rows, made in this process."""
+    monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
+    monkeypatch.setattr(examples, "BATCH_ROWS", 4)
+    monkeypatch.setattr(workers, "usable_processors", lambda: 1)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The number of rows that were tokenised, after each call."""
+    counts = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, rows: counts.append(len(rows)) or encode(self, rows))
+    return counts
+
+
+def shards():
+    return sorted(token_cache.folder().rglob("*.arrow"))
+
+
+def content(prepared):
+    return prepared.report.as_json(), prepared.train[:], prepared.fingerprint, list(prepared.examples)
+
+
+@pytest.mark.parametrize("settings", [{}, {"test_split_size": 5}, {"max_rows": 9}, {"excess_length": "truncate"}])
+def test_the_cache_gives_what_reading_gives(write, monkeypatch, encoded, settings):
+    damaged = [*ROWS, talk("unanswered"), talk("long", "word " * 60), talk("Ã©t\u00e9", "so"), ROWS[0]]
+    path, tokenizer = write("rows.jsonl", damaged), build_tokenizer()
+    chosen = recipe(path, on_bad_rows="skip", **settings)
+
+    def prepared():
+        return content(prepare(chosen, tokenizer, max_length=60 if settings else None, report_only=True))
+
+    first = prepared()
+    encoded.clear()
+    assert prepared() == first and not encoded
+    monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
+    assert prepared() == first and encoded
+
+
+def test_forks_give_the_same_as_one_process(write, monkeypatch):
+    chosen = recipe(write("rows.jsonl", ROWS))
+    monkeypatch.setattr(workers, "usable_processors", lambda: 3)
+    forked = content(prepare(chosen, build_tokenizer(), max_length=None))
+    monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
+    assert content(prepare(chosen, build_tokenizer(), max_length=None)) == forked
+
+
+def test_a_preparation_that_was_interrupted_goes_on_with_the_batches_that_are_missing(write, monkeypatch, encoded):
+    chosen, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
+
+    def stop_after_twelve(done, total):
+        if done >= 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(chosen, tokenizer, max_length=None, progress=stop_after_twelve)
+    assert sum(encoded) == 12 and len(shards()) == 3
+    prepare(chosen, tokenizer, max_length=None)
+    assert sum(encoded) == 22
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "manifest", "index"])
+def test_a_damaged_batch_is_noticed_and_made_again(write, encoded, damage):
+    chosen, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
+    first = content(prepare(chosen, tokenizer, max_length=None))
+    path = shards()[1]
+    if damage == "gone":
+        path.unlink()
+    else:
+        path = {"manifest": path.with_suffix(".json"), "index": path.with_name("source.json")}.get(damage, path)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    encoded.clear()
+    assert content(prepare(chosen, tokenizer, max_length=None)) == first
+    assert sum(encoded) == (0 if damage == "index" else 4)
+
+
+def test_whatever_decides_the_tokens_makes_another_entry(write, tmp_path):
+    path = write("rows.jsonl", [{**row, "score": 1} for row in ROWS])
+    other = write("other.jsonl", [{**row, "score": 1} for row in ROWS[1:]])
+    base = {"ignore_columns": ["score"]}
+    ways = [
+        (recipe(path, **base), build_tokenizer()),
+        (recipe(other, **base), build_tokenizer()),
+        (recipe(path, **base), build_tokenizer(CHATML_MARKED)),
+        (recipe(path, **base), build_tokenizer(extra=("<|more|>",))),
+        (recipe(path, **base, train_on_inputs=True), build_tokenizer()),
+        (recipe(path, **base, max_rows=8), build_tokenizer()),
+        (recipe(path, ignore_columns=["score", "name"]), build_tokenizer()),
+    ]
+    for number, (chosen, tokenizer) in enumerate(ways, 1):
+        prepare(chosen, tokenizer, max_length=None)
+        prepare(chosen.model_copy(update={"seed": number}), tokenizer, max_length=512)
+        assert len(list(token_cache.folder().iterdir())) == number
+
+
+def test_a_file_under_another_name_is_known_and_named_as_it_is(write, encoded):
+    rows = [*ROWS, {"messages": 5}]
+    prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(), max_length=None, report_only=True)
+    encoded.clear()
+    moved = write("moved.jsonl", rows)
+    report = prepare(recipe(moved), build_tokenizer(), max_length=None, report_only=True).report
+    assert not encoded and report.rows_refused[0].file == moved
+
+
+def test_two_processes_at_once_give_the_same(write):
+    chosen, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
+    children = []
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            os._exit(0 if prepare(chosen, tokenizer, max_length=None).report.rows_used == 22 else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert len(shards()) == 6
+
+
+def test_an_unused_field_in_a_later_batch_stops_the_run_with_all_of_its_rows(write):
+    rows = [*ROWS, *({**row, "label": False} for row in ROWS)]
+    with pytest.raises(DataError, match="'label' isn't used") as error:
+        prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(), max_length=None)
+    assert "22 row(s), the first 23, 24, 25" in str(error.value)
+    assert len(shards()) == 5
+
+
+def test_a_cache_that_can_not_be_written_is_a_problem_of_the_disk(write, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DiskFull, match="can't be written"):
+        prepare(recipe(write("rows.jsonl", ROWS)), build_tokenizer(), max_length=None)
+
+
+def test_a_fork_that_is_killed_is_told_and_its_batch_made_the_next_time(write, monkeypatch):
+    chosen, parent = recipe(write("rows.jsonl", ROWS)), os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "usable_processors", lambda: 2)
+        encode = Encoder.encode
+
+        def killed(self, rows):
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return encode(self, rows)
+
+        patch.setattr(Encoder, "encode", killed)
+        with pytest.raises(OutOfMemory, match="was killed"):
+            prepare(chosen, build_tokenizer(), max_length=None)
+    assert prepare(chosen, build_tokenizer(), max_length=None).report.rows_used == 22
+
+
+def test_truncated_rows_keep_their_trained_tokens_in_the_count(write):
+    chosen = recipe(write("rows.jsonl", [*ROWS, talk("long", "word " * 60)]), excess_length="truncate")
+    prepared = prepare(chosen, build_tokenizer(), max_length=40)
+    assert prepared.report.trained_tokens == sum(label != -100 for row in prepared.train for label in row["labels"])
+    assert prepared.report.total_tokens == sum(len(row["input_ids"]) for row in prepared.train)
+
+
+def test_counting_says_how_many_how_fast_and_how_long(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    count = RowCount(said.append)
+    for now[0], done, total in ((0.1, 10, 1000), (1.0, 250, 1000), (2.0, 500, None)):
+        count(done, total)
+    assert said == [
+        "tokenising rows: 250 of 1,000, 250 per second, 3 s left", "tokenising rows: 500, 250 per second",
+    ]  # fmt: skip
+
+
+def test_the_cache_is_listed_and_cleared(write, capsys):
+    from finetune.cli.cache import use_cache
+
+    prepare(recipe(write("rows.jsonl", ROWS)), build_tokenizer(), max_length=None)
+    use_cache("list", as_json=True)
+    assert json.loads(capsys.readouterr().out)["bytes"] > 10_000
+    use_cache("clear", as_json=True)
+    assert not shards()
