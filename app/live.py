@@ -16,7 +16,9 @@ from finetune.events import (
     Evaluation,
     Event,
     EventReader,
+    Memory,
     OutOfMemory,
+    Phase,
     Retry,
     RunWarning,
     Sample,
@@ -41,18 +43,24 @@ METRICS = (
     "peak_reserved_bytes", "card_used_bytes", "other_processes_bytes", "process_rss_bytes", "process_peak_rss_bytes",
     "temperature_c", "power_w",
 )  # fmt: skip
+#: What the allocator's forecast by phase is compared with.
+PHASE_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments")
 _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 
 
 @dataclass
 class Digest:
-    """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds."""
+    """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds.
+
+    `peaks` has the highest of each memory measure over all steps, `phases` the allocator's by phase.
+    """
 
     series: dict[str, Series] = field(default_factory=dict)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     messages: deque[Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     peaks: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
     newest: dict[str, Event] = field(default_factory=dict)
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
@@ -81,6 +89,9 @@ class Digest:
         match event:
             case Step():
                 self._take_step(event)
+                self._take_phase("train", event)
+            case Phase():
+                self._take_phase(event.phase, event)
             case Evaluation():
                 self._add("eval_loss", event.step, event.eval_loss)
                 self._mark("evaluation", event.step)
@@ -94,6 +105,14 @@ class Digest:
                 self.samples.append(event)
         if isinstance(event, (RunWarning, Retry, OutOfMemory, State, Start)):
             self.messages.append(event)
+
+    def _take_phase(self, phase: str, memory: Memory) -> None:
+        """Raise the phase's peaks to what was measured."""
+        for name in PHASE_PEAKS:
+            value = getattr(memory, name)
+            if value is not None:
+                known = self.phases.setdefault(phase, {})
+                known[name] = max(known.get(name, 0), value)
 
     def _take_step(self, event: Step) -> None:
         if "loss" not in self.series:
@@ -119,7 +138,7 @@ class Digest:
         """The digest as a file holds it."""
         return {
             "series": {name: series.as_json() for name, series in self.series.items()}, "marks": list(self.marks),
-            "samples": [event_json(event) for event in self.samples], "peaks": self.peaks,
+            "samples": [event_json(event) for event in self.samples], "peaks": self.peaks, "phases": self.phases,
             "messages": [event_json(event) for event in self.messages],
             "newest": {kind: event_json(event) for kind, event in self.newest.items()},
             "recent_s": list(self.recent_s),
@@ -132,7 +151,7 @@ class Digest:
         digest.marks.extend(values["marks"])
         digest.samples.extend(event for event in map(event_from, values["samples"]) if isinstance(event, Sample))
         digest.messages.extend(map(event_from, values["messages"]))
-        digest.peaks = values["peaks"]
+        digest.peaks, digest.phases = values["peaks"], values["phases"]
         digest.newest = {kind: event_from(event) for kind, event in values["newest"].items()}
         digest.recent_s.extend(values["recent_s"])
         return digest

@@ -16,7 +16,8 @@ import csv
 import json
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,19 +116,25 @@ def model_values(name: str) -> dict[str, Any]:
     return dict(found)
 
 
+@contextmanager
+def as_measured(tracker: StorageTracker) -> Iterator[None]:
+    """Fake tensors, seen by `tracker`. The measured program repeats keys and values for grouped queries."""
+    with ExitStack() as stack:
+        stack.enter_context(own_quantisation_maps())
+        stack.enter_context(card_semantics(0))
+        stack.enter_context(keys_repeated())
+        stack.enter_context(without_packing_detection())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(tracker)
+        yield
+
+
 def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
     """One step of fitcheck-llm's loop, with the optimizer's states allocated, as from the second step on."""
     tracker = StorageTracker(rules_for(T4))
     model = model_of(row, config)
     observe(model, tracker)
-    with ExitStack() as stack:
-        stack.enter_context(own_quantisation_maps())
-        stack.enter_context(card_semantics(0))
-        # The measured program repeats keys and values for grouped queries.
-        stack.enter_context(keys_repeated())
-        stack.enter_context(without_packing_detection())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(tracker)
+    with as_measured(tracker):
         materialise(model, tracker, dtype=torch.float16)
         _step(row, model, tracker)
     return Simulation(tracker.peaks, tracker.host)

@@ -17,20 +17,15 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 import forecast_accuracy as accuracy
-from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.compat.torch import backward
-from finetune.compat.transformers import keys_repeated, without_packing_detection
 from finetune.forecast.caching_allocator import CachingAllocator
-from finetune.forecast.card_semantics import card_semantics
 from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
 from finetune.forecast.fake_model import materialise
 from finetune.forecast.reserved import Player
@@ -87,13 +82,7 @@ def _steps(row: accuracy.Row, config: PretrainedConfig) -> Trace:
     with garbage_collection_paused():
         model = accuracy.model_of(row, at_depth(config, depth.run))
         observe(model, tracker)
-        with ExitStack() as stack:
-            stack.enter_context(own_quantisation_maps())
-            stack.enter_context(card_semantics(0))
-            stack.enter_context(keys_repeated())
-            stack.enter_context(without_packing_detection())
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(tracker)
+        with accuracy.as_measured(tracker):
             materialise(model, tracker, dtype=torch.float16)
             model.train()
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -29,6 +29,30 @@ class RecipeError(FinetuneError):
     title = "The recipe needs a change"
 
 
+class CommandError(RecipeError):
+    """A command can't do what was asked: a run, a file or an option of it is not as it must be."""
+
+    title = "This can't be done"
+
+
+class ModelError(RecipeError):
+    """The base model's folder, weights or tokenizer can't be read."""
+
+    title = "The model can't be used"
+
+
+class MachineError(RecipeError):
+    """This machine lacks what the recipe asks for: cards, or a package."""
+
+    title = "This machine lacks something"
+
+
+class NoCard(RecipeError):
+    """The card that is named or asked for is not here, not in the catalogue, or can't train."""
+
+    title = "There is no such card"
+
+
 class PackagesError(RecipeError):
     """A package needed to forecast and train is missing, or its version is not supported."""
 
@@ -50,7 +74,7 @@ class CardError(RecipeError):
 
 
 class DataError(FinetuneError):
-    """The dataset can't be read or has rows that can't be trained on."""
+    """The dataset can't be read, or a run would refuse rows of it (`on_bad_rows`, `excess_length`)."""
 
     exit_code = 4
     title = "The data needs a change"

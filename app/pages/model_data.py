@@ -18,7 +18,7 @@ from app.views.markup import Safe, inert, note, problem, table
 from finetune.errors import FinetuneError
 from finetune.units import format_bytes, format_count
 
-_BADGE_CSS = {"fits": "ok", "tight": "warn", "does not fit": "bad"}
+_BADGE_CSS = {"fits": "ok", "at the limit": "warn", "tight": "warn", "does not fit": "bad"}
 _CHECKED = 12
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from app.process import detach
 from app.workspace import Workspace
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_is, process_record
@@ -71,11 +71,11 @@ class Tasks:
     def start(self, run: RunDirectory, verb: str, options: str = "") -> Task:
         """Start a command. Raises RecipeError when it is running already or not one of VERBS."""
         if verb not in VERBS:
-            raise RecipeError(f"{verb[:40]!r} is not a command on a result")
+            raise CommandError(f"{verb[:40]!r} is not a command on a result")
         task = self.of(run, verb)
         status = task.status()
         if status and status["state"] == "running":
-            raise RecipeError(f"finetune {verb} is already running on {run.path.name}")
+            raise CommandError(f"finetune {verb} is already running on {run.path.name}")
         task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")

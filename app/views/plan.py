@@ -11,7 +11,7 @@ from finetune.forecast.forecast import PARTS
 from finetune.plan.plan import Plan, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
-_VERDICTS = {Verdict.FITS: "ok", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
+_VERDICTS = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
 
 
 def verdict(plan: Plan, price_per_hour: float) -> str:
@@ -31,6 +31,8 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
             f" Headroom at the upper end: {format_bytes(plan.headroom_bytes)}." if plan.headroom_bytes >= 0
             else f" Missing at the upper end: {format_bytes(-plan.headroom_bytes)}."
         )  # fmt: skip
+    if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
+        words += f" At the limit: {forecast.at_limit.words}."
     if plan.shortfall:
         fits = plan.shortfall.largest_model_that_fits
         words += f" The largest part: {plan.shortfall.part}."

@@ -11,8 +11,9 @@ from app.views.charts import Level, Line, Mark, Panel, chart, stacked_bar
 from app.views.markup import Safe, inert, note, table
 from app.views.series import smoothed
 from finetune.events import Memory, OutOfMemory, Retry, RunWarning, Start, State, Step
-from finetune.forecast.forecast import PARTS
+from finetune.forecast.forecast import PARTS, PhaseForecast
 from finetune.plan.plan import Plan
+from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 from finetune.units import GIB, format_bytes, format_count, format_seconds
 
@@ -131,7 +132,26 @@ def memory(digest: Digest, plan: Plan) -> str:
         )
     if not rows:
         return note("Memory is measured from the first step on.")
-    return bar + table(["memory", ">forecast", ">measured"], rows, "Memory by part", hidden_caption=True)
+    return (
+        bar + table(["memory", ">forecast", ">measured"], rows, "Memory by part", hidden_caption=True) + _phases(digest, plan)
+    )
+
+
+def _phases(digest: Digest, plan: Plan) -> str:
+    """The allocator's peaks by phase, forecast and measured side by side; nothing where it measures nothing."""
+    rows = []
+    for phase, measured in digest.phases.items():
+        known = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
+        pairs = (
+            ("allocated", known.allocated_bytes, measured.get("peak_allocated_bytes"), format_bytes),
+            ("reserved", known.reserved_bytes, measured.get("peak_reserved_bytes"), format_bytes),
+            ("segments", known.segments, measured.get("peak_segments"), format_count),
+        )
+        for name, forecast, found, shown in pairs:
+            if forecast is not None or found is not None:
+                cells = [None if value is None else shown(value) for value in (forecast, found)]
+                rows.append([f"{phase}: {name}", *cells])
+    return table(["peak by phase", ">forecast", ">measured"], rows, "Allocator by phase", hidden_caption=True) if rows else ""
 
 
 def samples(digest: Digest) -> str:
@@ -154,8 +174,10 @@ def messages(digest: Digest) -> str:
                 words = f"training from {event.resumed_from or 'the beginning'}"
             case Retry():
                 words = f"{event.reason}: {', '.join(f'{name}={value}' for name, value in event.changes.items())}"
-            case RunWarning() | OutOfMemory():
+            case RunWarning():
                 words = event.message
+            case OutOfMemory():
+                words = f"{event.message} {explanation(event)}"
             case _:
                 continue
         rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), event.kind.replace("_", " "), words])

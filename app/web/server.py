@@ -19,7 +19,7 @@ from app.web.guard import LOOPBACK, Access, Guard
 from app.web.page_filter import PageFilter
 from app.web.uploads import UploadLimit
 from app.workspace import Workspace
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.system import port_socket
 
 _LEAST_TOKEN = 16
@@ -32,7 +32,7 @@ def choose_token() -> str:
     if given is None:
         return secrets.token_urlsafe(32)
     if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or set(given) & set(' ;,"\\'):
-        raise RecipeError(
+        raise CommandError(
             f"FINETUNE_UI_TOKEN must have at least {_LEAST_TOKEN} letters and digits",
             'Unset it for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"',
         )
@@ -49,10 +49,10 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             found.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # taken, or not ours to take
-                raise RecipeError(f"can't listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from None
+                raise CommandError(f"can't listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from None
             continue
         return found
-    raise RecipeError(f"ports {port} to {port + 19} are taken", "Choose another: finetune ui --port 8000")
+    raise CommandError(f"ports {port} to {port + 19} are taken", "Choose another: finetune ui --port 8000")
 
 
 def make_access(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Access:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from finetune.compat import torch as private
@@ -71,7 +70,10 @@ def reset_peak() -> None:
 
 
 def allocator_bytes() -> dict[str, int | None]:
-    """The allocator's bytes now and at the peak, by their names in an event's memory."""
+    """The allocator's bytes and segments now and at the peak, by their names in an event's memory.
+
+    torch does not count expandable segments: none at all beside reserved memory is unknown.
+    """
     import torch
 
     stats = torch.cuda.memory_stats()
@@ -81,15 +83,15 @@ def allocator_bytes() -> dict[str, int | None]:
         "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
         "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
         "inactive_split_bytes": stats.get("inactive_split_bytes.all.current", 0),
+        "segments": stats.get("segment.all.current") or None,
+        "peak_segments": stats.get("segment.all.peak") or None,
+        "allocation_retries": stats.get("num_alloc_retries"),
     }
 
 
-def free_block_sizes() -> Iterator[int]:
-    """Bytes of each free block in reserved memory. Slow."""
-    import torch
-
-    for segment in torch.cuda.memory_snapshot():
-        yield from (block["size"] for block in segment["blocks"] if block["state"] == "inactive")
+def snapshot() -> dict[str, Any]:
+    """Every segment of the allocator with its blocks, and the history if recorded. Slow."""
+    return private.memory_snapshot()
 
 
 def start_history(most_entries: int) -> None:

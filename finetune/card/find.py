@@ -16,7 +16,7 @@ from finetune.card.host import host_card
 from finetune.card.names import catalogue_name, close_names, plain
 from finetune.card.nvidia import Device
 from finetune.card.other_makers import why_not
-from finetune.errors import CardError, RecipeError
+from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
 #: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
@@ -50,7 +50,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
     if free_bytes is None:
         return card
     if free_bytes <= 0 or free_bytes > card.total_bytes:
-        raise RecipeError(
+        raise CommandError(
             f"{format_bytes(free_bytes)} free is not possible: {card.name} has {format_bytes(card.total_bytes)}",
             f"Give a size up to {format_bytes(card.total_bytes)}.",
         )
@@ -128,7 +128,7 @@ def _checked_here(wanted: Card, processes: int) -> Card:
         return _measured(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
     except RecipeError as error:
         plan = f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}"
-        raise RecipeError(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
+        raise NoCard(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
 
 
 def _named(gpu: str) -> Card:
@@ -139,7 +139,7 @@ def _named(gpu: str) -> Card:
     if found:
         return _from_entry(found, entries[found])
     if other := why_not(gpu):
-        raise RecipeError(f"gpu: {gpu}: {other[0]}", other[1])
+        raise NoCard(f"gpu: {gpu}: {other[0]}", other[1])
     close = close_names(gpu, sizes)
     fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
-    raise RecipeError(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
+    raise NoCard(f"gpu: '{gpu}' is not in the catalogue of cards", fix)

@@ -10,8 +10,8 @@ import pynvml
 
 from finetune.card.nvidia import Device, Lost, driver_versions, in_container, read_devices, said
 from finetune.card.usable import problem_of, problem_of_card, torch_build
-from finetune.card.visible import in_cuda_order, visible
-from finetune.errors import RecipeError
+from finetune.card.visible import for_processes, in_cuda_order, visible
+from finetune.errors import NoCard
 from finetune.units import format_bytes
 
 _NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
@@ -48,20 +48,20 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
         devices, lost = read_devices()
         driver = driver_versions()
     except pynvml.NVMLError as error:
-        raise RecipeError(
+        raise NoCard(
             f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({said(error)})", _driver_fix(error)
         ) from None
     allowed = visible(devices)
     open_ = [device for device in allowed if wanted is None or wanted(device)]
     if not open_:
-        raise RecipeError(*_none(gpu, devices, lost, allowed, [device for device in devices if wanted and wanted(device)]))
+        raise NoCard(*_none(gpu, devices, lost, allowed, [device for device in devices if wanted and wanted(device)]))
     enough = ALIKE * max(device.free_bytes for device in open_)
     near = [device for device in open_ if device.free_bytes >= enough]
     fastest = max(device.speed for device in near)
     chosen = max((device for device in near if device.speed >= ALIKE * fastest), key=lambda device: device.free_bytes)
     reason = _reason(chosen, allowed, devices, lost)
     if processes > 1:
-        used = allowed[:processes]
+        used = for_processes(allowed)[:processes]
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     build = torch_build()

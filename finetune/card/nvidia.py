@@ -39,6 +39,11 @@ class Device:
     uuid: str | None = None
     speed: int = 0
 
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is a part of a split card (MIG)."""
+        return ":" in self.index
+
 
 @dataclass(frozen=True)
 class Lost:

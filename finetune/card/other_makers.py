@@ -8,7 +8,8 @@ _TRY = "To see what an NVIDIA card would do: finetune plan RECIPE --gpu rtx-3060
 #: Pattern of a name, what is in the way, and what can be done besides `_TRY`.
 _OTHERS = (
     (
-        r"gtx ?-?(9|10)\d\d|\bp100\b|\bp40\b|\bp4\b|quadro p\d|titan x",
+        r"gtx ?-?([79]|10)\d\d|^(7[4-8]|9[5-8]|10[1-8])0( ?-?(ti|m|max-?q|\d+ ?gb))*$|\b(p100|p40|p4|m40|m60|k80)\b|"
+        r"quadro p\d|titan x",
         "cards before Volta (GTX 10, Tesla P, Quadro P) have no tensor cores, and CUDA 13 no longer supports them",
         "Trained adapters still run on it.",
     ),

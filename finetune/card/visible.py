@@ -31,6 +31,16 @@ def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
     return tuple(found)
 
 
+def for_processes(allowed: Iterable[Device]) -> tuple[Device, ...]:
+    """Of the visible devices those that several processes can have one of each: whole cards, else one instance.
+
+    CUDA shows a program one instance of all split cards, and NCCL connects none (NVIDIA's MIG user guide, "CUDA Device
+    Enumeration").
+    """
+    devices = tuple(allowed)
+    return tuple(device for device in devices if not device.is_instance) or devices[:1]
+
+
 def in_cuda_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     """CUDA counts the fastest first, unless CUDA_DEVICE_ORDER says PCI_BUS_ID, which is the driver's own order.
 

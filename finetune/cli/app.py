@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import CommandError, FinetuneError
 from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
@@ -88,7 +88,7 @@ def _closed_pipe() -> int:
 def _unexpected(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
         if "--json" in sys.argv:
-            return report(RecipeError(error.format_message()))
+            return report(CommandError(error.format_message()))
         error.show()
         return 2
     if os.environ.get("FINETUNE_TRACEBACK"):
@@ -206,7 +206,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.
 
-    Loads no weights. Exit codes: 0 fits or tight, 3 does not fit, 4 data.
+    Loads no weights. Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
 
@@ -220,6 +220,8 @@ def plan(
 @cli.command()
 def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Show what is trained on: rows, lengths, a marked example.
+
+    Exit codes: 0, or 4 when a run would refuse the rows.
 
     Example:  finetune data tiny-cpu
     """

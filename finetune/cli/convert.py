@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import err, out
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.files import write_text
 from finetune.recipe import load_source, write_recipe
 
@@ -22,7 +22,7 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
     text, read = write_recipe(loaded.recipe), loaded.conversion
     if output:
         if Path(output).exists():
-            raise RecipeError(f"{output} exists already", "Edit it, or delete or rename it first.")
+            raise CommandError(f"{output} exists already", "Edit it, or delete or rename it first.")
         write_text(Path(output), text)
     if as_json:
         keys = [asdict(entry) for entry in read.entries] if read else []

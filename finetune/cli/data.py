@@ -7,8 +7,8 @@ from typing import Any
 from rich.markup import escape
 from rich.text import Text
 
-from finetune.cli.app import print_json
-from finetune.cli.render import doing, err, out, printable, table
+from finetune.cli.app import print_json, report
+from finetune.cli.render import doing, out, printable, table
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.recipe import load_recipe
@@ -21,7 +21,7 @@ _BRACKETS = "\u27e6", "\u27e7"
 def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
     """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it.
 
-    Returns the exit code: 4 when no row can be trained on.
+    Returns the exit code: 4 when a run would refuse the data, which it then says last.
     """
     recipe = load_recipe(source, overrides)
     with doing(quiet=as_json) as say:
@@ -32,22 +32,32 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
 
         recipe, _ = named_model(recipe)
         encoded = encode_rows(recipe, say)
-        prepared = encoded.within(recipe, limit_of(recipe)).prepared()
+        selected = encoded.within(recipe, limit_of(recipe))
+        prepared = selected.prepared()
+    try:
+        selected.refuse()
+        refused = None
+    except DataError as error:
+        refused = error
     segments = data.mark_example(prepared, encoded.encoder.tokenizer)
-    exit_code = 0 if prepared.report.rows_used else DataError.exit_code
+    exit_code = refused.exit_code if refused else 0
     if as_json:
         example = [{"text": text, "trained": trained} for text, trained in segments]
         held_out = prepared.eval_report and prepared.eval_report.as_json()
         values = {**prepared.report.as_json(), "eval_report": held_out}
-        print_json({**values, "fingerprint": prepared.fingerprint, "example": example})
+        problem = refused and {"problems": refused.problems, "fix": refused.fix}
+        print_json({**values, "data_problem": problem, "fingerprint": prepared.fingerprint, "example": example})
         return exit_code
-    _print_report("Training rows", prepared.report)
+    _print_report("Training rows", prepared.report, refused)
     if prepared.eval_report is not None:
         out.print()
-        _print_report("Held-out rows", prepared.eval_report)
-    if not segments:
-        err.print("[bold red]No row can be trained on.[/]")
-        return exit_code
+        _print_report("Held-out rows", prepared.eval_report, refused)
+    if segments:
+        _print_example(segments)
+    return report(refused) if refused else 0
+
+
+def _print_example(segments: list[tuple[str, bool]]) -> None:
     coloured = out.is_terminal and not out.no_color
     marks = "[black on green]marked[/]" if coloured else f"in {escape(_BRACKETS[0])} {escape(_BRACKETS[1])}"
     out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
@@ -56,28 +66,28 @@ def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
         shown.append(f"{opening}{printable(text)}{closing}", style="black on green" if trained else "dim")
     out.print(shown)
-    return exit_code
 
 
-def _print_report(title: str, report: Any) -> None:
-    out.print(f"[bold]{title}[/] ({report.format})")
-    if report.columns:
-        read = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
+def _print_report(title: str, found: Any, refused: DataError | None) -> None:
+    out.print(f"[bold]{title}[/] ({found.format})")
+    if found.columns:
+        read = ", ".join(f"{column} as {name}" for name, column in found.columns.items())
         out.print(f"columns: {read}", markup=False)
-    out.print(report.account(), markup=False)
+    out.print(found.account(), markup=False)
     shown = table("", ">")
     shown.show_header = False
-    shown.add_row("read", f"{report.rows_read:,}")
-    shown.add_row("used", f"{report.rows_used:,}")
-    shown.add_row("refused", f"{len(report.rows_refused):,}")
-    shown.add_row("over max_length", f"{report.rows_too_long:,}")
+    shown.add_row("read", f"{found.rows_read:,}")
+    shown.add_row("used", f"{found.rows_used:,}")
+    shown.add_row("refused", f"{len(found.rows_refused):,}")
+    shown.add_row("over max_length", f"{found.rows_too_long:,}")
     for name in ("p50", "p95", "p99", "max"):
-        shown.add_row(f"tokens {name}", format_count(report.lengths.get(name)))
-    shown.add_row("trained tokens", f"{report.trained_token_share:.1%}" if report.trained_token_share is not None else "none")
+        shown.add_row(f"tokens {name}", format_count(found.lengths.get(name)))
+    shown.add_row("trained tokens", f"{found.trained_token_share:.1%}" if found.trained_token_share is not None else "none")
     out.print(shown)
-    for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused else []:
+    # an error lists them after everything else
+    for line in refusal_lines(list(found.rows_refused), found.rows_read) if found.rows_refused and not refused else []:
         out.print(line, markup=False)
-    if report.unused_columns:
-        out.print(f"columns not used: {', '.join(report.unused_columns)}", markup=False)
-    for warning in report.warnings:
+    if found.unused_columns:
+        out.print(f"columns not used: {', '.join(found.unused_columns)}", markup=False)
+    for warning in found.warnings:
         out.print(f"note: {warning}", markup=False, style="yellow")

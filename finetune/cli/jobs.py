@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import err
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.recipe import load_recipe
 
 
@@ -19,7 +19,7 @@ def export_launch(
     from finetune.jobs import ENGINES, Job, job_file
 
     if engine not in ENGINES:
-        raise RecipeError(f"export-launch {engine}: unknown engine", f"Use {', '.join(ENGINES)}.")
+        raise CommandError(f"export-launch {engine}: unknown engine", f"Use {', '.join(ENGINES)}.")
     recipe = load_recipe(source, overrides)
     job = Job(recipe, name=Path(source).stem, image=image, hours=hours, volume=volume)
     text = job_file(engine, job)
@@ -28,7 +28,7 @@ def export_launch(
         return
     path = Path(output)
     if path.exists():
-        raise RecipeError(f"{path} exists already", "Delete or rename it, or give another --output.")
+        raise CommandError(f"{path} exists already", "Delete or rename it, or give another --output.")
     path.write_text(text, encoding="utf-8")
     if as_json:
         print_json({"engine": engine, "name": job.label, "path": str(path)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -11,7 +12,7 @@ from rich.padding import Padding
 from finetune.cli.app import print_json, report
 from finetune.cli.render import doing, out, table
 from finetune.cli.source import NO_DATASET, recipe_of
-from finetune.errors import DataError
+from finetune.errors import CommandError, DataError
 from finetune.forecast.forecast import PARTS
 from finetune.plan.plan import Verdict
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
@@ -21,21 +22,19 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Alternative, ManyCards, Plan, Shortfall
 
 _BAR = 28
-_COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
+_COLOURS = {Verdict.FITS: "green", Verdict.AT_LIMIT: "yellow", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
 
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe. Returns the exit code: 0 fits or tight, 3 does not fit, 4 data that a run would refuse."""
+    """Print the plan of a recipe. Returns its exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
-    from finetune.errors import RecipeError
-
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
     except ValueError as error:
-        raise RecipeError(f"--free: {error}") from None
+        raise CommandError(f"--free: {error}") from None
     from finetune.card import find_card
     from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
 
@@ -50,7 +49,34 @@ def show_plan(
         print_json(plan.as_json())
     else:
         _print_plan(plan)
+        typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
+        here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
+        words = " ".join([*(word for word in typed if word), *map(shlex.quote, [*overrides, *here])])
+        out.print(f"\n{last_line(plan, words, without=without)}", soft_wrap=True)
     return plan.exit_code
+
+
+def last_line(plan: Plan, words: str, *, without: bool) -> str:
+    """The verdict once more, and what to type next. `words`: what was typed after `finetune plan`, without its own options."""
+    card, forecast = plan.card, plan.forecast
+    verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
+    if forecast:
+        room = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
+        verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {room}"
+    if plan.data_problem:
+        return f"{verdict}. First correct the data: see above"
+    if card.problem:
+        return f"{verdict}, but torch can't use this card. {escape(card.problem_fix)}"
+    if plan.verdict == Verdict.NO_FIT:
+        enough = [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
+        what = f" Next: finetune plan {words} {enough[0].override}" if enough else ""
+        return f"{verdict}.{escape(what)}"
+    if plan.verdict not in (Verdict.FITS, Verdict.TIGHT, Verdict.AT_LIMIT) and forecast:
+        return verdict
+    if without:
+        return f"{verdict}. Next: finetune run {escape(words)} --data FILE"
+    where = " on that machine" if card.source == "catalogue" else ""
+    return f"{verdict}. Next{where}: finetune run {escape(words)}"
 
 
 def _print_plan(plan: Plan) -> None:
@@ -68,6 +94,8 @@ def _print_plan(plan: Plan) -> None:
         if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
             room = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
         out.print(f"\n{verdict}: needs {low} to {high}; {room}")
+        if plan.verdict == Verdict.AT_LIMIT and plan.forecast.at_limit:
+            out.print(plan.forecast.at_limit.words)
         if plan.shortfall:
             _print_shortfall(plan.shortfall)
         if plan.forecast.step_s:

@@ -11,7 +11,7 @@ from rich.padding import Padding
 
 from finetune.cli.app import print_json
 from finetune.cli.render import out, table
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes
 from finetune.recipe.reference import settings_reference
 
@@ -27,7 +27,9 @@ def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
     elif verb == "list":
         _list(as_json)
     else:
-        raise RecipeError(f"finetune recipes {verb}: unknown, or its NAME is missing", "Use: list, show NAME, copy NAME, keys.")
+        raise CommandError(
+            f"finetune recipes {verb}: unknown, or its NAME is missing", "Use: list, show NAME, copy NAME, keys."
+        )
 
 
 def _list(as_json: bool) -> None:
@@ -47,7 +49,7 @@ def _list(as_json: bool) -> None:
 def _copy(path: Path) -> None:
     target = Path(path.name)
     if target.exists():
-        raise RecipeError(f"{target} exists already", "Edit it, or delete or rename it first.")
+        raise CommandError(f"{target} exists already", "Edit it, or delete or rename it first.")
     shutil.copy(path, target)
     out.print(f"{target} written; run it with: finetune run {target}")
 

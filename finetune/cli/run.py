@@ -17,9 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.events import Checkpoint, Evaluation, Event, EventReader, Retry, RunWarning, Start, State, Step, event_json
+from finetune.events import (
+    Checkpoint,
+    Evaluation,
+    Event,
+    EventReader,
+    OutOfMemory,
+    Retry,
+    RunWarning,
+    Start,
+    State,
+    Step,
+    event_json,
+)
 from finetune.run import control
 from finetune.run.directory import open_run, runs_from_here
+from finetune.run.out_of_memory import explanation
 from finetune.run.state import read_state
 from finetune.system import typed
 from finetune.units import format_bytes, format_count, format_seconds
@@ -261,6 +274,8 @@ def _text_of(event: Event) -> str:
             return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"
         case RunWarning():
             return f"note: {event.message}"
+        case OutOfMemory():
+            return f"out of memory: {explanation(event)}"
         case Retry():
             changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
             return f"{event.reason}; retrying with {changes} (attempt {event.attempt})"

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import out, state_text, table
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.state import read_state
 
@@ -28,7 +28,7 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
         renamed = rename_run(open_run(names[0]), names[1])
         _say(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
     else:
-        raise RecipeError(f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, rm RUN ..., rename RUN NAME.")
+        raise CommandError(f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, rm RUN ..., rename RUN NAME.")
 
 
 def _remove(names: list[str], as_json: bool) -> None:

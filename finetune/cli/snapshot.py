@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import out, table
+from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
+from finetune.forecast.forecast import PhaseForecast
+from finetune.plan.plan import read_plan
 from finetune.run.directory import open_run
+from finetune.run.out_of_memory import explanation
 from finetune.units import format_bytes
 
-_MEASURES = ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes")
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+
+_MEASURES = (
+    "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
+)  # fmt: skip
 
 
 def show_snapshot(source: str, *, as_json: bool) -> None:
-    """Print peaks by phase, forecast and measured peak, and the path of the allocator history for PyTorch's viewer."""
+    """Print peaks by phase beside their forecast, and the path of the allocator history for PyTorch's viewer."""
     run = open_run(source)
     events = read_events(run.events)
     peaks = _peaks(events)
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
+    forecasts = _forecasts(run, peaks)
+    failure = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)
     history = str(run.snapshot) if run.snapshot.exists() else None
     if as_json:
         early = checks.get("first steps") or checks.get("first step")  # of an earlier version
         first, end = (event_json(check) if check else None for check in (early, checks.get("end")))
-        print_json({"run": str(run.path), "peaks": peaks, "forecast": first, "forecast_end": end, "history": history})
+        print_json({
+            "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(known) for phase, known in forecasts.items()},
+            "forecast": first, "forecast_end": end, "history": history,
+            "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
+        })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]")
-    shown = table("phase", ">allocated", ">reserved", ">card", ">process")
+    shown = table("phase", ">allocated", ">reserved", ">segments", ">card", ">process")
     for phase, values in peaks.items():
-        shown.add_row(phase, *(format_bytes(values[name]) for name in _MEASURES))
+        cells = (_count(values[name]) if name == "peak_segments" else format_bytes(values[name]) for name in _MEASURES)
+        shown.add_row(phase, *cells)
+        known = forecasts[phase]
+        if known != PhaseForecast():
+            sizes = ("" if size is None else format_bytes(size) for size in (known.allocated_bytes, known.reserved_bytes))
+            shown.add_row("  forecast", *sizes, "" if known.segments is None else f"{known.segments:,}")
     out.print(shown)
     for check in checks.values():
         predicted, measured = format_bytes(check.predicted_allocated_bytes), format_bytes(check.measured_allocated_bytes)
         error = f" ({check.allocated_error:+.1%})" if check.allocated_error is not None else ""
         out.print(f"{check.at}: forecast {predicted} allocated, measured {measured}{error}")
+    if failure:
+        out.print(f"out of memory: {escape(explanation(failure))}")
     if history:
         out.print(f"allocator history: {escape(history)}; open it at pytorch.org/memory_viz")
     else:
@@ -55,3 +80,16 @@ def _peaks(events: list[Event]) -> dict[str, dict[str, int | None]]:
             if value is not None:
                 known[name] = max(value, known[name] or 0)
     return peaks
+
+
+def _forecasts(run: RunDirectory, phases: Iterable[str]) -> dict[str, PhaseForecast]:
+    """The plan's forecast of each phase; nothing known without a readable plan."""
+    try:
+        forecast = read_plan(run.plan).forecast
+    except RecipeError:
+        forecast = None
+    return {phase: forecast.of_phase(phase) if forecast else PhaseForecast() for phase in phases}
+
+
+def _count(number: int | None) -> str:
+    return "not measured" if number is None else f"{number:,}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from finetune.errors import RecipeError
+from finetune.errors import CommandError, RecipeError
 from finetune.recipe import Recipe, find_recipe, load_source, parse_recipe
 
 #: The dataset of a plan that is made without one.
@@ -25,7 +25,9 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         overrides, source = [source, *overrides], None
     given = [*([f"dataset.path={json.dumps(data)}"] if data else []), *overrides]
     if source is None and model is None:
-        raise RecipeError("a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name.")
+        raise CommandError(
+            "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
+        )
     if source is not None and (model or not _is_model(source)):
         return _told(source, [*([f"model_name_or_path={json.dumps(model)}"] if model else []), *given])
     name = model or str(source)
@@ -48,7 +50,7 @@ def _told(source: str, overrides: list[str]) -> Recipe:
 def require_dataset(recipe: Recipe) -> None:
     """Raise RecipeError when no dataset is given."""
     if recipe.dataset.path == NO_DATASET:
-        raise RecipeError("no dataset is given", "Add --data FILE, or a hub dataset's id.")
+        raise CommandError("no dataset is given", "Add --data FILE, or a hub dataset's id.")
 
 
 def _is_model(source: str) -> bool:

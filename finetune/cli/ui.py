@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from finetune.errors import RecipeError
+from finetune.errors import PackagesError
 from finetune.system import become
 
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
     """Become `python -m app`. `-P` prevents importing a folder named app in the working directory."""
     if find_spec("gradio") is None:
-        raise RecipeError("the page needs gradio, which is not installed", 'Install it: pip install "gradio>=6.20,<7"')
+        raise PackagesError("the page needs gradio, which is not installed", 'Install it: pip install "gradio>=6.24,<7"')
     command = [sys.executable, "-P", "-m", "app", "--host", host, "--port", str(port), "--runs", runs]
     for name in allow_host:
         command += ["--allow-host", name]

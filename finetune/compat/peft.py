@@ -22,7 +22,7 @@ TOUCHED = (
         _READ_IN, f"{_DORA}.DoraLinearLayer.forward", "module",
     ),
     Touched(
-        f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta",
+        f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta or fake",
         _READ_IN, f"{_DORA}.DoraLinearLayer.update_layer",
     ),
     Touched(
@@ -41,9 +41,9 @@ TOUCHED = (
 
 
 @contextmanager
-def dora_weights(dequantised: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, DoRA gets the weights of a layer from `dequantised(layer)` and copies no layer."""
-    with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", lambda module: module):
+def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, DoRA gets the weights of a layer from `dequantised(layer)`, and a copy of a 4-bit layer from `copied(layer)`."""
+    with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", copied):
         yield
 
 

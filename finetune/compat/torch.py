@@ -77,6 +77,7 @@ TOUCHED = (
     ),
     _called("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
     _called("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
+    _called("torch.cuda.memory._snapshot", "the allocator's blocks after an out-of-memory error", needs="a card"),
 )  # fmt: skip
 
 
@@ -158,6 +159,13 @@ def dump_memory_history(path: str) -> None:
     import torch
 
     torch.cuda.memory._dump_snapshot(path)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """The allocator's segments with their blocks, and the recorded allocations."""
+    import torch
+
+    return torch.cuda.memory._snapshot()
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from finetune.compat.touched import Touched, replace, replaced
@@ -14,6 +14,7 @@ _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 _EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
 _LINEAR = "transformers.integrations.moe._grouped_linear"
+_BALANCE = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"
 _LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
@@ -30,6 +31,10 @@ TOUCHED = (
     Touched(
         _EXPERTS, "patch", "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
         _READ_IN, "transformers.integrations.moe._grouped_mm", "input weight offs",
+    ),
+    Touched(
+        _BALANCE, "patch", "a forecast tells which layer a tensor of the router's auxiliary loss belongs to",
+        _READ_IN, "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask",
     ),
     Touched(
         _LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
@@ -56,6 +61,11 @@ TOUCHED = (
     Touched(
         f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self",
+    ),
+    Touched(
+        "transformers.conversion_mapping.get_model_conversion_mapping", "private call",
+        "weights are loaded in the order of their names in the checkpoint",
+        _READ_IN, "transformers.PreTrainedModel.from_pretrained",
     ),
     Touched(
         "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",
@@ -120,6 +130,15 @@ def _never(*_tensors: Any) -> bool:
 def without_packing_detection() -> Iterator[None]:
     """Inside, rows count as not packed: transformers detects packing from position ids, which have no data in a forecast."""
     with replaced(_PACKED, lambda position_ids: None):
+        yield
+
+
+@contextmanager
+def auxiliary_loss(around: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the router's auxiliary loss is computed by `around(function, *arguments)`."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    with replaced(_BALANCE, partial(around, modeling_mixtral.load_balancing_loss_func)):
         yield
 
 
@@ -191,6 +210,15 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
     quantizer.preprocess_model(model, dtype=dtype, device_map=None)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
+
+
+def names_in_checkpoint(model: Any) -> dict[str, str]:
+    """Ending of a fused weight's name -> ending of the first name that its parts have in a checkpoint, both from a dot on."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
+    return {one.target_patterns[0]: min(one.source_patterns).replace("*", "0") for one in converters}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune import hub
 from finetune.data.report import shown
-from finetune.errors import RecipeError
+from finetune.errors import ModelError, RecipeError
 from finetune.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         _check_folder(place, name)
     tokenizer = _load(place, recipe)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise RecipeError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _RESAVE)
+        raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _RESAVE)
     if recipe.chat_template is not None:
         tokenizer.chat_template = _read_template(recipe.chat_template)
     choose_pad(tokenizer)
@@ -83,11 +83,11 @@ def _place(name: str) -> Path | str:
     if bundled is not None:
         return bundled
     if path.is_file():
-        raise RecipeError(
+        raise ModelError(
             f"model_name_or_path: {shown(name, 200)} is a file", "Name the folder that holds config.json and the weights."
         )
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or (path.parent.is_dir() and path.parent != Path()):
-        raise RecipeError(
+        raise ModelError(
             f"model_name_or_path: there is no folder {shown(name, 200)}",
             "Write a model folder, or a hub id like Qwen/Qwen3-8B.",
         )
@@ -105,7 +105,7 @@ def run_tokenizer(folder: Path, recipe: Recipe) -> PreTrainedTokenizerBase:
 def _check_folder(folder: Path, name: str) -> None:
     if not any((folder / file).is_file() for file in _FILES):
         has = ", ".join(sorted(shown(entry.name) for entry in folder.iterdir())[:8]) or "nothing"
-        raise RecipeError(f"model_name_or_path: {shown(name, 200)} has no tokenizer (no tokenizer.json; it has {has})", _RESAVE)
+        raise ModelError(f"model_name_or_path: {shown(name, 200)} has no tokenizer (no tokenizer.json; it has {has})", _RESAVE)
 
 
 def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -122,16 +122,16 @@ def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
         )
     except OSError as error:
         if isinstance(place, Path):
-            raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
+            raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
         why = _first_line(error) if answers or hub.is_switched_off() else "the hub does not answer, and it is not in the cache"
-        raise RecipeError(
+        raise ModelError(
             f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {why}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
     except (
         StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError, ArithmeticError
     ) as error:  # fmt: skip
-        raise RecipeError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
+        raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
 
 
 def _read_template(text: str) -> str:

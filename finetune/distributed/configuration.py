@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.nvidia import read_devices
-from finetune.card.visible import visible
+from finetune.card.visible import for_processes, visible
 from finetune.files import write_json
 from finetune.recipe.yaml import dump
 from finetune.system import WINDOWS
@@ -32,13 +32,12 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     if WINDOWS and (launch.num_processes > 1 or launch.strategy != "ddp"):
         problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
     here = launch.processes_here
-    if not on_cpu and here > 1 and (cards := _visible_cards()) < here:
-        problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used")
+    if not on_cpu and here > 1:
+        devices = visible(read_devices()[0])
+        if (cards := len(for_processes(devices))) < here:
+            split = " (instances of a split card can't work together)" if any(one.is_instance for one in devices) else ""
+            problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used{split}")
     return problems
-
-
-def _visible_cards() -> int:
-    return len(visible(read_devices()[0]))
 
 
 def write_configuration(run: Path, plan: Plan) -> Path:

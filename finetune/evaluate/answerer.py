@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.model.build import build_base, load_config
 from finetune.model.generate import greedy_answers
 from finetune.model.quiet import quiet_libraries
@@ -86,7 +86,7 @@ def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
     if checkpoint is not None:
         return checkpoint.path
     if needed:
-        raise RecipeError(
+        raise CommandError(
             f"{run.path} has no adapter and no sealed checkpoint yet", f"Let it train further: finetune resume {run.path}"
         )
     return None
@@ -94,7 +94,7 @@ def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
 
 def _require_last(run: RunDirectory) -> None:
     if not run.last_adapter.is_dir():
-        raise RecipeError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
+        raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
     require_intact_adapter(run.last_adapter)
 
 
@@ -104,12 +104,12 @@ def _load(plan: Plan, folder: Any, device: str) -> Any:
     try:
         model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
-        raise RecipeError(
+        raise CommandError(
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
             f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
         ) from None
     if folder and (broken := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
-        raise RecipeError(
+        raise CommandError(
             f"the adapter in {folder} has values that are not finite: {', '.join(broken[:3])}",
             "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
         )

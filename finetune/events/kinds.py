@@ -32,6 +32,11 @@ class Memory:
     reserved_bytes: Annotated[Whole | None, "reserved by torch's allocator"] = None
     peak_reserved_bytes: Annotated[Whole | None, "peak of reserved memory"] = None
     inactive_split_bytes: Annotated[Whole | None, "free parts of split blocks: fragmentation"] = None
+    segments: Annotated[Whole | None, "number of segments, the pieces in which memory is reserved; null where expandable"] = (
+        None
+    )
+    peak_segments: Annotated[Whole | None, "peak of their number"] = None
+    allocation_retries: Annotated[Whole | None, "how often torch has given cached blocks back to find memory, so far"] = None
     card_used_bytes: Annotated[Whole | None, "in use on the whole card, by all programs"] = None
     card_total_bytes: Annotated[Whole | None, "on the whole card"] = None
     other_processes_bytes: Annotated[Whole | None, "in use on the card by other programs"] = None
@@ -157,6 +162,12 @@ class ForecastCheck(Event):
     predicted_peak_bytes: Annotated[Whole | None, "forecast peak of the whole card"] = None
     measured_card_bytes: Annotated[Whole | None, "measured on the whole card, without other programs"] = None
     measured_reserved_bytes: Annotated[Whole | None, "measured peak of reserved memory"] = None
+    predicted_reserved_bytes: Annotated[
+        Whole | None, "forecast peak of reserved memory in training, by the replayed allocator"
+    ] = None
+    reserved_error: Annotated[float | None, "measured / forecast - 1 of reserved memory"] = None
+    predicted_segments: Annotated[Whole | None, "forecast number of segments in training; null where expandable"] = None
+    measured_segments: Annotated[Whole | None, "measured number of segments; null where expandable"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +215,16 @@ class OutOfMemory(Event, Memory):
     micro_batch: Annotated[Whole | None, "micro-batch size"] = None
     max_length: Annotated[Whole | None, "longest row, in tokens"] = None
     forecast_allocated_bytes: Annotated[Whole | None, "forecast peak of the phase's allocated memory"] = None
+    forecast_reserved_bytes: Annotated[Whole | None, "forecast peak of the phase's reserved memory"] = None
+    room_bytes: Annotated[Whole | None, "how much more could be reserved, within the run's limit and free on the card"] = None
+    free_bytes: Annotated[Whole | None, "free in reserved memory, all blocks together"] = None
     largest_free_block_bytes: Annotated[Whole | None, "largest free block in reserved memory"] = None
+    largest_usable_block_bytes: Annotated[Whole | None, "largest of them that the failed allocation may use"] = None
     free_blocks: Annotated[Whole | None, "number of free blocks in reserved memory"] = None
+    fragmented: Annotated[bool | None, "whether free memory would have sufficed in one piece"] = None
+    holders: Annotated[dict[str, Whole], "what holds most of the allocated memory: line of code, or size, to bytes"] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.errors import DiskFull, OutOfMemory, RecipeError
+from finetune.errors import CommandError, DiskFull, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
@@ -33,10 +33,10 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     """
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
-        raise RecipeError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
+        raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     require_intact_adapter(run.adapter)
     if target.exists():
-        raise RecipeError(f"{target} exists already", "Delete or rename it, or give another --output.")
+        raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
     _check_room(settings, target)
     building = target.with_name(f".{target.name}")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def write_merged_checkpoint(model: Any, source: Path, target: Path) -> list[str]
         elif path.is_file() and path.suffix not in OTHER_WEIGHTS:
             shutil.copyfile(path, target / path.name)
     if left:
-        raise RecipeError(
+        raise CommandError(
             f"{source} has no tensor {next(iter(left))} ({len(left)} such), so the merged model can't be written in its form",
             "Use the adapter without merging: servers can load base + adapter.",
         )
@@ -55,7 +55,7 @@ def _replace_changed(path: Path, left: dict[str, torch.Tensor]) -> list[str]:
                 continue
             new, old = left.pop(name), file.get_tensor(name)
             if new.shape != old.shape:
-                raise RecipeError(f"{path.name}: {name} has shape {tuple(old.shape)}, merged {tuple(new.shape)}")
+                raise CommandError(f"{path.name}: {name} has shape {tuple(old.shape)}, merged {tuple(new.shape)}")
             if not torch.equal(old.to(new.dtype), new):
                 changed[name] = new.to(old.dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     with path.open("r+b") as writing:

@@ -73,19 +73,21 @@ class CachingAllocator:
     """One card's allocator. Requests have names, so that they can be released; all sizes are bytes.
 
     `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
-    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed.
+    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed, `returned` the bytes
+    that were given back to the driver. `segments` is their number, which torch does not count where they are expandable.
     """
 
     def __init__(self, *, expandable: bool, limit: int | None = None) -> None:
         self.expandable, self.limit = expandable, limit
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = self.returned = 0
+        self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
         self.pools: dict[tuple[Stream, bool], Pool] = {}
         self._lowest = 1 << 62  # address of the last segment
 
     def reset_peaks(self) -> None:
         """Peaks count from now on."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
     def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
         """`malloc`: best fit among the stream's free blocks, else a new segment, else one after freeing what is cached.
@@ -134,7 +136,8 @@ class CachingAllocator:
                     self._unmap(block)
                 elif block.prev is None and block.next is None:
                     pool.remove(block)
-                    self.reserved -= block.size
+                    self.segments -= 1
+                    self._return(block.size)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         """`get_free_block`: the smallest free block that is large enough. One that can grow counts as large as it can grow."""
@@ -166,6 +169,8 @@ class CachingAllocator:
         if self.expandable:
             return self._expanded(pool, size)
         self._lowest -= segment
+        self.segments += 1
+        self.peak_segments = max(self.peak_segments, self.segments)
         self._reserve(segment)
         return Block(segment, self._lowest, pool, self._lowest)
 
@@ -173,6 +178,10 @@ class CachingAllocator:
         self.reserved += size
         if self.reserved > self.peak_reserved:
             self.peak_reserved = self.reserved
+
+    def _return(self, size: int) -> None:
+        self.reserved -= size
+        self.returned += size
 
     def _merge(self, block: Block) -> None:
         """`try_merge_blocks` with both neighbours, which leave the pool; `block` is in no pool."""
@@ -251,7 +260,7 @@ class CachingAllocator:
             _link(block, tail, block.next)
             pool.add(tail)
         block.address, block.size, block.mapped = start, end - start, False
-        self.reserved -= block.size
+        self._return(block.size)
         self._merge(block)
         pool.add(block)
 

@@ -76,12 +76,13 @@ def simulate_deep(
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
     """The fewest layers that stand for these: the leading ones that don't repeat (at least `lead`), then three periods."""
     full = len(kinds)
+    fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):
         first = next((start for start in range(lead, full) if _periodic(kinds, start, period)), full)
         few = first + 3 * period + (full - first) % period
-        if few < full:
-            return Depth(full, few, first + period, period, (full - few) // period)
-    return Depth(full, full)
+        if few < fewest.run:
+            fewest = Depth(full, few, first + period, period, (full - few) // period)
+    return fewest
 
 
 def _periodic(kinds: list[str], start: int, period: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.peft import dora_weights
+from finetune.compat.transformers import names_in_checkpoint
+from finetune.model.build import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
@@ -18,16 +21,69 @@ if TYPE_CHECKING:
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
 
-    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it: that is the load peak.
+    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters in
+    `dtype`, computes DoRA's magnitudes from the weights, and casts one after another to fp32 at the end.
     """
     made: dict[int, torch.nn.Parameter] = {}
     tracker.recording.begin("load")
     tracker.phase = "load"
+    uncast: dict[int, torch.nn.Parameter] = {}
     for adapters in (False, True):
-        for path, module in model.named_modules():
+        if adapters:
+            uncast = _uncast_adapters(model, tracker, dtype)
+        for path, module, names in _all_parameters(model) if adapters else _as_loaded(model):
             tracker.layer = layer_number(path)
-            _fill(module, tracker, made, adapters, dtype)
+            _fill(module, names, tracker, made, adapters, dtype, uncast)
     tracker.layer = None
+
+
+def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
+    """Path, module and its parameters' names."""
+    for path, module in model.named_modules():
+        yield path, module, list(module._parameters)
+
+
+def _as_loaded(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
+    """The same in the order in which weights are loaded: by name in the checkpoint, numbers by value.
+
+    What is loaded last decides the load peak of a quantised model: that weight is there in 16 bit besides all that are packed.
+    Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
+    """
+    stored = names_in_checkpoint(model.get_base_model())
+
+    def order(path: str) -> list[tuple[int, int, str]]:
+        ending = next((ending for ending in stored if path.endswith(ending)), "")
+        name = path.removesuffix(ending) + stored.get(ending, "")
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+    modules = sorted(_all_parameters(model), key=lambda each: order(each[0]))
+    return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
+
+
+def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, parameter in trainable_parameters(model):
+            if "lora_magnitude_vector" not in name:
+                tracker.layer = layer_number(name)
+                with tracker.making("adapters"):
+                    parameter.data = parameter.data.to(dtype)
+    tracker.layer = None
+
+
+def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Allocate and release what the state dict of a checkpoint copies: the nested code book of each 4-bit layer.
+
+    Source: bitsandbytes.functional.QuantState.as_dict. PEFT picks the adapters from the state dict of the whole model.
+    """
+    copies = []
+    for path, module in model.named_modules():
+        nested = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
+        if nested is not None:
+            tracker.layer = layer_number(path)
+            copies.append(nested.code.clone())
+    tracker.layer = None
+    tracker.record("state dict")
 
 
 def layer_number(path: str) -> int | None:
@@ -37,14 +93,24 @@ def layer_number(path: str) -> int | None:
 
 
 def _fill(
-    module: torch.nn.Module, tracker: StorageTracker, made: dict[int, torch.nn.Parameter], adapters: bool, dtype: torch.dtype
+    module: torch.nn.Module,
+    names: list[str],
+    tracker: StorageTracker,
+    made: dict[int, torch.nn.Parameter],
+    adapters: bool,
+    dtype: torch.dtype,
+    uncast: dict[int, torch.nn.Parameter],
 ) -> None:
-    for name, parameter in list(module._parameters.items()):
+    for name in names:
+        parameter = module._parameters[name]
         if parameter is None or parameter.requires_grad is not adapters:
             continue
         with tracker.making("adapters" if adapters else "weights"):
             if id(parameter) not in made:
-                made[id(parameter)] = _packer(module, name)(parameter, dtype)
+                early = uncast.pop(id(parameter), None)
+                if early is None or early.dtype != parameter.dtype:
+                    early = _packer(module, name)(parameter, dtype)
+                made[id(parameter)] = early
                 if not adapters:
                     tracker.recording.weights[tracker.layer] += made[id(parameter)].nbytes
             module._parameters[name] = made[id(parameter)]
@@ -53,6 +119,30 @@ def _fill(
     if not adapters:
         with tracker.making("weights"):
             _fill_buffers(module)
+
+
+def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
+    """Adapters before they are cast, in the dtype of their layer, by the id of the parameter that they become."""
+    uncast: dict[int, torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name in getattr(module, "lora_A", ()):
+            tracker.layer = layer_number(path)
+            layer: Any = module
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            own = torch.float32 if getattr(layer.get_base_layer(), "has_fp16_weights", None) is False else dtype
+            with tracker.making("adapters"):
+                uncast |= {id(one): torch.nn.Parameter(torch.empty(one.shape, dtype=own)) for one in (a, b)}
+            if name in layer.lora_magnitude_vector:
+                magnitude = layer.lora_magnitude_vector[name]
+                uncast[id(magnitude.weight)] = _magnitude(layer, magnitude, uncast[id(a)], uncast[id(b)], name, tracker)
+    return uncast
+
+
+def _magnitude(layer: Any, magnitude: Any, a: Any, b: Any, name: str, tracker: StorageTracker) -> torch.nn.Parameter:
+    computed = type(magnitude)(magnitude.fan_in_fan_out)
+    with tracker.making("workspace"):
+        computed.update_layer(base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[name])
+    return computed.weight
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:
@@ -106,8 +196,19 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 @contextmanager
 def fake_dora_weights() -> Iterator[None]:
     """Inside, DoRA, which reads the dequantised base weights on attach and in each forward, gets fake ones."""
-    with dora_weights(_dequantised):
+    with dora_weights(_dequantised, _copied):
         yield
+
+
+def _copied(module: Any) -> Any:
+    """A 4-bit layer with a weight and a quantisation state of its own; on meta the layer itself."""
+    if module.weight.is_meta:
+        return module
+    copied = copy.copy(module)
+    weight: Any = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
+    weight.quant_state = copy.deepcopy(module.weight.quant_state)
+    copied._parameters = {**module._parameters, "weight": weight}
+    return copied
 
 
 def _dequantised(module: Any) -> torch.Tensor:

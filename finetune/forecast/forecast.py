@@ -4,10 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from finetune.units import format_bytes
+
 #: The parts of the ledger, in the order in which they are shown.
 PARTS = (
     "weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace", "gathered",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AtLimit:
+    """What torch does to stay within `limit_bytes` of reserved memory: how often in an optimizer step it gives its cached
+    blocks back to the driver, and their bytes, most of which it takes again. By a replay of its allocator; the time is not
+    measured. None at all: only if more is reserved than the replay shows."""
+
+    limit_bytes: int
+    returns_per_step: int
+    returned_bytes_per_step: int
+
+    @property
+    def words(self) -> str:
+        """The state and its cost, in a sentence."""
+        if not self.returns_per_step:
+            return "it fits; if fragmentation grows, torch gives cached blocks back to the driver, for which the card waits"
+        times = "once" if self.returns_per_step == 1 else f"{self.returns_per_step} times"
+        return (
+            f"it fits only because torch gives cached blocks back to the driver {times} in a step, "
+            f"{format_bytes(self.returned_bytes_per_step)} in all; each time the card waits, for how long is not measured"
+        )
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    """Forecast peaks of one phase; None where they are not known."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    segments: int | None = None
 
 
 @dataclass(frozen=True)
@@ -16,6 +49,9 @@ class Forecast:
 
     `parts` are the allocated bytes by part at the training peak; they sum to `allocated_bytes`. `peaks` has the allocated peak
     of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + CUDA context.
+    `reserved_peaks` and `segments` are the peaks of reserved memory and of the number of segments by phase where torch's
+    allocator is replayed; torch counts no expandable segments. `at_limit`: how the run stays within a budget below its upper
+    end.
     """
 
     allocated_bytes: int
@@ -33,3 +69,11 @@ class Forecast:
     method: str = "dry run"  # `dry run, full depth (8 layers)` or `dry run, 4 of 32 layers, repeated`
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    reserved_peaks: dict[str, int] = field(default_factory=dict)
+    segments: dict[str, int] = field(default_factory=dict)
+    at_limit: AtLimit | None = None
+
+    def of_phase(self, phase: str) -> PhaseForecast:
+        """The peaks of a phase by its name in the events: load, train, evaluate or save."""
+        name = "eval" if phase == "evaluate" else phase
+        return PhaseForecast(self.peaks.get(name), self.reserved_peaks.get(name), self.segments.get(name))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from finetune.forecast import cache
 from finetune.forecast.caching_allocator import OutOfMemory
 from finetune.forecast.forecast import PARTS
 from finetune.forecast.reserved import Replay, replay
+from finetune.forecast.trace import NotRepeated
+from finetune.forecast.uneven import Growth, Widths, replay_uneven, widths_of
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
 from finetune.recipe.schema import Decides, settings_that_decide
@@ -33,7 +36,7 @@ _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
     "eval_steps": None, "gpu": None, "model_name_or_path": None,
 }  # fmt: skip
 #: Phases of the dry run that make up a training step.
-_TRAIN = ("forward", "loss", "loss backward", "backward", "optimizer")
+_TRAIN = ("forward", "loss", "auxiliary loss", "loss backward", "backward", "optimizer")
 #: Compute capability of a dry run when no card is given: Ampere.
 USUAL_CAPABILITY = (8, 0)
 #: This process's last simulations, newest last; `mix_layers` makes plans with every n-th layer checkpointed from them.
@@ -122,6 +125,64 @@ def replayed(
     return Replay(**known["made"]) if known["made"] else None
 
 
+def grown(
+    config: dict[str, Any],
+    settings: Settings,
+    *,
+    tokens: int,
+    capability: tuple[int, int],
+    lengths: Sequence[int],
+    expandable: bool,
+) -> Growth | None:
+    """What torch reserves over steps of rows of these `lengths`, by a replay; cached on disk. None where it can't be had."""
+    micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    widths = widths_of(lengths, micro, tokens, accumulation)
+    key = cache.key_of(
+        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, None),
+        capability=capability, expandable=expandable, widths=widths, accumulation=accumulation,
+    )  # fmt: skip
+    known = cache.read(key)
+    if known is None:
+        made = _grown(config, settings, tokens, capability, widths, expandable)
+        known = {"made": asdict(made) if made else None}
+        cache.write(key, known)
+    return Growth(**{**known["made"], "by_step": tuple(known["made"]["by_step"])}) if known["made"] else None
+
+
+def _grown(
+    values: dict[str, Any], settings: Settings, tokens: int, capability: tuple[int, int], widths: list[int], expandable: bool
+) -> Growth | None:
+    from finetune.forecast.simulate import Batch
+    from finetune.model.build import config_from
+
+    config = config_from(values, settings)
+    narrow, micro = tokens // 2, settings.per_device_train_batch_size
+    with _collecting_nothing():
+        traces = [
+            _simulated(config, settings, Batch(**_shape(settings, micro, width, None)), capability)[0].trace()
+            for width in (tokens, narrow)
+        ]
+        if traces[0] is None or traces[1] is None:
+            return None
+        try:
+            known = Widths(traces[0], tokens, traces[1], narrow)
+        except NotRepeated:
+            return None
+        return replay_uneven(traces[0], known, widths, settings.gradient_accumulation_steps, expandable=expandable)
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Inside, Python looks for no reference cycles: a hundred thousand small objects and no cycle."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _replay(
     values: dict[str, Any],
     settings: Settings,
@@ -134,16 +195,12 @@ def _replay(
     from finetune.model.build import config_from
 
     simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability)
-    collects = gc.isenabled()
-    gc.disable()  # a hundred thousand small objects and no cycle
-    try:
+    with _collecting_nothing():
         trace = simulation.trace()
-        return replay(trace, expandable=expandable, limit=limit) if trace else None
-    except OutOfMemory:
-        return None
-    finally:
-        if collects:
-            gc.enable()
+        try:
+            return replay(trace, expandable=expandable, limit=limit) if trace else None
+        except OutOfMemory:
+            return None
 
 
 def _shape(settings: Settings, micro_batch: int, tokens: int, trained_tokens: int | None) -> dict[str, Any]:

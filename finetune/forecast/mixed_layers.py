@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.forecast.simulate import Simulation
+from finetune.forecast.simulate import AUXILIARY, Simulation
 from finetune.forecast.tracker import Peak
 from finetune.recipe.compatibility import is_zero3
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Settings
 
 #: Phases in which it matters whether a layer is checkpointed.
-_MIXED = ("forward", "loss", "loss backward", "backward")
+_MIXED = ("forward", "loss", AUXILIARY, "loss backward", "backward")
 
 
 def can_mix(settings: Settings, identical: bool) -> bool:

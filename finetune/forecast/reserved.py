@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from finetune.forecast.caching_allocator import CachingAllocator
 from finetune.forecast.trace import RELEASED, Event, Trace
@@ -13,43 +13,90 @@ WARM_UP = -1
 
 @dataclass(frozen=True)
 class Replay:
-    """Peaks of a replayed run, bytes. `retries`: how often cached blocks had to be freed to stay within the limit."""
+    """Peaks of a replayed run, bytes. `retries`: how often cached blocks had to be freed to stay within the limit.
+
+    `reserved` and `segments`: peaks by phase (load, train, save, eval); `segments` is empty where they are expandable. The
+    retries of the second step, with two micro-batches where gradients accumulate, and of its last micro-batch, each with the
+    bytes that go back to the driver.
+    """
 
     allocated_bytes: int
     reserved_bytes: int
     retries: int
+    reserved: dict[str, int] = field(default_factory=dict)
+    segments: dict[str, int] = field(default_factory=dict)
+    step_retries: int = 0
+    step_returned_bytes: int = 0
+    micro_batch_retries: int = 0
+    micro_batch_returned_bytes: int = 0
 
 
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """The run on a card with this allocator. Raises OutOfMemory when it does not fit `limit`."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     player = Player(allocator, trace.kept)
+    peaks = _Peaks(allocator)
     player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
     player.play(trace.parts["load"])
+    peaks.end("load")
     allocator.empty_cache()
-    for events in _steps(trace):
+    first, micro_batches, rest = _steps(trace)
+    for events in first:
         player.play(events)
-    return Replay(allocator.peak_allocated, allocator.peak_reserved, allocator.retries)
+    peaks.end("train")
+    before = micro = (allocator.retries, allocator.returned)
+    for events in micro_batches:
+        micro = (allocator.retries, allocator.returned)
+        player.play(events)
+    micro_retries, micro_returned = allocator.retries - micro[0], allocator.returned - micro[1]
+    for events in rest:
+        player.play(events)
+    step_retries, step_returned = allocator.retries - before[0], allocator.returned - before[1]
+    peaks.end("train")
+    for phase in ("save", "eval"):
+        if phase in trace.parts:
+            player.play(trace.parts[phase])
+            peaks.end(phase)
+    return Replay(
+        peaks.allocated, max(peaks.reserved.values()), allocator.retries, peaks.reserved, {} if expandable else peaks.segments,
+        step_retries, step_returned, micro_retries, micro_returned,
+    )  # fmt: skip
 
 
-def _steps(trace: Trace) -> list[list[Event]]:
-    """What follows loading: two optimizer steps, of two micro-batches where gradients accumulate, a save and an evaluation."""
+class _Peaks:
+    """The highest of each phase, from one `end` to the next."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self.allocated = 0
+        self.reserved: dict[str, int] = {}
+        self.segments: dict[str, int] = {}
+
+    def end(self, phase: str) -> None:
+        """What was reached since the last end belongs to `phase`."""
+        allocator = self._allocator
+        self.allocated = max(self.allocated, allocator.peak_allocated)
+        self.reserved[phase] = max(self.reserved.get(phase, 0), allocator.peak_reserved)
+        self.segments[phase] = max(self.segments.get(phase, 0), allocator.peak_segments)
+        allocator.reset_peaks()
+
+
+def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]], list[list[Event]]]:
+    """What follows loading: the first step, the second one's micro-batches (two where gradients accumulate), and its rest."""
     parts, gradients = trace.parts, trace.gradients or {}
     accumulating = parts["micro-batch"]
     first = [
         (gradients.get(number, number), size) for number, size in accumulating if size != RELEASED or number not in gradients
     ]
     micro = [first, accumulating] if gradients else [first]
-    states = _states(parts["first step"], set(gradients.values()))
-    return [
-        *micro, parts["clipping"], states, parts["optimizer"],
-        *micro, parts["clipping"], parts["optimizer"], parts["save"], parts.get("eval", []),
-    ]  # fmt: skip
+    rest = [parts["clipping"], parts["optimizer"]]
+    return [*micro, parts["clipping"], states_of(trace), parts["optimizer"]], micro, rest
 
 
-def _states(events: list[Event], gradients: set[int]) -> list[Event]:
+def states_of(trace: Trace) -> list[Event]:
     """What stays of the first optimizer step: the states."""
-    gone = {number for number, size in events if size == RELEASED} | gradients
+    events = trace.parts["first step"]
+    gone = {number for number, size in events if size == RELEASED} | set((trace.gradients or {}).values())
     return [event for event in events if event[0] not in gone]
 
 

@@ -18,10 +18,16 @@ from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward
-from finetune.compat.transformers import fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.compat.transformers import (
+    auxiliary_loss,
+    fake_experts,
+    keys_repeated,
+    without_packing_detection,
+    wrap_checkpoint,
+)
 from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
-from finetune.forecast.fake_model import fake_dora_weights, materialise
+from finetune.forecast.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.forecast.trace import NotRepeated
@@ -37,6 +43,7 @@ from finetune.model.build import (
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
+from finetune.model.varlen_attention import forecast_for
 
 if TYPE_CHECKING:
     from finetune.forecast.depth import Depth
@@ -44,6 +51,10 @@ if TYPE_CHECKING:
     from finetune.forecast.trace import Recording, Trace
     from finetune.forecast.tracker import Peak, Place
     from finetune.recipe import Settings
+
+
+#: The phase of the router's auxiliary loss of a mixture, after the loss.
+AUXILIARY = "auxiliary loss"
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peaks of load, forward, loss, loss backward, backward, optimizer, save and eval; host memory; notes for the user.
+    """Peaks of load, forward, loss, auxiliary loss, loss backward, backward, optimizer, save and eval; host memory; notes.
 
     `lean`: what of each decoder layer is lean, in words; empty without lean layers.
     `recording`: the events of the layers that were run, which stand for a model of `depth`; None for a mixture of simulations.
@@ -94,8 +105,10 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         restore_master_precision(model)
         _add_loss(model)
         observe(model, tracker)
-        with _fake_tensors(settings, capability, batch), tracker:
+        with _fake_tensors(settings, capability, batch, tracker), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
+            if True in (settings.load_in_4bit, settings.load_in_8bit):
+                round_adapters(model, tracker)
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)
@@ -153,7 +166,7 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
     inputs = _inputs(settings, batch, batch.rows, tracker)
     with step_context(settings, "cpu"):
         loss = _forward(model, settings, inputs, tracker, "forward")
-        tracker.phase, tracker.part, tracker.layer = "loss backward", "loss", None
+        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
         backward(loss)
     del loss
     tracker.recording.begin("clipping")
@@ -166,7 +179,8 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
     del inputs
     tracker.recording.begin("save")
     gc.collect()
-    tracker.phase = "save"
+    tracker.phase, tracker.part = "save", "workspace"
+    state_dict_copies(model, tracker)
     tracker.record("steady state")
     if batch.eval_rows:
         tracker.recording.begin("eval")
@@ -247,7 +261,7 @@ def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: An
 
 
 def _backward_reaches(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
-    tracker.phase, tracker.part, tracker.layer = "backward", "workspace", number
+    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
 
 
 def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:
@@ -256,6 +270,18 @@ def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any
         tracker.phase = "loss"
         if output.last_hidden_state.requires_grad:  # its gradient ends the loss's backward
             output.last_hidden_state.register_hook(functools.partial(_backward_reaches, tracker, None))
+
+
+def _balance(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
+    """The router's auxiliary loss: what it makes of a layer's logits belongs to that layer, in its backward, too.
+
+    In training it is a phase of its own. It grows with the number of layers, so at full depth it may need more than the loss.
+    """
+    tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
+    try:
+        return computed(*inputs)
+    finally:
+        tracker.inherits = False
 
 
 def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
@@ -269,10 +295,12 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 
 
 @contextmanager
-def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batch) -> Iterator[None]:
+def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batch, tracker: StorageTracker) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(fake_experts())
+        stack.enter_context(forecast_for(capability))
+        stack.enter_context(auxiliary_loss(functools.partial(_balance, tracker)))
         if capability is not None and sys.platform != "win32":
             stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):

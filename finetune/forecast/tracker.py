@@ -59,6 +59,8 @@ class StorageTracker(TorchDispatchMode):
     New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
     peak of each place, `host` the peak of host memory. Works on real and fake tensors. `rules` change what operators allocate.
 
+    While `inherits` is set, what is made outside the layers belongs to the layer of the last argument that has one.
+
     `recording` has the order of allocations and releases, with cuBLAS's workspaces of `workspace_bytes`, which the sums lack.
     """
 
@@ -71,6 +73,7 @@ class StorageTracker(TorchDispatchMode):
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[tuple[bool, bool]] = set()
         self._source: int | None = None
+        self.inherits = False
         self.live_bytes = 0
         self.live: Counter[Tag] = Counter()
         self.peaks: dict[Place, Peak] = {}
@@ -106,6 +109,9 @@ class StorageTracker(TorchDispatchMode):
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
         if self._phase in _UPDATES and args and isinstance(args[0], torch.Tensor):
             self._comes_from(args[0])
+        elif self.inherits:
+            tensors = (value for value in reversed(args) if isinstance(value, torch.Tensor))
+            self._source = next((layer for value in tensors if (layer := self.layer_of(value)) is not None), None)
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
@@ -113,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):
             for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
                 self._comes_from(source)
-                self.follow(leaf, layer=self._layer_of(source))
+                self.follow(leaf, layer=self.layer_of(source))
         else:
             for leaf in tree_iter(out):
                 if isinstance(leaf, torch.Tensor):
@@ -174,7 +180,8 @@ class StorageTracker(TorchDispatchMode):
         layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
         self._source = self._source if layer is None else layer
 
-    def _layer_of(self, tensor: torch.Tensor) -> int | None:
+    def layer_of(self, tensor: torch.Tensor) -> int | None:
+        """The layer that a tensor's storage is tagged with."""
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
     def follow(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
@@ -184,7 +191,8 @@ class StorageTracker(TorchDispatchMode):
         if key in self._sizes:
             return
         device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device  # the latter would be dispatched
-        tag = (self.part, self.layer if layer is None else layer)
+        inherited = self._source if self.inherits and self.layer is None else self.layer
+        tag = (self.part, inherited if layer is None else layer)
         if device.type == "meta":
             # Host copies are pinned, and torch's pinned allocator rounds up to powers of two (CachingHostAllocator.h).
             size = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
-from finetune.forecast.forecast import Forecast
-from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, replayed
+from finetune.forecast.forecast import AtLimit, Forecast
+from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
 from finetune.units import MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PretrainedConfig
 
     from finetune.card.card import Card
@@ -24,14 +28,21 @@ if TYPE_CHECKING:
 EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
+#: Growth that is worth a word, and rows so short that half of them show nothing.
+SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
+#: Limits at which a run is tried, as steps down from what it reserves without one.
+LIMIT_STEP = 0.01
 #: Resident memory of a process that has torch, transformers, TRL, PEFT and datasets imported (measured, Linux).
 PROCESS_BYTES = 800 * MIB
 
 
-def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, *, tokens: int) -> Forecast:
+def make_forecast(
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, *, tokens: int, budget_bytes: int | None = None
+) -> Forecast:
     """The forecast for a run of `settings` on `card` whose longest row has `tokens` tokens.
 
-    Raises RecipeError for a model that can't be built.
+    `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
+    that limit. Raises RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
@@ -39,17 +50,22 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings,
     run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
     held = _replayed(config, settings, card, highest, tokens) if run is alone else None
-    low, likely, high = _reserved(highest, card, held, even=settings.packing is True)
+    even = settings.packing is True
+    low, likely, high = _reserved(highest, card, held, even=even)
     low -= highest - _least_peak(run, alone) if run is not alone else 0
     context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
         context = PROCESS_BYTES
+    least, most = low + max(0, context - unsure), high + context + unsure
+    at_limit = None
+    if held is not None and budget_bytes is not None and least <= budget_bytes < most and (even or expandable_segments()):
+        at_limit = _at_limit(config, settings, card, tokens, held, budget_bytes - context - unsure)
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
         peak_bytes=likely + context,
-        peak_low_bytes=low + max(0, context - unsure),
-        peak_high_bytes=high + context + unsure,
+        peak_low_bytes=least,
+        peak_high_bytes=most,
         parts=run.parts,
         peaks=run.peaks,
         per_layer_bytes=run.per_layer_bytes,
@@ -58,7 +74,77 @@ def make_forecast(config: PretrainedConfig | dict[str, Any], settings: Settings,
         method=run.method,
         versions=run.versions,
         notes=run.notes + _notes(settings, card, tokens, micro, held),
+        reserved_peaks=held.reserved if held else {},
+        segments=held.segments if held else {},
+        at_limit=at_limit,
     )
+
+
+def with_growth(
+    forecast: Forecast, config: dict[str, Any], settings: Settings, card: Card, *, tokens: int, lengths: Sequence[int]
+) -> Forecast:
+    """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
+
+    Unchanged for packed rows, for rows of one length, and where the allocator was not replayed.
+    """
+    if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or tokens < LEAST_WIDTH:
+        return forecast
+    expandable = expandable_segments()
+    growth = grown(
+        config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, expandable=expandable
+    )
+    if growth is None:
+        return forecast
+    likely = max(forecast.reserved_bytes, growth.reserved_bytes)
+    more = likely - forecast.reserved_bytes
+    around = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    high = max(forecast.peak_high_bytes, round(likely * (1 + DRY_RUN_ERROR)) + around)
+    return dataclasses.replace(
+        forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
+        reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
+        notes=(*forecast.notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, expandable)),
+    )  # fmt: skip
+
+
+def _growth_note(share: float, expandable: bool) -> str:
+    """What rows of uneven length do to reserved memory, and what follows for the allocator's settings."""
+    over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
+    more = f"{share:.1%} more" if share > SMALL_GROWTH else "no more"
+    if expandable:
+        return f"{over} {more} than for the longest alone, with expandable segments"
+    advice = "packing=true would avoid that" if share > SMALL_GROWTH else "which needs no other setting of the allocator"
+    return f"{over} {more} than for the longest alone; {advice}"
+
+
+def _at_limit(
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, tokens: int, free: Replay, limit: int
+) -> AtLimit | None:
+    """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
+
+    `free`: its replay without a limit. A lower limit moves the moments at which blocks are given back, which may help or not:
+    the run must go on at every limit of a grid from what it reserves without one, so that more room is never worse.
+
+    Uneven rows without expandable segments are left out by the caller: the replay's one length does not show what they do.
+    """
+
+    def lowered(bytes_: float) -> int:
+        return max(0, math.ceil((1 - bytes_ / free.reserved_bytes) / LIMIT_STEP))
+
+    least = lowered(limit / (1 + DRY_RUN_ERROR))
+    if free.reserved_bytes * (1 - least * LIMIT_STEP) < free.allocated_bytes:
+        return None
+    tried = [free]
+    for part in range(1, least + 1):
+        held = _replay_of(config, settings, card, tokens, round(free.reserved_bytes * (1 - part * LIMIT_STEP)))
+        if held is None:
+            return None
+        tried.append(held)
+    likely = tried[lowered(limit)]
+    more = max(0, settings.gradient_accumulation_steps - 2)  # the replayed step has two micro-batches
+    return AtLimit(
+        limit_bytes=limit, returns_per_step=likely.step_retries + more * likely.micro_batch_retries,
+        returned_bytes_per_step=likely.step_returned_bytes + more * likely.micro_batch_returned_bytes,
+    )  # fmt: skip
 
 
 def _replayed(
@@ -68,9 +154,15 @@ def _replayed(
     of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
     if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
         return None
+    return _replay_of(config, settings, card, tokens)
+
+
+def _replay_of(
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, tokens: int, limit: int | None = None
+) -> Replay | None:
     return replayed(
         config, settings, micro_batch=settings.per_device_train_batch_size, tokens=tokens,
-        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(),
+        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(), limit=limit,
     )  # fmt: skip
 
 

@@ -24,9 +24,9 @@ from finetune.compat.transformers import build_modules, loading_with, put_quanti
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import read_config, resolve_model_path
-from finetune.model.experts import experts_quantiser, has_experts, split_targets
+from finetune.model.experts import experts_quantiser, has_experts, name_experts_for_trl, split_targets
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
-from finetune.model.names import resolve
+from finetune.model.stored import BITSANDBYTES, DEQUANTISED, give_original, stored_quantisation
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:
@@ -211,6 +211,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
     restore_master_precision(peft_model)
+    name_experts_for_trl(text_config(model.config))
     # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: these keep PEFT's cast.
     if settings.lora_dropout == 0 and not settings.use_dora:
         leave_casts_to_autocast(peft_model)
@@ -258,7 +259,7 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
 
     A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
     """
-    if own := _stored_quantisation(config):
+    if own := stored_quantisation(vars(config), settings.model_name_or_path):
         return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
     if settings.load_in_4bit is True:
         return _nf4(settings)
@@ -281,16 +282,10 @@ def _nf4(settings: Settings) -> BitsAndBytesConfig:
 
 def _quantiser(settings: Settings, config: PretrainedConfig) -> type | None:
     """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
-    own = _stored_quantisation(config)
-    stored = own.get("quant_method") == "bitsandbytes"
+    own = stored_quantisation(vars(config), settings.model_name_or_path)
+    stored = own.get("quant_method") == BITSANDBYTES
     packs = settings.load_in_4bit is True and not shards_weights(settings.launch) and not stored
     return experts_quantiser() if packs else None
-
-
-def _stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
-    """A checkpoint's own `quantization_config`; empty when it is 16-bit."""
-    own = getattr(config, "quantization_config", None) or {}
-    return own if isinstance(own, dict) else own.to_dict()
 
 
 def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
@@ -298,45 +293,39 @@ def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:
-    name, method = settings.model_name_or_path, own.get("quant_method", "")
-    if method == "bitsandbytes":
+    name, method = settings.model_name_or_path, own["quant_method"]
+    if method == BITSANDBYTES:
         wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
         if wanted is not True:
             raise RecipeError(
-                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or {_give_original(name)}."
+                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or {give_original(settings)}."
             )
         if fused_experts:
             raise RecipeError(
                 f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "
                 "into transformers 5's fused experts",
-                f"G{_give_original(name)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
+                f"G{give_original(settings)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
             )
         if bits == "4bit" and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
-                f"G{_give_original(name)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
+                f"G{give_original(settings)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
     if method == "mxfp4" and settings.load_in_4bit is True and not shards_weights(settings.launch):
         return _nf4(settings)
-    if method in ("mxfp4", "fp8") and True not in (settings.load_in_4bit, settings.load_in_8bit):
+    if method in DEQUANTISED and True not in (settings.load_in_4bit, settings.load_in_8bit):
         from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     stored = method or "an unknown quantisation"
-    dequantised = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or " if method in ("mxfp4", "fp8") else ""
-    advice = f"{dequantised}{_give_original(name)}; load_in_4bit=true quantises it while loading."
+    dequantised = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or " if method in DEQUANTISED else ""
+    advice = f"{dequantised}{give_original(settings)}; load_in_4bit=true quantises it while loading."
     raise RecipeError(
         f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
         advice[0].upper() + advice[1:],
     )
-
-
-def _give_original(name: str) -> str:
-    """`give Qwen/Qwen3-8B`: the model that a quantised copy was made from; in general words where its name doesn't say."""
-    match = resolve(name) or resolve(name.rstrip("/").rpartition("/")[2])
-    return f"give {match.name}" if match is not None and match.name != name else "give the 16-bit model"
 
 
 def build_on_meta(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
-from finetune.errors import RecipeError
+from finetune.errors import ModelError
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
 
@@ -40,16 +40,16 @@ def resolve_model_path(settings: Recipe) -> str:
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise RecipeError(
+            raise ModelError(
                 f"model_name_or_path {name} holds an adapter, not a model", "Give the base model, or merge the adapter first."
             )
         if not (path / "config.json").is_file():
-            raise RecipeError(
+            raise ModelError(
                 f"model_name_or_path {name} has no config.json", "Give a folder saved with save_pretrained, or a hub id."
             )
         return str(path)
     if name.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(name) or path.is_file():
-        raise RecipeError(
+        raise ModelError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
             f"{_meant(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
         )
@@ -71,7 +71,20 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     if path in known:
         return dict(known[path])
     fix = f"{_meant(path)}Give the hub id in full, or a folder that holds its config.json."
-    raise RecipeError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
+    raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
+
+
+def read_text(path: str, name: str, revision: str | None) -> str | None:
+    """A small text file beside config.json, from the folder, the hub's cache or the hub; None when there is none."""
+    if Path(path).is_dir():
+        found = Path(path) / name
+        return found.read_text(encoding="utf-8", errors="replace") if found.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, name, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached).read_text(encoding="utf-8", errors="replace")
+    return _fetch(path, revision or "main", name)[0]
 
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
@@ -109,9 +122,9 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
     try:
         values = json.loads(text, object_hook=_with_floats)
     except ValueError as error:
-        raise RecipeError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
+        raise ModelError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise RecipeError(f"model_name_or_path {path}: config.json is not an object")
+        raise ModelError(f"model_name_or_path {path}: config.json is not an object")
     return values
 
 
@@ -127,15 +140,15 @@ def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
     return _parsed(Path(found).read_text(encoding="utf-8"), repo) if isinstance(found, str) else None
 
 
-def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
-    """config.json from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
+def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | None, str]:
+    """A file from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
     from huggingface_hub import constants, get_token
 
     if hub.is_switched_off():
         return None, "not in the local cache and the hub is switched off (HF_HUB_OFFLINE)"
     if not hub.is_reachable():
         return None, "not in the local cache and the hub can't be reached"
-    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/config.json")
+    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{name}")
     token = get_token()
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -148,6 +161,6 @@ def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
                 None,
                 "the hub does not show it to you (gated, private or misspelt); accept its terms and run `hf auth login`",
             )
-        return None, f"the hub answers {error.code} for {revision}/config.json"
+        return None, f"the hub answers {error.code} for {revision}/{name}"
     except (OSError, UnicodeDecodeError) as error:
         return None, f"the hub can't be reached ({getattr(error, 'reason', error)})"

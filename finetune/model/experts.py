@@ -33,6 +33,20 @@ def has_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
+def name_experts_for_trl(config: Any) -> None:
+    """Give a language model's configuration what TRL reads for the router's auxiliary loss: `num_experts`.
+
+    Some mixtures have another name for it. A dense model of a mixture's type (Granite 4) has no router, so no such loss.
+    """
+    if not hasattr(config, "output_router_logits") or hasattr(config, "num_experts"):
+        return
+    experts = next((value for name in EXPERT_COUNTS if (value := getattr(config, name, None))), None)
+    if experts:
+        config.num_experts = experts
+    else:
+        config.router_aux_loss_coef = 0.0
+
+
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():

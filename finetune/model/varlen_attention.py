@@ -7,6 +7,8 @@ Ampere, scaled dot product attention runs once per row; padded batches and gener
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def varlen_attention(
     starts, longest = _row_boundaries(query, arguments)
     q, k, v = (heads.transpose(1, 2).reshape(batch * tokens, *heads.shape[1::2]) for heads in (query, key, value))
     window = arguments.get("sliding_window")
-    if _has_kernel(query):
+    if _has_kernel(query, value):
         sizes = (window - 1 if window else -1, 0)
         shared: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
         if shared and not varlen_shares_keys():
@@ -126,17 +128,35 @@ def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
     return _OFFSETS[starts]
 
 
-def _has_kernel(query: torch.Tensor) -> bool:
-    """Whether flash attention has a kernel: 16 bit, head_dim a multiple of 8 up to 256, compute capability 8.0 or higher.
+_NO_CARD = (0, 0)
+#: Compute capability of the card that a forecast is for: the innermost `forecast_for`, else Ampere.
+_FORECAST_FOR = [(8, 0)]
 
-    A forecast assumes such a card, and that the model's head_dim can be trained there.
+
+@contextmanager
+def forecast_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, a forecast is for a card of this compute capability; None for a run on the CPU."""
+    _FORECAST_FOR.append(capability or _NO_CARD)
+    try:
+        yield
+    finally:
+        _FORECAST_FOR.pop()
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether flash attention has a kernel: 16 bit, one head_dim, a multiple of 8 up to 256, compute capability 8.0 or higher.
+
+    A forecast is for the card of `forecast_for`.
     """
     head_dim = query.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
         return False
+    if value.shape[-1] != head_dim:  # of latent attention (DeepSeek)
+        return False
     if is_forecast(query):
-        return True
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (0, 0)
+        capability = _FORECAST_FOR[-1]
+    else:
+        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else _NO_CARD
     return capability >= (8, 0) and flash_trains(head_dim, capability)
 
 

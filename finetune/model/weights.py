@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.errors import RecipeError
+from finetune.errors import ModelError
 from finetune.files import cache_dir, sha256_of, write_text
 from finetune.model.configuration import resolve_model_path
 
@@ -23,10 +23,10 @@ def check_weights(folder: Path) -> None:
     """Raise RecipeError naming every weight file that is missing, truncated or no safetensors file."""
     names = _files(folder)
     if not names:
-        raise RecipeError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
+        raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
     problems = [f"{folder / name}: {problem}" for name in names if (problem := _problem(folder / name))]
     if problems:
-        raise RecipeError(problems, _AGAIN)
+        raise ModelError(problems, _AGAIN)
 
 
 def weights_fingerprint(settings: Settings) -> str | None:
@@ -70,7 +70,7 @@ def _files(folder: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{index} can't be read: {type(error).__name__}: {error}", _AGAIN) from None
+        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _AGAIN) from None
 
 
 def _problem(path: Path) -> str:

@@ -24,12 +24,13 @@ LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 class History:
     """`speed_factor`: median of measured / modelled step time, None when never measured.
 
-    `memory_errors`: measured / forecast allocated bytes - 1 of each run, oldest first.
+    `memory_errors`: measured / forecast allocated bytes - 1 of each run, oldest first; `reserved_errors`: of reserved bytes.
     """
 
     runs: int = 0
     speed_factor: float | None = None
     memory_errors: tuple[float, ...] = ()
+    reserved_errors: tuple[float, ...] = ()
 
     @property
     def worst_excess(self) -> float:
@@ -37,16 +38,22 @@ class History:
         return max((*self.memory_errors, 0.0))
 
 
-def record_run(plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None) -> None:
+def record_run(
+    plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None,
+    segments: int | None = None,
+) -> None:  # fmt: skip
     """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
 
     `step_s` is the median step time without the first steps. Figures that the plan does not have are null.
     """
+    forecast = plan.forecast
     row = {
         "card": plan.card.name, "model": plan.settings.model_name_or_path, "load_in_4bit": plan.settings.load_in_4bit,
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
-        "forecast_allocated_bytes": plan.forecast.allocated_bytes if plan.forecast else None,
-        "measured_allocated_bytes": allocated_bytes, "measured_reserved_bytes": reserved_bytes,
+        "forecast_allocated_bytes": forecast.allocated_bytes if forecast else None, "measured_allocated_bytes": allocated_bytes,
+        "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,
+        "measured_reserved_bytes": reserved_bytes,
+        "forecast_segments": forecast.segments.get("train") if forecast else None, "measured_segments": segments,
     }  # fmt: skip
     rows = _rows()
     mine = [old for old in rows if old["card"] == plan.card.name]
@@ -65,13 +72,17 @@ def read_history(card_name: str) -> History:
         for row in rows
         if row.get("measured_step_s") and row.get("modelled_step_s")
     ]
-    errors = tuple(
-        row["measured_allocated_bytes"] / row["forecast_allocated_bytes"] - 1
-        for row in rows
-        if row.get("measured_allocated_bytes") and row.get("forecast_allocated_bytes")
+    allocated, reserved = (
+        tuple(
+            row[f"measured_{name}_bytes"] / row[f"forecast_{name}_bytes"] - 1
+            for row in rows
+            if row.get(f"measured_{name}_bytes") and row.get(f"forecast_{name}_bytes")
+        )
+        for name in ("allocated", "reserved")
     )
     factor = statistics.median(factors) if factors else None
-    return History(len(rows), None if factor is None else min(max(factor, LEAST_FACTOR), MOST_FACTOR), errors)
+    bounded = None if factor is None else min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+    return History(len(rows), bounded, allocated, reserved)
 
 
 def _path() -> Path:

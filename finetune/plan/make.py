@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast.forecast import Forecast
-from finetune.forecast.whole_card import make_forecast
+from finetune.forecast.whole_card import make_forecast, with_growth
 from finetune.model.configuration import read_config
+from finetune.model.stored import stored_quantisation, trainable_bits
 from finetune.plan.advice import RANKS, advise_alpha
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
@@ -64,7 +66,7 @@ def make_plan(
     config = read_config(recipe)
     planner = _Planner(
         recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
-        forecaster or make_forecast, tell,
+        forecaster or functools.partial(make_forecast, budget_bytes=budget), tell, grows=forecaster is None,
     )  # fmt: skip
     found = planner.solve()
     if found.verdict != Verdict.FITS and recipe.packing == AUTO and found.choices.value("packing"):
@@ -109,6 +111,7 @@ class _Planner:
     history: History
     forecaster: MakeForecast
     tell: Progress
+    grows: bool = False
 
     def solve(self, no_room: bool = False) -> _Attempt:
         """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the
@@ -119,13 +122,39 @@ class _Planner:
             search, able = attempt.search, self._open_strategies(attempt.choices)
             if shards(self.recipe.launch):  # estimates assume whole models: forecast the smallest strategy first
                 search.smallest(able)
-            found = search.find(able)
-            if found is None and search.could_fit(able):
-                found = search.smallest(able)
+            found = self._found(attempt.choices, search, able)
             if found is not None and verdict_of(found.forecast, self.budget) == Verdict.FITS:
                 return dataclasses.replace(attempt, chosen=found)
         first = attempts[0]
         return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first.choices)))
+
+    def _found(self, choices: Choices, search: Search, able: list[Strategy]) -> Anchor | None:
+        """The fastest strategy that fits also over steps of rows of uneven length; the smallest where none surely does."""
+        tried: set[Strategy] = set()
+        while True:
+            found = search.find(able)
+            if found is None and search.could_fit(able):
+                found = search.smallest(able)
+            if found is None or found.strategy in tried or verdict_of(found.forecast, self.budget) != Verdict.FITS:
+                return found
+            tried.add(found.strategy)
+            raised = self._over_steps(choices, search, found)
+            if verdict_of(raised.forecast, self.budget) == Verdict.FITS:
+                return raised
+
+    def _over_steps(self, choices: Choices, search: Search, found: Anchor) -> Anchor:
+        """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
+        batches = search.job.batches
+        if not self.grows or self.card.is_cpu or batches.data is None or not batches.data.lengths:
+            return found
+        self.tell("replaying the allocator over rows of uneven length")
+        settings = self._settings_of(choices, found.strategy)
+        forecast = with_growth(
+            found.forecast, self.config, settings, self.card, tokens=found.width, lengths=batches.data.lengths
+        )
+        raised = dataclasses.replace(found, forecast=forecast)
+        search.anchors[search.anchors.index(found)] = raised
+        return raised
 
     def compare(self, found: _Attempt) -> None:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
@@ -170,7 +199,8 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
 
     def _open_strategies(self, choices: Choices) -> list[Strategy]:
-        return strategies(choices, self.card, _stored_bits(self.config))
+        stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
+        return strategies(choices, self.card, trainable_bits(stored))
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""
@@ -183,12 +213,16 @@ class _Planner:
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
             self.tell(f"forecasting {words(strategy, job.batch, job.world)}, rows of {width:,} tokens")
-            values = {**strategy.settings(job.batch, job.world), "per_device_eval_batch_size": strategy.micro}
-            every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
-            settings = choices.settings(**choices.open({**values, "eval_steps": every, "save_steps": every}))
-            return self._made(self.config, settings, width)
+            return self._made(self.config, self._settings_of(choices, strategy), width)
 
         return forecast
+
+    def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
+        """The settings that a strategy is forecast with."""
+        values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
+        every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
+        more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every}
+        return choices.settings(**choices.open({**values, **more}))
 
     def _total_steps(self, choices: Choices, strategy: Strategy) -> int | None:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
@@ -196,10 +230,11 @@ class _Planner:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        """A forecast whose upper end is raised by the worst excess of earlier runs on this card."""
+        """A forecast whose upper end is raised by the worst excess of earlier runs on this card, which no replay had."""
         forecast = self.forecaster(config, settings, self.card, tokens=width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
-        return dataclasses.replace(forecast, peak_high_bytes=forecast.peak_high_bytes + more)
+        high = forecast.peak_high_bytes + more
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)
 
     def _many_cards(self, found: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
@@ -239,26 +274,13 @@ def _with_rank(choices: Choices, rank: int) -> Choices:
     return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
 
 
-def _stored_bits(config: dict[str, Any]) -> tuple[int, ...]:
-    """Bits that a checkpoint stored quantised can be trained in; empty when it is not quantised.
-
-    bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
-    """
-    own = config.get("quantization_config")
-    if not own:
-        return ()
-    if own.get("quant_method") == "bitsandbytes":
-        return (4,) if own.get("load_in_4bit") else (8,)
-    return (16, 4) if own.get("quant_method") == "mxfp4" else (16,)
-
-
 def _notes_of(history: History, card: Card) -> tuple[str, ...]:
     if not history.runs:
         return ()
     notes = [f"{history.runs} earlier run(s) on {card.name}"]
     if history.speed_factor is not None:
         notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
-    if history.memory_errors:
-        least, most = min(history.memory_errors), max(history.memory_errors)
-        notes.append(f"allocated memory was {least:+.1%} to {most:+.1%} off the forecast")
+    for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):
+        if errors:
+            notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
     return ("; ".join(notes),)

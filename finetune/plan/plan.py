@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.errors import DataError, DoesNotFit, RecipeError
+from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.forecast.forecast import Forecast
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
@@ -26,6 +26,7 @@ class Verdict(StrEnum):
     """Whether the plan fits its budget."""
 
     FITS = "fits"
+    AT_LIMIT = "at the limit"
     TIGHT = "tight"
     NO_FIT = "does not fit"
     UNKNOWN = "unknown"
@@ -33,9 +34,12 @@ class Verdict(StrEnum):
 
 
 def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
-    """Fits when the forecast's upper end is within the budget, tight when only its lower end is."""
+    """Fits when the forecast's upper end is within the budget, tight when only its lower end is. At the limit: when torch can
+    stay within it by giving cached blocks back, also at the upper end of what is allocated."""
     if forecast.peak_high_bytes <= budget_bytes:
         return Verdict.FITS
+    if forecast.at_limit is not None:
+        return Verdict.AT_LIMIT
     return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
 
 
@@ -175,10 +179,13 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `finetune plan`: 4 for rows that a run would refuse, else 3 when it does not fit, else 0."""
+        """Exit code of `finetune plan`: what a run would end with before it starts.
+
+        4 for rows that it would refuse; else 3 when the plan does not fit, or torch can't use this machine's card; else 0.
+        """
         if self.data_problem:
             return DataError.exit_code
-        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT else 0
+        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT or self.card.problem else 0
 
     def as_json(self) -> dict[str, Any]:
         """The content of plan.json: settings under `plan`, without the lengths of the rows."""
@@ -216,7 +223,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(
+        raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
         ) from None

@@ -21,14 +21,21 @@ _WARM_UP_STEPS = 2
 
 
 def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> ForecastCheck:
-    """Forecast and measured bytes, and the relative error; None for what this machine can't measure."""
-    predicted, measured = plan.forecast.allocated_bytes if plan.forecast else None, memory.peak_allocated_bytes
+    """Forecast and measured bytes and segments, and the relative errors; None for what this machine can't measure."""
+    forecast, measured = plan.forecast, memory.peak_allocated_bytes
+    predicted, reserved = forecast.allocated_bytes if forecast else None, memory.peak_reserved_bytes
+    held = forecast.reserved_peaks.get("train") if forecast else None
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
-        allocated_error=measured / predicted - 1 if measured and predicted else None,
-        predicted_peak_bytes=plan.forecast.peak_bytes if plan.forecast else None,
-        measured_card_bytes=_own_card_bytes(memory), measured_reserved_bytes=memory.peak_reserved_bytes,
+        allocated_error=_error(measured, predicted), predicted_peak_bytes=forecast.peak_bytes if forecast else None,
+        measured_card_bytes=_own_card_bytes(memory), measured_reserved_bytes=reserved,
+        predicted_reserved_bytes=held, reserved_error=_error(reserved, held),
+        predicted_segments=forecast.segments.get("train") if forecast else None, measured_segments=memory.peak_segments,
     )  # fmt: skip
+
+
+def _error(measured: int | None, predicted: int | None) -> float | None:
+    return measured / predicted - 1 if measured and predicted else None
 
 
 def excess(plan: Plan, check: ForecastCheck) -> str | None:
@@ -61,6 +68,7 @@ def highest(memories: Sequence[Memory]) -> Memory:
     return Memory(
         peak_allocated_bytes=_highest(memory.peak_allocated_bytes for memory in memories),
         peak_reserved_bytes=_highest(memory.peak_reserved_bytes for memory in memories),
+        peak_segments=_highest(memory.peak_segments for memory in memories),
         card_used_bytes=_highest(_own_card_bytes(memory) for memory in memories),
         other_processes_bytes=0,
     )
@@ -76,6 +84,7 @@ def record_measurements(plan: Plan, steps: list[Step]) -> None:
         plan, step_s=statistics.median(later) if later else None,
         allocated_bytes=_highest(step.peak_allocated_bytes for step in steps),
         reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
+        segments=_highest(step.peak_segments for step in steps),
     )  # fmt: skip
     contexts = [_context_bytes(step) for step in steps]
     known = [size for size in contexts if size is not None and size > 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,17 @@ import pynvml
 from finetune.card import cuda
 from finetune.card.allocator import has_windows_driver
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
+from finetune.card.here import LOST_FIX
 from finetune.card.nvidia import driver_versions, read_devices
 from finetune.card.usable import problem_of, problem_of_card, torch_build
-from finetune.card.visible import visible
+from finetune.card.visible import for_processes, visible
 from finetune.errors import CardError
 from finetune.run.accuracy import budget_bytes
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from finetune.card import Card
     from finetune.plan.plan import Plan
@@ -43,7 +46,42 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     processes = plan.settings.launch.processes_here
     if processes == 1:
         devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
+    else:
+        devices = list(for_processes(devices))
     return tuple(device.uuid or "" for device in devices[:processes])
+
+
+def replacement(plan: Plan, cards: tuple[str, ...]) -> str:
+    """Which card takes the place of the planned one, when it is of another kind or smaller; else an empty text."""
+    if not cards or plan.card.uuid in cards:
+        return ""
+    try:
+        devices = [device for device in read_devices()[0] if device.uuid in cards]
+    except pynvml.NVMLError:
+        return ""
+    taken = min(devices, key=lambda device: device.total_bytes, default=None)
+    if taken is None or (taken.name == plan.card.name and taken.total_bytes >= plan.card.total_bytes):
+        return ""
+    size, planned = format_bytes(taken.total_bytes), format_bytes(plan.card.total_bytes)
+    message = f"the planned card, {plan.card.name} with {planned}, is not there; the run uses {taken.name} with {size}"
+    need = plan.forecast.peak_high_bytes if plan.forecast else 0
+    return f"{message}, and may need {format_bytes(need)}" if need > taken.total_bytes else message
+
+
+def lost_card(plan: Plan, run: Path) -> CardError | None:
+    """The error of a run whose card has stopped answering the driver, as after it fell off the bus; else None."""
+    seen = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.startswith(("GPU-", "MIG-"))]
+    cards = seen or ([plan.card.uuid] if plan.card.uuid else [])
+    try:
+        devices, lost = read_devices()
+    except pynvml.NVMLError:
+        return None
+    if plan.card.is_cpu or not lost or {device.uuid for device in devices} >= set(cards):
+        return None
+    return CardError(
+        f"{plan.card.name} does not answer any more ({', '.join(sorted({card.why for card in lost}))})",
+        f"{LOST_FIX} Then: finetune resume {run}",
+    )
 
 
 def visibility(cards: Sequence[str]) -> dict[str, str]:

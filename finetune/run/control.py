@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from finetune.errors import DiskFull, RecipeError
+from finetune.errors import CommandError, DiskFull
 from finetune.files import write_json
 from finetune.forecast.cache import LIBRARIES
 from finetune.requirements import refuse_other_versions
@@ -27,7 +27,7 @@ def start(run: RunDirectory) -> int:
     Raises RecipeError when the run is already running, DiskFull when its directory can't be written.
     """
     if is_alive(run):
-        raise RecipeError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
+        raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
         stopping.forget(run)
@@ -49,7 +49,7 @@ def resume(run: RunDirectory) -> int:
     refuse_other_versions(LIBRARIES)
     state = read_state(run)
     if state.state == "finished":
-        raise RecipeError(f"{run.path} has finished; there is nothing to resume", f"Chat with it: finetune chat {run.path}")
+        raise CommandError(f"{run.path} has finished; there is nothing to resume", f"Chat with it: finetune chat {run.path}")
     adjusted_plan(run)
     require_data(run)
     return start(run)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import DiskFull, RecipeError
+from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir
 from finetune.run.seal import changes_in
 from finetune.system import rename
@@ -187,7 +187,7 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
     if str(source) == "latest":
         found = runs_from_here(runs)
         if not found:
-            raise RecipeError("there are no runs yet", "Start one: finetune run tiny-cpu")
+            raise CommandError("there are no runs yet", "Start one: finetune run tiny-cpu")
         return found[0]
     for path in (Path(source), runs / str(source)):
         if (path / "plan.json").is_file():
@@ -195,22 +195,22 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
     for run in runs_from_here(runs):
         if run.path.name == str(source):
             return run
-    raise RecipeError(f"{source} is not a run directory (it has no plan.json)", "`finetune runs` lists the runs.")
+    raise CommandError(f"{source} is not a run directory (it has no plan.json)", "`finetune runs` lists the runs.")
 
 
 def require_data(run: RunDirectory) -> None:
     """Raise RecipeError when the run's tokenised rows or tokenizer are missing or have changed."""
     again = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
-        raise RecipeError(f"{run.data} is missing or incomplete", again)
+        raise CommandError(f"{run.data} is missing or incomplete", again)
     if changes := changes_in(run.data):
-        raise RecipeError([f"{run.data}: {change}" for change in changes[:5]], again)
+        raise CommandError([f"{run.data}: {change}" for change in changes[:5]], again)
 
 
 def require_intact_adapter(adapter: Path) -> None:
     """Raise RecipeError when the finished adapter in a folder is not what the run wrote."""
     if changes := changes_in(adapter):
-        raise RecipeError(
+        raise CommandError(
             [f"{adapter}: {change}" for change in changes[:5]],
             f"Delete or rename {adapter} to use the newest sealed checkpoint, or train again.",
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory
-from finetune.run.snapshot import free_blocks
+from finetune.forecast.forecast import PhaseForecast
+from finetune.run.accuracy import budget_bytes
+from finetune.run.out_of_memory import asked_by, free_memory, holders, room_bytes
+from finetune.run.snapshot import allocator_now
 
 if TYPE_CHECKING:
+    from finetune.events import Memory
     from finetune.plan.plan import Plan
     from finetune.run.memory import MemorySampler
 
@@ -41,14 +45,34 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
-    """The event: error text, requested bytes, measured and forecast memory, and the settings in use."""
-    settings = plan.settings
+    """The event: error text, requested bytes, measured and forecast memory, what held it, and the settings in use."""
+    settings, forecast = plan.settings, plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
+    snapshot, now = allocator_now(not plan.card.is_cpu), memory.sample()
+    asked = asked_by(snapshot) or _asked_bytes(str(error))
     return OutOfMemory(
-        phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=_asked_bytes(str(error)),
+        phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=asked,
         micro_batch=settings.per_device_train_batch_size, max_length=settings.max_length,
-        forecast_allocated_bytes=plan.forecast.peaks.get(phase) if plan.forecast else None,
-        **free_blocks(not plan.card.is_cpu), **vars(memory.sample()),
+        forecast_allocated_bytes=forecast.allocated_bytes, forecast_reserved_bytes=forecast.reserved_bytes,
+        holders=holders(snapshot), **_free(snapshot, asked, plan, now), **vars(now),
     )  # fmt: skip
+
+
+def _free(snapshot: Any, asked: int | None, plan: Plan, now: Memory) -> dict[str, Any]:
+    """What was free and could not be used; all null without a snapshot."""
+    found = free_memory(snapshot, asked)
+    if found is None:
+        return {}
+    card_free = (
+        None if now.card_total_bytes is None or now.card_used_bytes is None else now.card_total_bytes - now.card_used_bytes
+    )
+    room = room_bytes(budget_bytes(plan) - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
+    largest = max(found.usable, default=0)
+    enough = asked is not None and sum(found.usable) + (room or 0) >= asked
+    return {
+        "room_bytes": room, "free_bytes": sum(found.blocks), "free_blocks": len(found.blocks),
+        "largest_free_block_bytes": max(found.blocks, default=0), "largest_usable_block_bytes": largest,
+        "fragmented": None if asked is None else enough and max(largest, room or 0) < asked,
+    }  # fmt: skip
 
 
 def _asked_bytes(text: str) -> int | None:

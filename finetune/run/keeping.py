@@ -6,7 +6,7 @@ import re
 import time
 from pathlib import Path
 
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.run.directory import RunDirectory, remember
 from finetune.run.state import is_alive
 from finetune.system import rename
@@ -18,12 +18,12 @@ def rename_run(run: RunDirectory, name: str) -> RunDirectory:
     """Give a run another name in its folder. Raises RecipeError when the name is invalid or taken, or the run is alive."""
     name = name.strip()
     if not _NAME.fullmatch(name):
-        raise RecipeError(
+        raise CommandError(
             f"{name[:100]!r} is not a valid run name", "Begin with a letter or digit; also allowed: . _ + - and spaces."
         )
     target = run.path.with_name(name)
     if target.exists():
-        raise RecipeError(f"{name!r} exists already", "Choose another name.")
+        raise CommandError(f"{name!r} exists already", "Choose another name.")
     _refuse_alive(run)
     renamed = RunDirectory(rename(run.path, target))
     remember(renamed)
@@ -41,4 +41,4 @@ def discard(run: RunDirectory) -> Path:
 
 def _refuse_alive(run: RunDirectory) -> None:
     if is_alive(run):
-        raise RecipeError(f"{run.path.name} is running", f"Stop it first: finetune stop {run.path}")
+        raise CommandError(f"{run.path.name} is running", f"Stop it first: finetune stop {run.path}")

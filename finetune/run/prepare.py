@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.card import find_card
 from finetune.card.compiler import COMPILER_FIX
 from finetune.distributed.configuration import machine_problems
-from finetune.errors import DataError, DiskFull, DoesNotFit, RecipeError
+from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
@@ -91,14 +91,14 @@ def _shorter(settings: Settings, plan: Plan) -> int | None:
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
-    """Raise RecipeError for what this machine lacks: cards, DeepSpeed, trackers, Triton."""
+    """Raise MachineError or CardError for what this machine lacks: cards, DeepSpeed, trackers; Triton."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
-    if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
-        problems.append(f"torch_compile needs Triton: {lacking}. {COMPILER_FIX}, or set torch_compile=false")
     if recipe.attn_implementation == "flash_attention_2" and find_spec("flash_attn") is None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:
-        raise RecipeError(problems)
+        raise MachineError(problems)
+    if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
+        raise CardError(f"torch_compile needs Triton: {lacking}", f"{COMPILER_FIX}. Or set torch_compile=false.")
 
 
 def create_run(prepared: Prepared) -> RunDirectory:

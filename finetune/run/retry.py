@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import RecipeError
+from finetune.errors import CommandError
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
@@ -30,7 +30,7 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         changes = _adjustments(run)
         return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
     except (OSError, ValueError, TypeError) as error:
-        raise RecipeError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
+        raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:

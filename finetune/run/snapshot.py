@@ -1,4 +1,4 @@
-"""The CUDA allocator's history, as a file for PyTorch's viewer (pytorch.org/memory_viz), and its free blocks."""
+"""The CUDA allocator's history, as a file for PyTorch's viewer (pytorch.org/memory_viz), and its blocks at one moment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def write_snapshot(path: Path, on_cuda: bool) -> Path | None:
     return path
 
 
-def free_blocks(on_cuda: bool) -> dict[str, Any]:
-    """Size of the largest free block in reserved memory, and number of free blocks; null without a card. Slow."""
+def allocator_now(on_cuda: bool) -> dict[str, Any]:
+    """The allocator's segments and blocks, and its history if recorded; empty without a card, or when it can't be asked."""
     if not on_cuda:
-        return {"largest_free_block_bytes": None, "free_blocks": None}
-    sizes = list(cuda.free_block_sizes())
-    return {"largest_free_block_bytes": max(sizes, default=0), "free_blocks": len(sizes)}
+        return {}
+    try:
+        return cuda.snapshot() or {}
+    except RuntimeError:  # after an error of the driver nothing on the card can be used
+        return {}

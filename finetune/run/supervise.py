@@ -23,7 +23,7 @@ from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
-from finetune.run.card import cards_of, holders_of, visibility
+from finetune.run.card import cards_of, holders_of, replacement, visibility
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
@@ -98,6 +98,8 @@ class Supervisor:
 
     def _attempts(self) -> int:
         attempt = 1
+        if other := replacement(read_plan(self.run.plan), self.cards):
+            self._emit(RunWarning(message=other))
         while True:
             self._emit(State(state="starting", attempt=attempt))
             code = self._attempt()

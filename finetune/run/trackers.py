@@ -102,7 +102,7 @@ def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
 
 
 def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:
-    return {**plan.settings.model_dump(mode="json"), "card": plan.card.name, "forecast/verdict": plan.verdict, **forecast}
+    return {**plan.settings.model_dump(mode="json"), "card": plan.card.name, "forecast/verdict": plan.verdict.value, **forecast}
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,20 @@ def _warmup_steps(settings: Settings, total_steps: int) -> int:
     return round(settings.warmup_ratio * total_steps) if settings.warmup_steps is None else settings.warmup_steps
 
 
+class OneCardConfig(SFTConfig):
+    """SFTConfig of a process that trains on one card, also where it sees more: transformers would use DataParallel."""
+
+    @property
+    def n_gpu(self) -> int:
+        """0 on a CPU, else 1."""
+        return min(1, super().n_gpu)
+
+
 def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
     """SFTConfig for a plan, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32)."""
     settings = plan.settings
     on_cpu = plan.card.is_cpu
-    return SFTConfig(
+    return OneCardConfig(
         output_dir=str(run.checkpoints),
         dataset_kwargs={"skip_prepare_dataset": True},  # rows come tokenised, with labels, none over max_length
         max_length=None,

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 import traceback
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.model.weights import weights_fingerprint
+from finetune.recipe.compatibility import shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
 from finetune.run.best import in_words, save_result
-from finetune.run.card import kernel_problem, limit_card, open_card
+from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
@@ -82,6 +84,8 @@ class Worker:
             if is_disk_full(error):
                 full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
                 return self._failed(7, "paused", full)
+            if lost := lost_card(self.plan, self.run.path):
+                return self._failed(lost.exit_code, "failed", lost)
             return self._failed(1, "failed", FinetuneError(f"{type(error).__name__}: {error}"))
 
     def _failed(self, code: int, state: str, error: FinetuneError) -> int:
@@ -94,6 +98,10 @@ class Worker:
     def _train(self) -> int:
         trainer, callback = self._build()
         self.trainer = trainer
+        if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
+            from finetune.model.packed_rows import require_rows_apart
+
+            require_rows_apart(trainer.model)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
@@ -159,7 +167,7 @@ class Worker:
         }
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
-            seal_facts={**seal_facts(self.plan, self.run), "num_processes": self.rank.world},
+            seal_facts={**self._facts, "num_processes": self.rank.world},
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
             processing_class=run_tokenizer(self.run.data / "tokenizer", settings), callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
@@ -169,19 +177,24 @@ class Worker:
         prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
         return trainer, callback
 
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint is sealed and compared with; one process of a machine hashes the base model's files."""
+        return seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
+
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
         step = ranks.all_reduce_min(checkpoint.step if checkpoint else 0)  # each machine has its own checkpoints
         if checkpoint is not None and checkpoint.step != step:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
-        if checkpoint is not None:
-            differences = facts_differ(checkpoint.facts, deciding_facts(seal_facts(self.plan, self.run)))
-            if differences:
-                raise FinetuneError(
-                    [f"can't resume from {checkpoint.path.name}: {line}" for line in differences],
-                    "Restore the setting, or start a new run.",
-                )
+        differences = facts_differ(checkpoint.facts, deciding_facts(self._facts)) if checkpoint else []
+        if ranks.all_reduce_max(len(differences)):  # all end together: only local rank 0 has compared the weights
+            name = checkpoint.path.name if checkpoint else "its checkpoint"
+            raise FinetuneError(
+                [f"can't resume from {name}: {line}" for line in differences or ["another process finds a difference"]],
+                "Restore the setting, or start a new run.",
+            )
         return checkpoint, skipped
 
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
@@ -242,12 +255,13 @@ _STATE_OF = {6: "diverged", 7: "paused"}
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 
-def seal_facts(plan: Plan, run: RunDirectory) -> dict[str, Any]:
-    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and base model."""
+def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
+    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and (`base`) model."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    base, data = weights_fingerprint(plan.settings), (run.data / "fingerprint").read_text(encoding="utf-8")
-    return {**facts, "data": data, **({"base": base} if base else {})}
+    facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
+    weights = weights_fingerprint(plan.settings) if base else None
+    return {**facts, **({"base": weights} if weights else {})}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:

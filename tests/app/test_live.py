@@ -1,13 +1,20 @@
 """A followed run: reads only what is new, is the same however often it is read, and survives a restart of the app."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from app import live as live_module
-from app.live import LiveRun
-from finetune.events import Checkpoint, Evaluation, EventWriter, Retry, Start, Step
+from app.live import Digest, LiveRun
+from app.views.run import memory
+from finetune.card import find_card
+from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
+from finetune.forecast.forecast import Forecast
+from finetune.plan.plan import Plan, Verdict
 from finetune.run.directory import RunDirectory
+from finetune.units import GIB
 
 
 @pytest.fixture
@@ -133,3 +140,28 @@ def test_marks_say_what_happened_when(run, tmp_path):
     assert [(mark["name"], mark["step"]) for mark in live.digest.marks] == [
         ("start", 0), ("first step", 1), ("evaluation", 2), ("save", 2), ("retry", 1), ("resume", 2),
     ]  # fmt: skip
+
+
+def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run, tmp_path):
+    writer = EventWriter(run.events)
+    writer.emit(Phase(phase="load", peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB, peak_segments=70))
+    for step, segments in ((1, 90), (2, 88)):
+        writer.emit(
+            Step(step=step, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=7 * GIB, peak_segments=segments)
+        )
+    writer.emit(Phase(phase="evaluate", peak_reserved_bytes=3 * GIB))
+    writer.close()
+    digest = follow(run, tmp_path)
+    digest.refresh()
+    assert digest.digest.phases["train"]["peak_segments"] == 90
+    assert Digest.from_json(json.loads(json.dumps(digest.digest.as_json()))).phases == digest.digest.phases
+    peaks = {"load": 4 * GIB, "train": 6 * GIB, "eval": GIB}
+    forecast = Forecast(
+        6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, peaks,
+        reserved_peaks={name: size + GIB // 2 for name, size in peaks.items()}, segments={"train": 91},
+    )  # fmt: skip
+    plan = Plan(SimpleNamespace(), {}, find_card("rtx-4090"), Verdict.FITS, forecast=forecast)
+    shown = memory(digest.digest, plan)
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in shown.split("<tr>")]
+    assert ["train: reserved", "6.50 GiB", "7.00 GiB"] in cells and ["train: segments", "91", "90"] in cells
+    assert ["load: segments", "\N{EN DASH}", "70"] in cells and ["evaluate: reserved", "1.50 GiB", "3.00 GiB"] in cells

@@ -102,7 +102,8 @@ def test_a_context_with_other_programs_in_it_is_not_kept():
 @pytest.mark.parametrize(
     ("name", "words", "instead"),
     [
-        ("gtx-1080", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
+        ("gtx-1080", "no tensor cores", "adapters"), ("1080", "CUDA 13 no longer", "adapters"), ("980ti", "GTX 10", "adapters"),
+        ("1080 ti", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
         ("arc-a770", "XPU", "gpu=cpu"), ("jetson-orin", "shared", "gpu=cpu"),
     ],
 )  # fmt: skip

@@ -1,12 +1,26 @@
 """What a short answer says about the next step."""
 
-import pytest
+import json
+from dataclasses import replace
 
-from finetune.cli.plan import show_plan
+import pytest
+from rich.text import Text
+
+from finetune.card import find_card
+from finetune.cli import main
+from finetune.cli.data import show_data
+from finetune.cli.plan import last_line, show_plan
 from finetune.cli.run import stop_all
 from finetune.errors import RecipeError
+from finetune.forecast.forecast import Forecast
+from finetune.plan.plan import DataProblem, Plan, Suggestion, Verdict
 from finetune.recipe import load_recipe
 from finetune.run.directory import open_run
+from finetune.units import GIB
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]})
+BAD = json.dumps({"messages": [{"role": "user", "content": "Hi"}]})
+LONG = GOOD.replace("Hello", "Hello there " * 400)
 
 
 def test_without_runs_the_named_recipe_is_a_shipped_one(tmp_path):
@@ -35,3 +49,76 @@ def _plan_of(*overrides, free, capsys):
 
 def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsys):
     assert "memory_budget is 5.00 GiB of the 8.00 GiB free" in _plan_of("memory_budget=5", free="8", capsys=capsys)
+
+
+def test_a_plan_ends_with_its_verdict_and_what_to_type(capsys):
+    code = show_plan("tiny-cpu", ["lora_r=4"], model=None, data=None, gpu="rtx-3060", free="8", as_json=False)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert code == 0 and last.startswith("fits on rtx-3060: needs ") and "of 8.00 GiB" in last
+    assert last.endswith("Next on that machine: finetune run tiny-cpu lora_r=4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"verdict": Verdict.NO_FIT}, ". Next: finetune plan r.yaml lora_r=4 max_length=512"),
+        ({"data_problem": DataProblem(("row 2",))}, ". First correct the data: see above"),
+        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, ", but torch can't use this card. Install it."),
+        ({"source": "measured"}, ". Next: finetune run r.yaml lora_r=4"),
+        ({"verdict": Verdict.UNKNOWN}, ""),
+    ],
+)
+def test_the_last_line_of_a_plan_is_about_what_comes_next(changes, end):
+    parts = {"allocated_bytes": 1, "reserved_bytes": 1, "peak_bytes": 1, "peak_low_bytes": GIB, "peak_high_bytes": 2 * GIB}
+    plan = Plan(
+        settings=None, reasons={}, card=find_card("rtx-3060"), verdict=Verdict.FITS, budget_bytes=8 * GIB,
+        suggestions=(Suggestion("dtype=float16", GIB, 9 * GIB, ""), Suggestion("max_length=512", GIB, 7 * GIB, "")),
+        forecast=Forecast(**parts, parts={}, peaks={}, per_layer_bytes={}, host_bytes=0, disk_bytes=0, method="", versions={}),
+    )  # fmt: skip
+    of_card = {name: changes[name] for name in ("problem", "problem_fix", "source") if name in changes}
+    of_plan = {name: value for name, value in changes.items() if name not in of_card}
+    plan = replace(plan, card=replace(plan.card, **of_card), **of_plan)
+    line = Text.from_markup(last_line(plan, "r.yaml lora_r=4", without=False)).plain
+    assert line == f"{plan.verdict} on rtx-3060: needs 1.00 GiB to 2.00 GiB of 8.00 GiB{end}"
+    assert plan.exit_code == (4 if plan.data_problem else 3 if plan.verdict == Verdict.NO_FIT or plan.card.problem else 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "code"),
+    [
+        ([GOOD, GOOD], [], 0),
+        ([GOOD, BAD], [], 4),
+        ([GOOD, BAD], ["dataset.on_bad_rows=skip"], 0),
+        ([BAD], ["dataset.on_bad_rows=skip"], 4),
+        ([GOOD, LONG], ["excess_length=raise"], 4),
+        ([GOOD, LONG], ["excess_length=drop"], 0),
+    ],
+)
+def test_data_that_a_run_would_refuse_ends_with_the_runs_exit_code(rows, overrides, code, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    given = [f"dataset.path={tmp_path / 'rows.jsonl'}", "dataset.test_split_size=0", *overrides]
+    assert show_data("tiny-cpu", given, as_json=False) == code
+    shown = capsys.readouterr()
+    assert ("The data needs a change" in shown.err and "Fix:" in shown.err) == (code == 4)
+    assert ("First row as the model sees it" in shown.out) == (GOOD in rows)
+    assert show_data("tiny-cpu", given, as_json=True) == code
+    assert bool(json.loads(capsys.readouterr().out)["data_problem"]) == (code == 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title"),
+    [
+        (["plan", "tiny-cpu", "--free", "much"], "This can't be done"),
+        (["plan", "tiny-cpu", "--gpu", "1080"], "There is no such card"),
+        (["plan", "tiny-cpu", "model_name_or_path=./nothing"], "The model can't be used"),
+        (["plan", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),
+        (["chat", "nothing"], "This can't be done"),
+        (["runs", "burn"], "This can't be done"),
+        (["run", "tiny-cpu", "report_to=[no_such]"], "The recipe needs a change"),
+        (["run", "tiny-cpu", "attn_implementation=flash_attention_2", "dtype=bfloat16"], "This machine lacks something"),
+    ],
+)
+def test_the_title_of_an_error_names_what_is_wrong(arguments, title, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["finetune", *arguments])
+    assert main() == 2
+    assert title in capsys.readouterr().err.splitlines()

@@ -56,6 +56,7 @@ def test_the_lowest_versions_are_those_of_the_project():
         "import torch\ntorch.nn.no_such_module",
         "from transformers import NoSuchModel",
         "from peft import LoraConfig as C\nC(r=1, no_such_setting=2)",
+        "from peft import LoraConfig\nclass C(LoraConfig):\n    pass\nC(r=1, no_such_setting=2)",
     ],
 )
 def test_what_the_lowest_versions_lack_is_found_out(code):

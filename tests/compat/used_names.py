@@ -36,12 +36,22 @@ def used_in(source: str) -> dict[str, set[str]]:
         else:
             continue
         found |= {name: found[name] for name in names if is_library(name)}
+    makes = {**made_as(tree, known), **known}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Attribute, ast.Name)) and is_library(name := dotted(node, known)):
             found[name] |= set()
-        if isinstance(node, ast.Call) and is_library(name := dotted(node.func, known)):
+        if not isinstance(node, ast.Call):
+            continue
+        if is_library(name := dotted(node.func, makes if isinstance(node.func, ast.Name) else known)):
             found[name] |= {keyword.arg for keyword in node.keywords if keyword.arg}
     return found
+
+
+def made_as(tree: ast.Module, known: dict[str, str]) -> dict[str, str]:
+    """Classes of the file that are made as a library's is: name -> the library's class."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    own = {node.name for node in classes if any(getattr(part, "name", "") == "__init__" for part in node.body)}
+    return {node.name: dotted(node.bases[0], known) for node in classes if node.bases and node.name not in own}
 
 
 def dotted(node: ast.expr, known: dict[str, str]) -> str:

@@ -76,6 +76,7 @@ def test_memory_by_phase_is_shown(old, answer):
     code, [shown] = answer("snapshot", "finished")
     assert code == 0 and {"load", "train", "evaluate", "save"} <= set(shown["peaks"])
     assert shown["forecast"]["predicted_allocated_bytes"] > 0
+    assert shown["forecast_peaks"]["train"]["allocated_bytes"] > 0 and shown["out_of_memory"] is None
 
 
 @pytest.mark.slow

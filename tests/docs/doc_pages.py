@@ -1,19 +1,16 @@
 """The pages of the documentation as values: their fenced blocks and the commands in them."""
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from blocks.page import pages as every_page
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Words after ```sh: why a block is only checked for commands and options that exist, not run.
 NOT_RUN = {"gpu", "install", "remote", "slow"}
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.S | re.M)
 _HEREDOC = re.compile(r"<<'(\w+)'")
-
-_spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-generate = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(generate)
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,6 @@ def commands(text):
 def every_command(pages=None):
     """(page, fence, command) of every block of shell."""
     return [
-        (page, fence, command) for page in pages or generate.pages() for fence in fences(page, "sh")
+        (page, fence, command) for page in pages or every_page() for fence in fences(page, "sh")
         for command in commands(fence.text)
     ]  # fmt: skip

@@ -11,7 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT, every_command, generate
+from blocks.measured import MEASURED, accuracy
+from blocks.page import block, cells, pages
+from blocks.plans import MODELS, need_row, recipe_row
+from doc_pages import ROOT, every_command
+from generate import clean_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
 #: The bundled model's trainings are cut to a few steps here; tests/cli runs the whole one. One that is stopped needs some more.
@@ -49,7 +53,7 @@ def environment(folder):
 
 
 def pages_in_order():
-    names = {page.name: page for page in generate.pages()}
+    names = {page.name: page for page in pages()}
     assert sorted(names) == sorted(ORDER)
     return [names[name] for name in ORDER]
 
@@ -100,7 +104,7 @@ def serve(folder, command, exits):
 def without_this_machines_state(forecasts):
     before = dict(os.environ)
     try:
-        with generate.clean_state():
+        with clean_state():
             cache = Path(os.environ["FINETUNE_CACHE"])
             cache.mkdir()
             (cache / "forecasts").symlink_to(forecasts)
@@ -116,26 +120,26 @@ def test_a_plan_is_printed_as_on_the_page():
         "with generate.clean_state(): print(generate.plan_of('7b-4090'), end='')"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(ROOT / "docs")], capture_output=True, text=True, check=True)
-    assert ended.stdout == generate.block("docs/memory.md", "plan-7b-4090"), "run: python docs/generate.py"
+    assert ended.stdout == block("docs/memory.md", "plan-7b-4090"), "run: python docs/generate.py"
 
 
 def test_tables_of_what_fits_are_up_to_date(forecasts):
     """A sample; `python docs/generate.py --check` makes all rows."""
-    planned = generate.cells(generate.block("docs/fits.md", "recipes"))
-    needs = generate.cells(generate.block("docs/fits.md", "needs"))
-    assert [row[0] for row in needs] == list(generate.MODELS)
+    planned = cells(block("docs/fits.md", "recipes"))
+    needs = cells(block("docs/fits.md", "needs"))
+    assert [row[0] for row in needs] == list(MODELS)
     with without_this_machines_state(forecasts):
         for row in planned[::5]:
-            assert generate.recipe_row(row[0].strip("`")) == row
+            assert recipe_row(row[0].strip("`")) == row
         for row in needs[::5]:
-            assert generate.need_row(row[0]) == row
+            assert need_row(row[0]) == row
 
 
 @pytest.mark.exhaustive
 def test_errors_against_measurements_are_up_to_date(tmp_path):
     """Every eighth row of the table, by the benchmark itself; `python docs/generate.py --check` makes all rows."""
-    on_page = generate.cells(generate.block("docs/accuracy.md", "accuracy").rsplit("\n\n", 1)[0])
-    with generate.MEASURED.open(newline="", encoding="utf-8") as file:
+    on_page = cells(block("docs/accuracy.md", "accuracy").rsplit("\n\n", 1)[0])
+    with MEASURED.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         columns, rows = reader.fieldnames, [row for row in reader]
     assert len(rows) == len(on_page)
@@ -144,4 +148,4 @@ def test_errors_against_measurements_are_up_to_date(tmp_path):
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows[::8])
-    assert generate.cells(generate.accuracy(sample).rsplit("\n\n", 1)[0]) == on_page[::8]
+    assert cells(accuracy(sample).rsplit("\n\n", 1)[0]) == on_page[::8]

@@ -6,13 +6,15 @@ import subprocess
 
 import pytest
 import typer.main
-from doc_pages import NOT_RUN, ROOT, commands, every_command, fences, generate
+from blocks.page import block, blocks_of, cells, pages
+from doc_pages import NOT_RUN, ROOT, commands, every_command, fences
+from generate import DERIVED, QUICK, SLOW
 
 from finetune.cli.app import cli
 from finetune.cli.source import recipe_of
 from finetune.recipe import parse_recipe
 
-PAGES = generate.pages()
+PAGES = pages()
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 MINIMAL = "model_name_or_path: tiny\ndataset: {path: support}\n"
 #: Programs of a block that is not run, besides finetune, python and make.
@@ -27,7 +29,7 @@ def inline_code(page):
 
 @by_name
 def test_fences_are_of_a_known_kind(page):
-    generated = "".join(generate.blocks_of(page.read_text("utf-8")).values())
+    generated = "".join(blocks_of(page.read_text("utf-8")).values())
     for fence in fences(page):
         assert fence.language in ("sh", "yaml", "console", "text"), fence
         if fence.language == "console":  # what a command prints is never typed by hand
@@ -106,21 +108,21 @@ def test_both_readmes_have_the_same_commands_and_recipe():
 
 
 def test_every_block_has_a_maker_and_every_maker_a_block():
-    used = {name for page in PAGES for name in generate.blocks_of(page.read_text("utf-8"))}
-    assert used == {*generate.QUICK, *generate.SLOW, *generate.DERIVED}
+    used = {name for page in PAGES for name in blocks_of(page.read_text("utf-8"))}
+    assert used == {*QUICK, *SLOW, *DERIVED}
 
 
-@pytest.mark.parametrize("name", [*generate.QUICK, *generate.DERIVED])
+@pytest.mark.parametrize("name", [*QUICK, *DERIVED])
 def test_a_quick_table_is_up_to_date(name):
-    made = {**generate.QUICK, **generate.DERIVED}[name]()
+    made = {**QUICK, **DERIVED}[name]()
     for page in PAGES:
-        assert generate.blocks_of(page.read_text("utf-8")).get(name, made) == made, f"run: python docs/generate.py {name}"
+        assert blocks_of(page.read_text("utf-8")).get(name, made) == made, f"run: python docs/generate.py {name}"
 
 
 def test_the_summary_of_errors_follows_from_the_rows_and_is_small():
-    text = generate.block("docs/accuracy.md", "accuracy")
+    text = block("docs/accuracy.md", "accuracy")
     table, summary = text.strip().rsplit("\n\n", 1)
-    errors = [float(row[-1].removesuffix(" %")) for row in generate.cells(table)]
+    errors = [float(row[-1].removesuffix(" %")) for row in cells(table)]
     count, mean, worst = re.fullmatch(r"(\d+) rows: mean \|error\| (\S+) %, worst (\S+) %\.", summary).groups()
     assert int(count) == len(errors) >= 20
     assert float(mean) == pytest.approx(sum(map(abs, errors)) / len(errors), abs=0.01)

@@ -6,14 +6,19 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 
+import bitsandbytes.functional
+import bitsandbytes.nn
 import pytest
 import torch
 from tiny_models import config_values
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
+import finetune.model.build
 import finetune.model.cpu_adamw
-import finetune.model.host_memory
-from finetune.forecast.simulate import Batch, garbage_collection_paused, observe, simulate
+import finetune.model.lean_layers
+import finetune.model.offload
+from finetune.forecast.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.build import load_config
 from finetune.recipe import recipe_from
@@ -40,14 +45,16 @@ def save_model(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-def save_rows(path: Path, lengths: tuple[int, int], count: int) -> str:
+def save_rows(path: Path, lengths: tuple[int, ...], count: int) -> str:
     """Rows that have, with EOS, these numbers of tokens by turns."""
-    texts = [" ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % 2] - 1)) for row in range(count)]
+    texts = [
+        " ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % len(lengths)] - 1)) for row in range(count)
+    ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
 
 
-def planned(model: str, folder: Path, lengths: tuple[int, int] = (TOKENS, TOKENS), **more):
+def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS), **more):
     """The run directory of a small recipe, and its plan."""
     from finetune.run.prepare import create_run, prepare
 
@@ -82,6 +89,7 @@ def forecast(plan) -> dict[str, int]:
 def by_phase(tracked) -> dict[str, int]:
     peaks: dict[str, int] = {}
     for (phase, _), peak in tracked.peaks.items():
+        phase = "loss" if phase == AUXILIARY else phase  # a real run's loss is one phase
         peaks[phase] = max(peaks.get(phase, 0), peak.total_bytes)
     return peaks
 
@@ -98,12 +106,18 @@ class RealTracker(StorageTracker):
     on_host = False
 
     def follow(self, tensor, *, layer=None):
+        if isinstance(tensor, FakeTensor):  # of code that tries a layer without its values
+            return
         super().follow(tensor, layer=layer)
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if self.on_host and size:
             self._released(key)
             self._sizes[key] = (0, tag)
+
+    def size_of(self, tensor) -> int | None:
+        """Bytes that a tensor counts with: 0 in host memory, None when it has not been seen."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     @contextmanager
     def making_host_memory(self):
@@ -117,16 +131,76 @@ class RealTracker(StorageTracker):
 
 @contextmanager
 def host_memory_apart(tracker: RealTracker):
-    """Inside, what the project moves to host memory is not counted; on a CPU it can't be told from the rest."""
-    made = finetune.model.host_memory.host_empty
+    """Inside, what is in host memory also when a card trains is not counted; on a CPU it can't be told from the rest.
 
-    def host_empty(*arguments, **named):
-        with tracker.making_host_memory():
-            return made(*arguments, **named)
+    That is what the project moves there, the small values that layers are recognised by, and what bitsandbytes saves beside
+    each quantised weight.
+    """
+
+    def on_host(made):
+        @wraps(made)
+        def making(*arguments, **named):
+            with tracker.making_host_memory():
+                return made(*arguments, **named)
+
+        return making
 
     with pytest.MonkeyPatch.context() as patch:
-        for home in (finetune.model.host_memory, finetune.model.cpu_adamw):
-            patch.setattr(home, "host_empty", host_empty)
+        for home, name in (
+            (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
+            (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
+            (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
+        ):  # fmt: skip
+            patch.setattr(home, name, on_host(getattr(home, name)))
+        yield
+
+
+@contextmanager
+def weights_seen(tracker: RealTracker):
+    """Inside, the weights count from when they are loaded, also those that no operator has read yet."""
+    loaded = finetune.model.build.build_base
+
+    def build_base(*arguments, **named):
+        model = loaded(*arguments, **named)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.follow(tensor)
+        tracker.record("loaded")
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune.model.build, "build_base", build_base)
+        yield
+
+
+@contextmanager
+def experts_merged_on_host(tracker: RealTracker):
+    """Inside, experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+    def on_host(convert):
+        @wraps(convert)
+        def converted(*arguments, **named):
+            with tracker.making_host_memory():
+                return convert(*arguments, **named)
+
+        return converted
+
+    def to_card(convert):
+        @wraps(convert)
+        def converted(operation, values, *arguments, **named):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and tracker.size_of(value) == 0:
+                    values[name] = value.clone()
+            return convert(operation, values, *arguments, **named)
+
+        return converted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Concatenate, MergeModulelist, Mxfp4Dequantize):
+            patch.setattr(kind, "convert", on_host(kind.convert))
+        patch.setattr(Bnb4bitQuantize, "convert", to_card(Bnb4bitQuantize.convert))
         yield
 
 
@@ -170,8 +244,11 @@ def measured(run) -> dict[str, int]:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
         stack.enter_context(garbage_collection_paused())
         stack.enter_context(host_memory_apart(tracker))
+        stack.enter_context(weights_seen(tracker))
         stack.enter_context(tracker)
         worker = Worker(run)
+        if worker.plan.settings.load_in_4bit:
+            stack.enter_context(experts_merged_on_host(tracker))
         trainer, callback = worker._build()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             tracker.follow(tensor)

@@ -1,9 +1,16 @@
 """The replayed caching allocator: its rules by hand, and what must hold after any sequence of requests."""
 
+import json
+import os
 import random
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
+from finetune.forecast import reserved
 from finetune.forecast.caching_allocator import CachingAllocator, OutOfMemory, segment_bytes
 from finetune.units import KIB, MIB
 
@@ -153,3 +160,86 @@ def test_streams_do_not_share_blocks():
     allocator.release(0)
     allocator.allocate(1, 30 * MIB, stream=1)
     assert allocator.reserved == 60 * MIB
+
+
+class Noted(CachingAllocator):
+    """Writes down what it is asked, and its sums after that."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.asked, self.sums = [], []
+
+    def allocate(self, name, requested, stream=0):
+        super().allocate(name, requested, stream)
+        self._note([name, requested], requested > 0)
+
+    def release(self, name):
+        was = self.live.get(name)
+        super().release(name)
+        self._note([name, -1], was is not None)
+
+    def empty_cache(self):
+        super().empty_cache()
+        self._note(None, True)
+
+    def _note(self, event, counts):
+        if counts:
+            self.asked.append(event)
+            self.sums.append([self.allocated, self.reserved])
+
+    def segments_as_torch_shows_them(self):
+        """Sizes of the blocks with whether they are free; of an expandable segment, each run of mapped blocks is one."""
+        runs = (run for chain in chains(self) for mapped, run in groupby(chain, key=lambda block: block.mapped) if mapped)
+        return sorted([[block.size, block.free] for block in run] for run in runs)
+
+
+def noted_random(expandable, seed):
+    allocator, rng, live = Noted(expandable=expandable), random.Random(seed), []
+    for name in range(2000):
+        if live and rng.random() < 0.48:
+            allocator.release(live.pop(rng.randrange(len(live))))
+        else:
+            allocator.allocate(name, int(10 ** rng.uniform(1, 7.9)))
+            live.append(name)
+        if rng.random() < 0.005:
+            allocator.empty_cache()
+    return allocator
+
+
+def noted_run(expandable, monkeypatch):
+    """The whole replay of a small model's dry run."""
+    from test_trace import both_ways
+
+    made = []
+    monkeypatch.setattr(reserved, "CachingAllocator", lambda **more: made.append(Noted(**more)) or made[-1])
+    reserved.replay(both_ways()[0], expandable=expandable)
+    return made[0]
+
+
+@BOTH
+def test_what_is_noted_is_what_the_replay_asks(expandable, monkeypatch):
+    noted = noted_run(expandable, monkeypatch)
+    again = CachingAllocator(expandable=expandable)
+    for event, sums in zip(noted.asked, noted.sums, strict=True):
+        if event is None:
+            again.empty_cache()
+        elif event[1] < 0:
+            again.release(event[0])
+        else:
+            again.allocate(*event)
+        assert [again.allocated, again.reserved] == sums
+    assert len(noted.asked) > 1000 and sum(size for run in noted.segments_as_torch_shows_them() for size, _ in run) == sums[1]
+
+
+@pytest.mark.gpu
+@BOTH
+@pytest.mark.parametrize("what", ["run", 0, 1, 2])
+def test_torchs_own_allocator_does_the_same(expandable, what, monkeypatch):
+    noted = noted_run(expandable, monkeypatch) if what == "run" else noted_random(expandable, what)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("torch_allocator.py")], input=json.dumps(noted.asked), text=True,
+        env={**os.environ, "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}, capture_output=True, check=True,
+    )  # fmt: skip
+    theirs = json.loads(done.stdout)
+    assert theirs["sums"] == noted.sums
+    assert theirs["segments"] == noted.segments_as_torch_shows_them()

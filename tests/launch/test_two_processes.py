@@ -11,6 +11,7 @@ import torch
 from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, facts, last_state, steps
 
 from finetune.events import Checkpoint, Start, State, Step, read_events
+from finetune.run.seal import write_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
 
@@ -62,6 +63,14 @@ def test_resuming_with_the_same_processes_is_exact(two, make_launch, supervise):
     assert [event.step for event in steps(run)] == [3, 4]
     for name, weights in adapter(two).items():
         assert torch.equal(adapter(run)[name], weights), name
+
+
+def test_a_changed_base_model_that_one_process_finds_ends_both(two, make_launch, supervise):
+    run = copy_back_to_step_2(two, make_launch, "launch.num_processes=2")
+    sealed = run.checkpoints / "checkpoint-2"
+    write_manifest(sealed, {"step": 2, "facts": {**facts(sealed), "base": "0" * 64}})
+    assert supervise(run).wait() == 1
+    assert "can't resume from checkpoint-2: the base model's weights have changed" in last_state(run).message
 
 
 def test_resuming_with_another_number_of_processes_says_that_it_is_approximate(two, make_launch, supervise):

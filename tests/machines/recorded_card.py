@@ -1,11 +1,16 @@
-"""A card that a machine without one is given: every call of `finetune.card.cuda` is written down, with its numbers."""
+"""A card that a machine without one is given: every call of `finetune.card.cuda` is written down, with its numbers.
+
+`broken`: an error that a function raises, or what is called with all calls so far and may raise one.
+"""
 
 import json
+import os
+import traceback
 
 from finetune.card import cuda
 from finetune.units import MIB
 
-RESERVED = 1024 * MIB
+RESERVED, SEGMENTS = 1024 * MIB, 40
 NAMES = [name for name, function in vars(cuda).items() if getattr(function, "__module__", "") == cuda.__name__]
 
 
@@ -20,8 +25,9 @@ class RecordedCard:
             "allocator_bytes": {
                 "allocated_bytes": RESERVED // 2, "peak_allocated_bytes": RESERVED // 2, "reserved_bytes": RESERVED,
                 "peak_reserved_bytes": RESERVED, "inactive_split_bytes": 0,
+                "segments": SEGMENTS, "peak_segments": SEGMENTS + 1, "allocation_retries": 0,
             },
-            "free_block_sizes": (),
+            "snapshot": {},
         }  # fmt: skip
         self.broken = broken or {}
 
@@ -42,8 +48,30 @@ class RecordedCard:
         def call(*arguments):
             with self.file.open("a") as file:
                 file.write(json.dumps([name, *arguments]) + "\n")
-            if name in self.broken:
-                raise self.broken[name]
+            broken = self.broken.get(name)
+            if isinstance(broken, Exception):
+                raise broken
+            if broken:
+                broken(self.calls())
             return self.answers.get(name)
 
         return call
+
+
+def train(run):
+    """Exit status of a forked worker, which keeps this process's machine and recorded card."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 99
+    try:
+        log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from finetune.run.worker import Worker
+
+        code = Worker(run).main()
+    except BaseException:  # noqa: BLE001 - a child must never return into pytest
+        traceback.print_exc()
+    finally:
+        os._exit(code)

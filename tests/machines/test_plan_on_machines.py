@@ -60,7 +60,7 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     machine("two-3090", cuda=None)
     recipe = load_recipe("tiny-cpu", ["gpu=auto", "dtype=auto"])
     monkeypatch.setattr(sys, "argv", ["finetune", "plan", "tiny-cpu", "gpu=auto", "dtype=auto", "--json"])
-    assert main() == 0
+    assert main() == 3
     told = json.loads(capsys.readouterr().out)
     page = Questions().answer({"kind": "plan", "recipe": write_recipe(recipe)})["plan"]
     assert told["card"] == page["card"] and told["card"]["uuid"].startswith("GPU-30911111")

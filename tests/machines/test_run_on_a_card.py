@@ -4,32 +4,44 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
 import pytest
-from recorded_card import RESERVED, RecordedCard
+import torch
+from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
+from finetune.card.allocator import expandable_segments
 from finetune.cli.evaluate import chat_with, show_scores
 from finetune.errors import CardError, RecipeError
-from finetune.events import ForecastCheck, RunWarning, Step, read_events
+from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
+from finetune.files import write_json
+from finetune.forecast.ledger import replayed
+from finetune.model.configuration import read_config
+from finetune.plan.history import read_history
 from finetune.plan.plan import read_plan
+from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
-from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card
+from finetune.run import supervise
+from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement
+from finetune.run.failures import describe
 from finetune.run.memory import MemorySampler
 from finetune.run.prepare import create_run, prepare
 from finetune.run.retry import next_smaller, nothing_smaller
 from finetune.run.state import read_state
-from finetune.run.supervise import worker_environment
+from finetune.run.supervise import Supervisor, worker_environment
+from finetune.run.training import sft_config
 from finetune.units import GIB, MIB
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 DESKTOP, OTHER = "GPU-30900000-aaaa-4bbb-8ccc-000000000001", "GPU-30911111-aaaa-4bbb-8ccc-000000000002"
+#: Blocks of one segment, MiB.
+PIECES = ((1000, "inactive"), (600, "active_allocated"), (800, "inactive"))
 SHORT = [
     "gpu=auto", "max_steps=3", "save_steps=0", "eval_steps=0", "effective_batch_size=2", "per_device_train_batch_size=1",
     "dataset.max_rows=16", "lora_r=4", "lora_alpha=8",
@@ -57,23 +69,14 @@ def card(tmp_path, monkeypatch):
     return insert
 
 
-def train(run):
-    """Exit status of a forked worker, which keeps this process's machine and recorded card."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    code = 99
-    try:
-        log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        from finetune.run.worker import Worker
-
-        code = Worker(run).main()
-    except BaseException:  # noqa: BLE001 - a child must never return into pytest
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+@pytest.fixture
+def own_signals():
+    """A supervisor in this process leaves its signals as they were."""
+    names = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
+    before = {number: signal.getsignal(number) for number in names}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def supervised(run, environment, tmp_path):
@@ -145,6 +148,41 @@ def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monke
     assert cards_of(plan) == (DESKTOP,)
 
 
+def test_a_smaller_card_in_the_place_of_the_planned_one_is_told(machine, make_run, monkeypatch, own_signals):
+    machine("3060-and-4090")
+    run = make_run()
+    plan = read_plan(run.plan)
+    machine("3060-and-4090", CUDA_VISIBLE_DEVICES="GPU-30600000")
+    message = "the planned card, NVIDIA GeForce RTX 4090 with 23.5 GiB, is not there; the run uses NVIDIA GeForce RTX 3060 with"
+    assert replacement(plan, cards_of(plan)).startswith(message)
+    large = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, peak_high_bytes=15 * GIB))
+    assert replacement(large, cards_of(large)).endswith("and may need 15.0 GiB")
+    monkeypatch.setattr(supervise, "worker_command", lambda _: [sys.executable, "-S", "-c", "raise SystemExit(1)"])
+    assert Supervisor(run).main() == 1
+    assert [event.message for event in read_events(run.events) if isinstance(event, RunWarning)] == [
+        replacement(plan, cards_of(plan))
+    ]
+
+
+def test_an_equal_card_in_the_place_of_the_planned_one_is_no_news(machine, make_run, monkeypatch):
+    machine("two-3090")
+    plan = read_plan(make_run().plan)
+    assert replacement(plan, cards_of(plan)) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
+    assert cards_of(plan) == (DESKTOP,) and replacement(plan, (DESKTOP,)) == ""
+
+
+def test_a_run_without_a_planned_card_trains_on_one_of_two(machine, make_run, card, monkeypatch):
+    machine("two-3090")
+    run = make_run("max_steps=1")
+    plan = read_plan(run.plan)
+    write_json(run.plan, {**plan.as_json(), "card": {**plan.as_json()["card"], "uuid": None}})
+    card(plan)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert sft_config(read_plan(run.plan), run).n_gpu == 1
+    assert train(run) == 0, run.log.read_text()[-3000:]
+
+
 def test_without_a_planned_card_the_environment_is_left_as_it_is(machine, make_run):
     machine("two-3090")
     plan = read_plan(make_run().plan)
@@ -173,6 +211,33 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert [event.step for event in read_events(run.events) if isinstance(event, Step)] == [1, 2, 3]
     (first, end) = [event for event in read_events(run.events) if isinstance(event, ForecastCheck)]
     assert (first.at, first.step, end.at) == ("first steps", 2, "end")
+    assert (end.measured_reserved_bytes, end.measured_segments) == (RESERVED, SEGMENTS + 1)
+    assert end.predicted_reserved_bytes == plan.forecast.reserved_peaks["train"] > plan.forecast.reserved_peaks["load"] > 0
+    assert end.reserved_error == pytest.approx(RESERVED / end.predicted_reserved_bytes - 1)
+    phases = {event.phase: event for event in read_events(run.events) if isinstance(event, Phase)}
+    assert phases.keys() == {"load"}  # with neither evaluations nor checkpoints
+    assert all((event.peak_reserved_bytes, event.peak_segments) == (RESERVED, SEGMENTS + 1) for event in phases.values())
+    (measured,) = read_history(plan.card.name).reserved_errors
+    assert measured == end.reserved_error
+
+
+def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    held = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
+    recorded = card(plan)
+    recorded.answers["snapshot"] = {"segments": [{"stream": 0, "segment_type": "large", "blocks": held}], "device_traces": []}
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
+    tight = dataclasses.replace(plan, budget_bytes=RESERVED + plan.card.context_bytes + 100 * MIB)
+    event = describe(error, "evaluate", tight, MemorySampler(on_cuda=True))
+    assert (event.asked_bytes, event.room_bytes, event.free_bytes, event.free_blocks) == (1536 * MIB, 100 * MIB, 1800 * MIB, 2)
+    assert event.fragmented and event.largest_usable_block_bytes == 1000 * MIB
+    assert event.forecast_reserved_bytes == plan.forecast.reserved_peaks.get("eval")
+    assert event.forecast_allocated_bytes == plan.forecast.peaks["eval"] and event.holders == {"one of 600 MiB": 600 * MIB}
+    for broken in (RuntimeError("CUDA error: an illegal memory access was encountered"), None):
+        recorded.broken = {"snapshot": broken} if broken else {}
+        recorded.answers["snapshot"] = None
+        assert describe(error, "train", plan, MemorySampler(on_cuda=True)).free_bytes is None
 
 
 def test_a_budget_below_the_forecast_runs_out_of_memory_and_one_of_its_upper_end_does_not(machine, make_run, card):
@@ -185,6 +250,74 @@ def test_a_budget_below_the_forecast_runs_out_of_memory_and_one_of_its_upper_end
     assert recorded.limit_bytes() < 0.95 * least_reserved
     limit_card(dataclasses.replace(plan, budget_bytes=forecast.peak_high_bytes))
     assert recorded.limit_bytes() >= most_reserved
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("4090-desktop", "7b-4090"), ("wsl", "1b-4060")])
+def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_upper_end(machine, card, name, recipe):
+    """The dry run's allocations through the replayed allocator, limited to the bytes that the run gives torch."""
+    machine(name)
+    plan = plan_recipe(load_recipe(recipe, ["gpu=auto"]), find_card("auto"), without_rows)
+    settings, recorded = plan.settings, card(plan)
+
+    def held(budget):
+        limit_card(dataclasses.replace(plan, budget_bytes=round(budget)))
+        return replayed(
+            read_config(settings), settings, micro_batch=settings.per_device_train_batch_size, tokens=settings.max_length,
+            capability=plan.card.capability, expandable=expandable_segments(), limit=round(recorded.limit_bytes()),
+        )  # fmt: skip
+
+    assert plan.forecast.peak_low_bytes > 2 * GIB
+    assert held(plan.forecast.peak_high_bytes).reserved_bytes <= recorded.limit_bytes()
+    assert held(0.9 * plan.forecast.peak_low_bytes) is None
+
+
+@pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
+def test_a_run_with_that_cap_ends_out_of_memory_or_finishes(machine, make_run, card, end, share, code):
+    """The card's allocator holds what the forecast expects at least, or at most, and refuses more than its limit."""
+    machine("4090-desktop")
+    run = make_run("max_steps=1")
+    plan = read_plan(run.plan)
+    context, unsure = plan.card.context_bytes, plan.card.context_uncertainty_bytes
+    needed = getattr(plan.forecast, end) - (context - unsure if end == "peak_low_bytes" else context + unsure)
+    budget = round(share * getattr(plan.forecast, end))
+    write_json(run.plan, dataclasses.replace(plan, budget_bytes=budget).as_json())
+
+    def reserve(calls):
+        limits = [arguments[0] for name, *arguments in calls if name == "limit_reserved"]
+        if needed > limits[-1] * plan.card.total_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    card(plan, broken={"reset_peak": reserve})
+    assert train(run) == code, run.log.read_text()[-3000:]
+    events = read_events(run.events)
+    assert [event.kind for event in events].count("out_of_memory") == (code == 5)
+
+
+def test_a_card_that_falls_off_the_bus_while_training_is_named_with_the_way_back(machine, make_run, card, tmp_path):
+    machine("4090-desktop")
+    run = make_run()
+    plan = read_plan(run.plan)
+
+    def fall(calls):
+        if sum(name == "reset_peak" for name, *_ in calls) > 2:
+            with (tmp_path / "4090-desktop.machine").open("a") as description:
+                description.write("lost_after = 0\n")
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    card(plan, broken={"reset_peak": fall})
+    assert train(run) == 3, run.log.read_text()[-3000:]
+    state = read_state(run)
+    assert state.message.startswith("NVIDIA GeForce RTX 4090 does not answer any more (gpu is lost)")
+    assert "dmesg" in state.message and f"finetune resume {run.path}" in state.message
+    assert [event.step for event in read_events(run.events) if isinstance(event, Step)] != []
+
+
+def test_an_error_on_a_card_that_answers_keeps_its_own_words(machine, make_run, card):
+    machine("two-3090")
+    run = make_run()
+    card(read_plan(run.plan), broken={"release_cached": RuntimeError("CUDA error: an illegal memory access")})
+    assert train(run) == 1
+    assert "illegal memory access" in read_state(run).message
 
 
 def test_memory_budget_of_the_recipe_is_what_limits(machine, make_run, card):
@@ -319,6 +452,9 @@ def test_torch_compile_without_a_compiler_is_refused_before_anything_is_loaded(
     card(plan)
     monkeypatch.setenv("CC", "/nowhere/gcc")
     compiled = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"torch_compile": True}))
+    with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
+        prepare(load_recipe("tiny-cpu", ["gpu=auto", "torch_compile=true"]))
+    assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix
     with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
         kernel_problem(compiled)
     assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.card import find_card
 from finetune.card.nvidia import read_devices
-from finetune.card.visible import visible
+from finetune.card.visible import for_processes, visible
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe
@@ -117,6 +117,19 @@ def test_more_processes_than_cards_are_a_problem(machine):
     (problem,) = machine_problems(recipe, on_cpu=False)
     assert "needs 2 cards on this machine; 1 can be used" in problem
     assert machine_problems(recipe, on_cpu=True) == []
+
+
+def test_instances_of_a_split_card_are_one_card_to_several_processes(machine):
+    recipe = parse_recipe("{model_name_or_path: tiny, dataset: a.jsonl, launch: {num_processes: 2}}")
+    machine("mig")
+    (problem,) = machine_problems(recipe, on_cpu=False)
+    assert "needs 2 cards on this machine; 1 can be used (instances of a split card can't work together)" in problem
+    whole = [
+        line for name in "ab" for line in ("card = NVIDIA H200", "capability = 9.0", f"uuid = GPU-{name}", "total_mib = 99")
+    ]
+    machine("mig", *whole)
+    assert [device.uuid for device in for_processes(visible(read_devices()[0]))] == ["GPU-a", "GPU-b"]
+    assert machine_problems(recipe, on_cpu=False) == []
 
 
 def test_training_on_a_named_card_takes_that_one_of_several(machine):

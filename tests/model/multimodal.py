@@ -1,7 +1,7 @@
 """Small multimodal checkpoints of the real classes, with random weights and the bundled model's tokenizer."""
 
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, Qwen3VLConfig
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, Llama4Config, Qwen3VLConfig
 
 from finetune.bundled import model_path
 
@@ -36,7 +36,16 @@ def qwen3_vl(vocabulary):
     )  # fmt: skip
 
 
-CONFIGURATIONS = {"gemma3": gemma3, "qwen3_vl": qwen3_vl}
+def llama4(vocabulary):
+    vision = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+    }  # fmt: skip
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "attention_chunk_size": 64}
+    return Llama4Config(text_config={**TEXT, **experts, "vocab_size": vocabulary}, vision_config=vision)
+
+
+CONFIGURATIONS = {"gemma3": gemma3, "qwen3_vl": qwen3_vl, "llama4": llama4}
 
 
 def save_checkpoint(kind, folder, **more):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from multimodal import CONFIGURATIONS, image_features, save_checkpoint
+from multimodal import image_features, save_checkpoint
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
@@ -52,7 +52,7 @@ def tensors_of(folder):
     return found
 
 
-@pytest.fixture(params=CONFIGURATIONS)
+@pytest.fixture(params=("gemma3", "qwen3_vl"))
 def checkpoint(request, tmp_path):
     """A folder and the whole model that was saved there."""
     folder = tmp_path / "model"
@@ -152,3 +152,17 @@ def test_a_run_of_a_multimodal_model_evaluates_and_merges(tmp_path):
     merged = merge(run)
     assert (merged / "preprocessor_config.json").is_file()
     assert list(tensors_of(merged)) == list(tensors_of(folder))
+
+
+@pytest.mark.slow
+def test_a_run_of_llama_4_trains_with_the_routers_auxiliary_loss(tmp_path):
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.worker import Worker
+
+    save_checkpoint("llama4", tmp_path / "model")
+    values = [
+        f"model_name_or_path={tmp_path / 'model'}", "max_steps=1", "effective_batch_size=1", "lora_r=4", "dataset.max_rows=8",
+        "per_device_train_batch_size=1", "eval_steps=0", "save_steps=0", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert Worker(create_run(prepare(load_recipe("tiny-cpu", values)))).main() == 0

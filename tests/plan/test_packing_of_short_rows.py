@@ -38,6 +38,8 @@ def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
     [
         ({"gpu": "t4"}, "capability 8.0"),
         ({"model": "google/gemma-2-2b-it"}, "can't be used"),
+        ({"model": "tiiuae/falcon-7b"}, "rows of falcon models"),
+        ({"model": "openai/gpt-oss-20b"}, "rows of gpt_oss models"),
         ({"model": "Qwen/Qwen3-0.6B", "overrides": ["effective_batch_size=16"]}, "change the rows per step"),
         ({"overrides": ["attn_implementation=eager"]}, "dense mask"),
         ({"data": None}, "not been read"),

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import traceback
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 @pytest.fixture(scope="session")
 def make_run(tmp_path_factory):
     """make_run(*overrides) -> a run directory that has not been started, of a few quick steps."""
+    import torch
+
     from finetune.recipe import load_recipe
+    from finetune.run.directory import RunDirectory
     from finetune.run.prepare import create_run, prepare
 
     short = [
@@ -23,7 +27,21 @@ def make_run(tmp_path_factory):
     def make(*overrides):
         place = tmp_path_factory.mktemp("runs") / "run"
         recipe = load_recipe("tiny-cpu", [*short, *overrides, f"output_dir={place}"])
-        return create_run(prepare(recipe))
+        if torch.version.cuda is None:
+            return create_run(prepare(recipe))
+        # with a torch for CUDA, a process that has run a step on fake tensors forks no child that can train
+        told = place.with_name("error")
+        if not (pid := os.fork()):
+            try:
+                create_run(prepare(recipe))
+            except Exception as error:  # noqa: BLE001 - raised again by the parent
+                told.write_bytes(pickle.dumps(error))
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        if told.exists():
+            raise pickle.loads(told.read_bytes())
+        return RunDirectory(place)
 
     return make
 

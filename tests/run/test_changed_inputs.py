@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
+from finetune.distributed.ranks import Rank
 from finetune.errors import RecipeError
 from finetune.evaluate.answerer import Answerer
 from finetune.export.merge import merge
@@ -18,6 +19,7 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.seal import MANIFEST, changes_in, facts_differ, write_manifest
 from finetune.run.state import read_state
+from finetune.run.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +92,16 @@ def test_another_base_model_under_the_same_name_is_another_fact(run, tmp_path):
     assert weights_fingerprint(settings) == before
     flip_one_byte(base / "model.safetensors")
     assert facts_differ({"base": before}, {"base": weights_fingerprint(settings)}) == ["the base model's weights have changed"]
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_one_process_of_a_machine_hashes_the_base_models_files(run, local, monkeypatch):
+    worker = Worker.__new__(Worker)
+    worker.run, worker.plan, worker.rank = run, read_plan(run.plan), Rank(2 + local, local, 4)
+    hashed = []
+    monkeypatch.setattr("finetune.run.worker.weights_fingerprint", lambda settings: hashed.append(settings) or "a hash")
+    assert worker._facts.get("base") == ("a hash" if local == 0 else None) and len(hashed) == (local == 0)
+    assert worker._facts is worker._facts
 
 
 def test_resuming_on_a_changed_base_model_is_refused(make_run, train, tmp_path):

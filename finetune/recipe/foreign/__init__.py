@@ -76,7 +76,7 @@ def convert(
             reading.assume(setting, value)
     for key, value in flat.items():
         if value is None:
-            reading.ignore(key, "is empty: not set")
+            reading.ignore_empty(key)
     order = sorted(reading.entries.values(), key=lambda entry: entry.line or 0)
     origin = {setting: _place(name, reading.line_of(key)) for setting, key in reading.origin.items()}
     return Conversion(tool.name, _nested(reading.settings), origin, tuple(order), reading.assumed)

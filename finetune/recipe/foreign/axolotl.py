@@ -12,6 +12,7 @@ from finetune.recipe.foreign.shared import (
     KERNELS,
     MEMORY,
     NOT_TRAINED,
+    OF_ONE_KIND,
     PLACES,
     PREFERENCE,
     PROCESS,
@@ -20,6 +21,7 @@ from finetune.recipe.foreign.shared import (
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     UPLOAD,
+    one_dataset,
     read_batch,
     read_dtype,
     read_places,
@@ -185,11 +187,7 @@ def finish(reading: Reading) -> None:
             reading.refuse("plugins", f"{', '.join(other)} may change what is learnt")
         else:
             reading.ignore("plugins", KERNELS.why)
-    if "dataset.path" in reading.given:
-        for key in ("datasets", "test_datasets"):
-            if key in reading.values:
-                reading.ignore(key, "replaced by the override dataset.path")
-    else:
+    if not reading.is_replaced("dataset.path", ("datasets", "test_datasets")):
         _datasets(reading)
 
 
@@ -199,8 +197,7 @@ def _batch(reading: Reading) -> None:
         if micro is None or "gradient_accumulation_steps" not in reading.values:
             reading.keep("batch_size", "effective_batch_size", batch)
             for key in ("micro_batch_size", "gradient_accumulation_steps"):
-                if key in reading.values:
-                    reading.share(key, f"effective_batch_size {batch}")
+                reading.share(key, f"effective_batch_size {batch}")
             return
         reading.ignore("batch_size", "micro_batch_size and gradient_accumulation_steps are both set")
     read_batch(reading, "micro_batch_size", "gradient_accumulation_steps")
@@ -215,11 +212,10 @@ def _adapter(reading: Reading) -> None:
     else:
         reading.refuse("adapter", "is not set, which trains all parameters; finetune trains LoRA adapters")
     linear = reading.is_on("lora_target_linear")
-    if "lora_target_linear" in reading.values:
-        if linear:
-            reading.keep("lora_target_linear", "target_modules", "all-linear")
-        else:
-            reading.ignore("lora_target_linear", "is off")
+    if linear:
+        reading.keep("lora_target_linear", "target_modules", "all-linear")
+    else:
+        reading.ignore("lora_target_linear", "is off")
     if "lora_target_modules" in reading.values:
         if linear:
             reading.share("lora_target_modules", "target_modules all-linear")
@@ -278,15 +274,8 @@ def _read_list(entries: Any) -> tuple[dict[str, Any], str, str]:
         found.append((settings, note))
     if not found:
         return {}, "", ""
-    paths = [path for settings, _ in found for path in listed_paths(settings.pop("path"))]
-    if any(settings != found[0][0] for settings, _ in found):
-        return {}, "the datasets have different types or columns; use those of one kind", ""
-    return {"path": paths[0] if len(paths) == 1 else paths, **found[0][0]}, "", found[0][1]
-
-
-def listed_paths(path: Any) -> list[str]:
-    """One path or several, as a list."""
-    return [path] if isinstance(path, str) else list(path)
+    together = one_dataset([settings for settings, _ in found])
+    return (together, "", found[0][1]) if together else ({}, OF_ONE_KIND, "")
 
 
 def _read_one(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:

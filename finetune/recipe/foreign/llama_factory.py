@@ -14,12 +14,15 @@ from finetune.recipe.foreign.shared import (
     KERNELS,
     MEMORY,
     NOT_TRAINED,
+    OF_ONE_KIND,
     PREFERENCE,
     PROCESS,
     SECRET,
     TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
+    one_dataset,
+    paths_of,
     read_targets,
     read_template,
     read_training_arguments,
@@ -131,7 +134,7 @@ def _method(reading: Reading) -> None:
     ):
         if reading.value(key, wanted) != wanted:
             reading.refuse(key, reason)
-        elif key in reading.values:
+        else:
             reading.ignore(key, "is what finetune does")
     if (bits := reading.value("quantization_bit")) in (4, 8):
         reading.keep("quantization_bit", f"load_in_{bits}bit", True)
@@ -153,14 +156,10 @@ def _packing(reading: Reading) -> None:
 
 
 def _datasets(reading: Reading) -> None:
-    if "dataset.path" in reading.given:
-        for key in ("dataset", "dataset_dir", "eval_dataset", "max_samples"):
-            if key in reading.values:
-                reading.ignore(key, "replaced by the override dataset.path")
+    if reading.is_replaced("dataset.path", ("dataset", "dataset_dir", "eval_dataset", "max_samples")):
         return
     for key in ("dataset_dir", "eval_dataset", "max_samples"):
-        if key in reading.values:
-            reading.ignore(key, "of the dataset")
+        reading.ignore(key, "of the dataset")
     names = listed(reading.value("dataset", []))
     info, folder = _dataset_info(reading)
     if not names:
@@ -169,19 +168,15 @@ def _datasets(reading: Reading) -> None:
     if problem := next((row for row in rows if isinstance(row, str)), None):
         reading.refuse("dataset", problem, "dataset.path")
         return
-    described = [row for row in rows if isinstance(row, dict)]
-    paths = [row.pop("path") for row in described]
-    if any(row != described[0] for row in described):
-        reading.refuse("dataset", "the datasets have different columns or formats; use those of one kind", "dataset.path")
+    together = one_dataset([row for row in rows if isinstance(row, dict)])
+    if not together:
+        reading.refuse("dataset", OF_ONE_KIND, "dataset.path")
         return
-    reading.keep("dataset", "dataset.path", paths[0] if len(paths) == 1 else paths)
-    for name, value in described[0].items():
-        reading.settings[f"dataset.{name}"] = value
-        reading.origin[f"dataset.{name}"] = "dataset"
+    for name, value in reversed(together.items()):
+        reading.keep("dataset", f"dataset.{name}", value)
     _eval_dataset(reading, info, folder)
-    _max_samples(reading, paths)
-    if "dataset_dir" in reading.values:
-        reading.ignore("dataset_dir", f"dataset_info.json is read from {folder}")
+    _max_samples(reading, paths_of(together))
+    reading.ignore("dataset_dir", f"dataset_info.json is read from {folder}")
 
 
 def _eval_dataset(reading: Reading, info: dict[str, Any], folder: Path) -> None:

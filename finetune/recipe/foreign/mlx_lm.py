@@ -57,7 +57,7 @@ def finish(reading: Reading) -> None:
         reading.keep("fine_tune_type", "use_dora", True)
     elif method != "lora":
         reading.refuse("fine_tune_type", "finetune trains LoRA adapters")
-    elif "fine_tune_type" in reading.values:
+    else:
         reading.ignore("fine_tune_type", "is what finetune does")
     _optimizer(reading)
     if (names := reading.value("lora_parameters.keys")) is not None:
@@ -117,8 +117,7 @@ def _schedule(reading: Reading) -> None:
     reading.keep("lr_schedule.arguments", "learning_rate", float(parts[0]))
     if "lr_schedule.warmup" in reading.values:
         reading.keep("lr_schedule.warmup", "warmup_steps", warmup)
-    if "lr_schedule.warmup_init" in reading.values:
-        reading.ignore("lr_schedule.warmup_init", "the warmup starts at zero")
+    reading.ignore("lr_schedule.warmup_init", "the warmup starts at zero")
 
 
 def _data(reading: Reading) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,12 +103,25 @@ class Reading:
         self._enter(key, "carried over", f"{ours}: {shown(value)}", note)
 
     def share(self, key: str, ours: str, note: str = "") -> None:
-        """Say that `key` is part of what another key set."""
-        self._enter(key, "carried over", f"part of {ours}", note)
+        """Say that `key` is part of what another key set, where it is set."""
+        if key in self.values:
+            self._enter(key, "carried over", f"part of {ours}", note)
 
     def ignore(self, key: str, why: str, note: str = "") -> None:
-        """Say why `key` has no effect here."""
-        self._enter(key, "no effect", why, note)
+        """Say why `key` has no effect here, where it is set."""
+        if key in self.values:
+            self._enter(key, "no effect", why, note)
+
+    def ignore_empty(self, key: str) -> None:
+        """Say that `key` is in the file without a value."""
+        self._enter(key, "no effect", "is empty: not set")
+
+    def is_replaced(self, ours: str, keys: Iterable[str]) -> bool:
+        """Whether an override sets `ours`; then `keys` have no effect."""
+        if ours in self.given:
+            for key in keys:
+                self.ignore(key, f"replaced by the override {ours}")
+        return ours in self.given
 
     def refuse(self, key: str, why: str, lifted_by: str = "") -> None:
         """Refuse `key`, unless the user has set `lifted_by`."""

@@ -84,8 +84,7 @@ def read_batch(reading: Reading, micro_key: str, steps_key: str, micro: int = 1,
     micro, steps = int(reading.value(micro_key, micro)), int(reading.value(steps_key, steps))
     if {"effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"} & set(reading.given):
         for key in (micro_key, steps_key):
-            if key in reading.values:
-                reading.ignore(key, "replaced by an override")
+            reading.ignore(key, "replaced by an override")
         return
     batch = micro * steps * world
     if micro_key in reading.values:
@@ -93,15 +92,12 @@ def read_batch(reading: Reading, micro_key: str, steps_key: str, micro: int = 1,
     else:
         reading.assume("effective_batch_size", batch)
         reading.origin["effective_batch_size"] = steps_key
-    if steps_key in reading.values:
-        reading.share(steps_key, f"effective_batch_size {micro} x {steps} x {world} = {batch}")
+    reading.share(steps_key, f"effective_batch_size {micro} x {steps} x {world} = {batch}")
 
 
 def read_steps(reading: Reading) -> None:
     """`max_steps`, where -1 and 0 are: not set."""
-    if "max_steps" not in reading.values:
-        return
-    if reading.value("max_steps") > 0:
+    if reading.value("max_steps", 0) > 0:
         reading.keep("max_steps", "max_steps", reading.value("max_steps"))
     else:
         reading.ignore("max_steps", "is not set")
@@ -114,13 +110,12 @@ def read_warmup(reading: Reading) -> None:
         reading.keep("warmup_steps", "warmup_ratio", steps)
     elif steps:
         reading.keep("warmup_steps", "warmup_steps", int(steps))
-    elif steps is not None:
+    else:
         reading.ignore("warmup_steps", "is not set: warmup_ratio counts")
-    if "warmup_ratio" in reading.values:
-        if steps:
-            reading.ignore("warmup_ratio", "warmup_steps is set")
-        else:
-            reading.keep("warmup_ratio", "warmup_ratio", reading.value("warmup_ratio"))
+    if steps:
+        reading.ignore("warmup_ratio", "warmup_steps is set")
+    elif "warmup_ratio" in reading.values:
+        reading.keep("warmup_ratio", "warmup_ratio", reading.value("warmup_ratio"))
 
 
 def read_places(reading: Reading) -> None:
@@ -136,8 +131,7 @@ def read_places(reading: Reading) -> None:
             else:
                 reading.ignore(f"{what}_steps", PLACES.why)
         for name in names:
-            if name in reading.values:
-                reading.ignore(name, f"{what}_steps counts" if strategy == "steps" else PLACES.why)
+            reading.ignore(name, f"{what}_steps counts" if strategy == "steps" else PLACES.why)
 
 
 def read_dtype(reading: Reading) -> None:
@@ -149,8 +143,6 @@ def read_dtype(reading: Reading) -> None:
         ("bfloat16", "bfloat16"),
         ("float16", "float16"),
     ):
-        if key not in reading.values:
-            continue
         if reading.value(key) is True:
             reading.keep(key, "dtype", dtype)
         else:
@@ -176,6 +168,22 @@ def read_targets(reading: Reading, key: str) -> None:
     names = listed(reading.value(key))
     everything = names in (["all"], ["all-linear"], ["all_linear"])
     reading.keep(key, "target_modules", "all-linear" if everything else names)
+
+
+OF_ONE_KIND = "the datasets have different formats or columns; use those of one kind"
+
+
+def one_dataset(datasets: list[dict[str, Any]]) -> dict[str, Any]:
+    """Datasets that differ in nothing but their paths as one, `path` first; empty where they differ in more."""
+    paths = [path for dataset in datasets for path in paths_of(dataset)]
+    rest = [{name: value for name, value in dataset.items() if name != "path"} for dataset in datasets]
+    alike = all(each == rest[0] for each in rest)
+    return {"path": paths[0] if len(paths) == 1 else paths, **rest[0]} if alike else {}
+
+
+def paths_of(dataset: dict[str, Any]) -> list[str]:
+    """The paths of a dataset, one or several."""
+    return [dataset["path"]] if isinstance(dataset["path"], str) else list(dataset["path"])
 
 
 #: Names of chat templates -> models that have that template of their own.

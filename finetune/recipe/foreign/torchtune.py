@@ -126,9 +126,7 @@ def _model(reading: Reading) -> None:
 def _dataset(reading: Reading) -> None:
     together = ("_component_", "source", "data_files", "conversation_column", "conversation_style", "column")
     keys = [key for key in reading.values if key.removeprefix("dataset.") in together or key.startswith("dataset.column_map.")]
-    if "dataset.path" in reading.given:
-        for key in keys:
-            reading.ignore(key, "replaced by the override dataset.path")
+    if reading.is_replaced("dataset.path", keys):
         return
     name = str(reading.value("dataset._component_", "")).rpartition(".")[2]
     if name not in _DATASETS:

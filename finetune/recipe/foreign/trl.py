@@ -65,11 +65,8 @@ def finish(reading: Reading) -> None:
     else:
         reading.refuse("use_peft", "is off, which trains all parameters; finetune trains LoRA adapters")
     _loss(reading)
-    if "dataset_name" in reading.values:
-        if "dataset.path" in reading.given:
-            reading.ignore("dataset_name", "replaced by the override dataset.path")
-        else:
-            reading.keep("dataset_name", "dataset.path", reading.value("dataset_name"))
+    if not reading.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in reading.values:
+        reading.keep("dataset_name", "dataset.path", reading.value("dataset_name"))
     if "dataset_text_field" in reading.values:
         field = reading.value("dataset_text_field")
         if field == "text":

@@ -54,7 +54,7 @@ def finish(reading: Reading) -> None:
     read_batch(reading, f"{_T}batch_size", f"{_T}gradient_accumulation_steps", 2, 4)
     if steps := reading.value(f"{_T}max_steps"):
         reading.keep(f"{_T}max_steps", "max_steps", steps)
-    elif f"{_T}max_steps" in reading.values:
+    else:
         reading.ignore(f"{_T}max_steps", "is not set")
     for key, ours in ((f"{_T}warmup_steps", "warmup_steps"), (f"{_T}warmup_ratio", "warmup_ratio")):
         if key in reading.values:
@@ -62,7 +62,7 @@ def finish(reading: Reading) -> None:
     method = reading.value(f"{_T}training_type", "lora")
     if method not in ("lora", "qlora", "LoRA/QLoRA"):
         reading.refuse(f"{_T}training_type", "finetune trains LoRA adapters")
-    elif f"{_T}training_type" in reading.values:
+    else:
         reading.ignore(f"{_T}training_type", "is what finetune does")
     if f"{_L}target_modules" in reading.values:
         read_targets(reading, f"{_L}target_modules")
@@ -71,10 +71,10 @@ def finish(reading: Reading) -> None:
         reading.keep("data.format_type", "dataset.format", kinds[kind])
     elif kind is not None:
         reading.refuse("data.format_type", "is not a format that finetune reads", "dataset.format")
-    if "data.local_datasets" in reading.values and not reading.is_on("data.local_datasets"):
-        reading.ignore("data.local_datasets", "is not set")
-    elif reading.is_on("data.local_datasets"):
+    if reading.is_on("data.local_datasets"):
         reading.keep("data.local_datasets", "dataset.path", reading.value("data.local_datasets"))
+    else:
+        reading.ignore("data.local_datasets", "is not set")
 
 
 TOOL = Tool(

@@ -1,0 +1,135 @@
+"""Blocks made of plans: the output of `finetune plan`, the shipped recipes, what fits which card."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import math
+
+from blocks.page import GIB, block, cells, markdown
+
+#: Rows of the table of needs: names in the model catalogue, smallest first.
+MODELS = (
+    "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen3-4B",
+    "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct",
+)  # fmt: skip
+LENGTHS = (1024, 2048, 4096, 8192)
+#: One card for each size of memory.
+CARDS = ("rtx-4060", "rtx-3060", "rtx-4060-ti-16gb", "rtx-4090", "rtx-5090", "rtx-a6000", "a100-80gb")
+#: The settings that take the least device memory; the table of needs is planned with these.
+FRUGAL = {
+    "load_in_4bit": True, "activation_checkpointing": "offload", "optim": "adamw_8bit", "per_device_train_batch_size": 1,
+    "packing": False, "lora_r": 16,
+}  # fmt: skip
+#: The card of the table of needs; `_room` translates to the others.
+REFERENCE_CARD = "rtx-4090"
+
+
+def plan_of(recipe: str) -> str:
+    """The output of `finetune plan RECIPE`; overrides may follow the name."""
+    from finetune.cli.plan import show_plan
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        name, *overrides = recipe.split()
+        show_plan(name, overrides, model=None, data=None, gpu=None, free=None, as_json=False)
+    lines = [line.rstrip() for line in output.getvalue().splitlines()]
+    return "```console\n$ finetune plan {}\n{}\n```\n".format(recipe, "\n".join(lines).rstrip())
+
+
+def many_cards() -> str:
+    """The end of `finetune plan`'s output for a recipe that does not fit: what each of two cards would need."""
+    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=8192").splitlines(keepends=True)
+    begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
+    return "".join([*lines[:2], "...\n", *lines[begin:]])
+
+
+def recipe_row(name: str) -> list[str]:
+    """A shipped recipe's row of the table: its plan, peak, verdict and speed."""
+    from finetune.card import find_card
+    from finetune.plan.planning import plan_recipe, without_rows
+    from finetune.recipe import load_recipe
+
+    recipe = load_recipe(name)
+    plan = plan_recipe(recipe, find_card(recipe.gpu), without_rows)
+    forecast, max_length = plan.forecast, plan.settings.max_length
+    assert forecast is not None  # only a CPU plan has none
+    chosen = next(row.plan for row in plan.alternatives if row.chosen)
+    peak = f"{_gib(forecast.peak_bytes)} (at most {_gib(forecast.peak_high_bytes)}) of {_gib(plan.card.free_bytes)}"
+    speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "unknown"
+    model = plan.settings.model_name_or_path.rpartition("/")[2]
+    return [f"`{name}`", model, plan.card.name, f"{max_length:,}", chosen, peak, plan.verdict, speed]
+
+
+def recipes() -> str:
+    """The table of the shipped recipes for cards, with their plans."""
+    from finetune.recipe import load_recipe, shipped_recipes
+
+    names = [name for name in shipped_recipes() if load_recipe(name).gpu != "cpu"]
+    columns = ("recipe", "model", "card", ">row", "plan", ">peak, GiB", "verdict", ">tokens/s, modelled")
+    return markdown(columns, [recipe_row(name) for name in names])
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def need_row(model: str) -> list[str]:
+    """Upper end of the forecast in GiB with the FRUGAL settings, for each length; rounded up."""
+    from finetune.card.find import find_card
+    from finetune.plan.make import make_plan
+    from finetune.recipe import recipe_from
+
+    card = dataclasses.replace(find_card(REFERENCE_CARD), total_bytes=512 * GIB, free_bytes=512 * GIB)
+    row = []
+    for length in LENGTHS:
+        recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl", "max_length": length, **FRUGAL})
+        forecast = make_plan(recipe, card, None).forecast
+        assert forecast is not None  # only a CPU plan has none
+        row.append(f"{math.ceil(100 * forecast.peak_high_bytes / GIB) / 100:.2f}")
+    return [model, *row]
+
+
+def needs() -> str:
+    """The table of needs."""
+    return markdown(("model", *(f">{length:,}" for length in LENGTHS)), [need_row(model) for model in MODELS])
+
+
+def fits() -> str:
+    """The longest rows that fit for each model and card, from the table of needs on the page."""
+    table = cells(block("docs/fits.md", "needs"))
+    columns = [f">{card} ({_gib(_room(card))})" for card in CARDS]
+    return markdown(("model", *columns), [[name, *(_longest(row, card) for card in CARDS)] for name, *row in table])
+
+
+def _longest(row: list[str], card: str) -> str:
+    fitting = [length for length, gib in zip(LENGTHS, row, strict=True) if float(gib) * GIB <= _room(card)]
+    return f"{max(fitting):,}" if fitting else "-"
+
+
+@functools.cache
+def _room(card: str) -> int:
+    """Bytes that a forecast for REFERENCE_CARD may take on this card: free, less what its context and cuBLAS take more."""
+    from finetune.card.find import find_card
+    from finetune.forecast.rules import cublas_workspace_bytes
+
+    this, reference = find_card(card), find_card(REFERENCE_CARD)
+    context = [(each.context_bytes or 0) + each.context_uncertainty_bytes for each in (this, reference)]
+    cublas = [2 * cublas_workspace_bytes(each.capability or (8, 0)) for each in (this, reference)]
+    return this.free_bytes - (context[0] - context[1]) - (cublas[0] - cublas[1])
+
+
+def fits_short(columns: tuple[str, ...] = ("card", ">free", "rows of 1,024 tokens", "2,048", "4,096"), none: str = "-") -> str:
+    """The largest model that fits each card, from the table of needs on the page."""
+    from finetune.card.find import find_card
+
+    table = cells(block("docs/fits.md", "needs"))
+    rows = []
+    for card in CARDS:
+        fitting = [[row[0] for row in table if float(row[1 + n]) * GIB <= _room(card)] for n in range(3)]
+        largest = [names[-1].rpartition("/")[2] if names else none for names in fitting]
+        rows.append([card, f"{_gib(find_card(card).free_bytes)} GiB", *largest])
+    return markdown(columns, rows)

@@ -1,0 +1,177 @@
+"""Blocks made from the code's own tables and types: settings, exit codes, events, plan.json, cards, model types."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import enum
+import textwrap
+import types
+import typing
+
+from blocks.page import GIB, ROOT, markdown
+
+from finetune.recipe.reference import Setting
+
+
+def settings() -> str:
+    """Every setting of the schema, by group."""
+    from finetune.recipe.reference import settings_reference
+    from finetune.recipe.schema import GROUPS
+
+    rows = settings_reference()
+    shown = ""
+    for title in GROUPS:
+        table = [(f"`{row.name}`", row.type, _default(row.default), _described(row)) for row in rows if row.group == title]
+        shown += f"\n### {title}\n\n{markdown(('setting', 'value', 'default', 'what it is'), table)}"
+    return f"{shown}\n"
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else "empty" if value in ([], {}, "") else str(value)
+
+
+def _described(row: Setting) -> str:
+    also = f" Also: {', '.join(f'`{alias}`' for alias in row.aliases)}." if row.aliases else ""
+    return row.description + also
+
+
+def other_tools() -> str:
+    """What becomes of the keys of each tool whose configurations are read."""
+    from finetune.recipe.foreign import TOOLS, Ignore, Keep, Refuse
+
+    shown = ""
+    for tool in TOOLS:
+        kept = [f"`{key}` -> `{rule.ours}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
+        together = [f"`{key}`" for key, rule in tool.keys.items() if not isinstance(rule, (Keep, Ignore, Refuse))]
+        without = sum(isinstance(rule, Ignore) for rule in tool.keys.values())
+        refused = [f"`{key}`" for key, rule in tool.keys.items() if isinstance(rule, Refuse)]
+        assumed = [f"`{name}` {_default(value)}" for name, value in tool.defaults.items()]
+        rows = [
+            ("carried over", ", ".join(kept)), ("read together", ", ".join(together)), ("without effect", f"{without} keys"),
+            ("refused where set", ", ".join(refused)), ("its defaults", ", ".join(assumed)),
+        ]  # fmt: skip
+        shown += f"\n### {tool.name}\n\n{markdown(('', 'keys'), rows)}"
+    return f"{shown}\n"
+
+
+def exits() -> str:
+    """The exit codes, from the error classes that define them."""
+    from finetune import errors
+
+    meanings: dict[int, str] = {}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and "exit_code" in vars(kind) and kind is not errors.FinetuneError:
+            meanings[kind.exit_code] = f"{meanings.get(kind.exit_code, '')} {(kind.__doc__ or '').strip()}".strip()
+    rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *sorted(meanings.items())]
+    return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
+
+
+def events() -> str:
+    """The fields of every kind of event, from its type."""
+    from finetune.events import KINDS, Memory
+
+    shown = ""
+    for name, kind in KINDS.items():
+        more = " The memory fields follow." if issubclass(kind, Memory) else ""
+        table = markdown(("field", "value", "what it is"), _fields(kind))
+        shown += f"\n### `{name}`\n\n{' '.join((kind.__doc__ or '').split())}{more}\n\n{table}"
+    memory = markdown(("field", "value", "what it is"), _fields(Memory))
+    return f"{shown}\n### Memory fields\n\n{' '.join((Memory.__doc__ or '').split())}\n\n{memory}\n"
+
+
+def _fields(kind: type) -> list[tuple[str, str, str]]:
+    """Name, type with unit, and meaning of each field that the type adds itself."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [
+        (f"`{name}`", _value(name, typing.get_type_hints(kind)[name]), hints[name].__metadata__[-1])
+        for name in kind.__annotations__
+        if typing.get_origin(hints[name]) is typing.Annotated
+    ]
+
+
+def _value(name: str, hint: object) -> str:
+    words = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    units = {"_bytes": "bytes", "_s": "seconds", "_c": "°C", "_w": "watts"}
+    unit = next((unit for ending, unit in units.items() if name.endswith(ending) and not name.endswith("_per_s")), None)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    shown = [unit if unit and kind in (int, float) else words.get(kind, "") for kind in kinds]
+    return " or ".join(part or ("list of text" if "tuple" in str(hint) else "object") for part in shown)
+
+
+def plan_json() -> str:
+    """The types that plan.json is made of."""
+    from finetune.card.card import Card
+    from finetune.forecast.forecast import AtLimit, Forecast
+    from finetune.plan import plan
+
+    parts = (
+        plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
+        plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
+    )  # fmt: skip
+    shown = ""
+    for part in parts:
+        hints = typing.get_type_hints(part)
+        names = {name: "plan" if name == "settings" else name for name in part.__annotations__ if name != "lengths"}
+        rows = [(f"`{shown_name}`", _type(name, hints[name])) for name, shown_name in names.items()]
+        doc = (part.__doc__ or "").replace("`settings`", "`plan`")
+        shown += f"\n### {part.__name__}\n\n{' '.join(doc.split())}\n\n{markdown(('field', 'value'), rows)}"
+    return f"{shown}\n"
+
+
+def _type(name: str, hint: typing.Any) -> str:
+    """A type as a reader of JSON sees it."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_type(name, part) for part in inner)
+    if typing.get_origin(hint) is tuple:
+        return f"list of {_type(name, inner[0])}"
+    if inner:
+        return f"object: {_type(name, inner[0])} to {_type(name, inner[1])}"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " or ".join(f"`{value.value}`" for value in hint)
+    if hint.__name__ == "Settings":
+        return "object: [every setting](recipe.md)"
+    if dataclasses.is_dataclass(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    return _value(name, hint)
+
+
+def cards() -> str:
+    """The catalogue of cards."""
+    from finetune.card.find import catalogue
+
+    rows = []
+    for name, card in catalogue().items():
+        capability = ".".join(map(str, card.capability)) if card.capability else "unknown"
+        rows.append([f"`{name}`", f"{card.total_bytes / GIB:.2f}", f"{card.free_bytes / GIB:.2f}", capability])
+    return markdown(("card", ">memory, GiB", ">taken as free, GiB", ">compute capability"), rows)
+
+
+def model_types() -> str:
+    """The committed table of benchmarks/model_types.py: how many types are forecast, and the reasons for the rest."""
+    with (ROOT / "benchmarks" / "reference" / "model_types.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    good = [row["model_type"] for row in rows if row["result"] == "forecast"]
+    rest = [(f"`{row['model_type']}`", row["detail"]) for row in rows if row["result"] != "forecast"]
+    listed = textwrap.fill(", ".join(f"`{name}`" for name in good) + ".", 140, break_long_words=False, break_on_hyphens=False)
+    refused = markdown(("model type", "why it is refused"), rest)
+    return f"{len(rows)} model types: {len(good)} forecast, {len(rest)} refused.\n\n{listed}\n\n{refused}"
+
+
+def families() -> str:
+    """The committed table of benchmarks/families.py: the phase of each family that is furthest from its forecast."""
+    from finetune.plan.attention import KEPT_APART
+
+    with (ROOT / "benchmarks" / "reference" / "families.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    worst: dict[str, dict[str, str]] = {}
+    for row in rows:
+        error = f"{float(row['worst_error']):+.2%} ({row['worst_phase']})"
+        worst.setdefault(row["family"], {})[row["bits"]] = error
+    table = [(f"`{name}`", errors["16"], errors["4"], "yes" if name in KEPT_APART else "no") for name, errors in worst.items()]
+    most = max(abs(float(row["worst_error"])) for row in rows)
+    shown = markdown(("family", ">16 bit, worst phase", ">4 bit, worst phase", "packed by the planner"), table)
+    return f"{len(worst)} families, at most {most:.2%} off in any phase.\n\n{shown}"

@@ -1,0 +1,84 @@
+"""Checkpoints that are stored quantised: in how many bits they can be trained, and which model they were made from."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RecipeError
+from finetune.model.configuration import read_text, resolve_model_path
+from finetune.model.names import resolve
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+
+BITSANDBYTES = "bitsandbytes"
+#: Methods that transformers can undo while loading.
+DEQUANTISED = ("mxfp4", "fp8")
+_HEADER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The `quantization_config` in a config.json's content, with its `quant_method`; empty for a 16-bit model.
+
+    bitsandbytes' first versions wrote no method. Raises RecipeError for one that is no object.
+    """
+    own = values.get("quantization_config")
+    if own is None or own == {}:
+        return {}
+    own = own.to_dict() if hasattr(own, "to_dict") else own
+    if not isinstance(own, dict):
+        raise RecipeError(
+            f"model_name_or_path {name}: quantization_config in its config.json is {own!r}, not an object",
+            "Give the model as it was published.",
+        )
+    method = own.get("quant_method")
+    if method is None and (own.get("load_in_4bit") or own.get("load_in_8bit")):
+        method = BITSANDBYTES
+    return {**own, "quant_method": getattr(method, "value", method)}
+
+
+def trainable_bits(own: dict[str, Any]) -> tuple[int, ...]:
+    """Bits that a checkpoint stored so can be trained in; empty when it is not quantised.
+
+    bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
+    """
+    if not own:
+        return ()
+    if own["quant_method"] == BITSANDBYTES:
+        return (4,) if own.get("load_in_4bit") else (8,)
+    return (16, 4) if own["quant_method"] == "mxfp4" else (16,)
+
+
+def give_original(recipe: Recipe) -> str:
+    """`give Qwen/Qwen3-8B`: the 16-bit model that a quantised one was made from; in general words where nothing says it.
+
+    The catalogue knows it by its name, or the checkpoint's README names it as `base_model`.
+    """
+    name = recipe.model_name_or_path
+    found = _known(name) or _known(name.rstrip("/").rpartition("/")[2]) or _base_in_readme(recipe)
+    return f"give {found}" if found else "give the 16-bit model"
+
+
+def _known(name: str) -> str | None:
+    match = resolve(name)
+    return match.name if match is not None and match.name != name else None
+
+
+def _base_in_readme(recipe: Recipe) -> str | None:
+    """`base_model` in the header of the checkpoint's README; of a copy of a quantised copy, the original."""
+    import yaml
+
+    path = resolve_model_path(recipe)
+    text = read_text(path, "README.md", recipe.model_revision)
+    header = _HEADER.match(text or "")
+    try:
+        values = yaml.safe_load(header[1]) if header else None
+    except yaml.YAMLError:
+        return None
+    base = values.get("base_model") if isinstance(values, dict) else None
+    base = base[0] if isinstance(base, list) and base else base
+    if not isinstance(base, str) or not _ID.fullmatch(base) or base == recipe.model_name_or_path:
+        return None
+    return _known(base) or base

@@ -1,0 +1,102 @@
+"""Steps of many widths from traces at two: exact against a traced one, and what their order does to reserved memory."""
+
+import dataclasses
+import functools
+
+import pytest
+from tiny_models import config_values, settings
+
+from finetune.card import find_card
+from finetune.forecast import whole_card
+from finetune.forecast.ledger import _shape
+from finetune.forecast.reserved import replay
+from finetune.forecast.simulate import Batch, simulate
+from finetune.forecast.trace import RELEASED, NotRepeated, Trace
+from finetune.forecast.uneven import Widths, replay_uneven, widths_of
+from finetune.forecast.whole_card import make_forecast, with_growth
+from finetune.model.build import config_from
+from finetune.units import MIB
+
+VALUES = config_values(num_hidden_layers=4, vocab_size=8192, hidden_size=512, intermediate_size=2048)
+CARD = dataclasses.replace(find_card("rtx-4090"), context_bytes=200 * MIB, context_uncertainty_bytes=0)
+LENGTHS = [60 + 11 * number % 1300 for number in range(0, 2000, 7)] + [1900, 2048]
+
+
+@functools.cache
+def _cached(key):
+    width, rows, more = key
+    recipe = settings(per_device_train_batch_size=rows, **dict(more))
+    return simulate(config_from(VALUES, recipe), recipe, Batch(**_shape(recipe, rows, width, None)), (8, 6)).trace()
+
+
+def traced(width, rows=1, **more):
+    return _cached((width, rows, tuple(more.items())))
+
+
+def sizes(events):
+    return [size for _, size in events if size != RELEASED]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"rows": 2}, marks=pytest.mark.slow),
+        pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_width_between_is_what_a_dry_run_of_it_gives(more):
+    known = Widths(traced(2048, **more), 2048, traced(1024, **more), 1024)
+    assert sizes(known.at(1536)) == sizes(traced(1536, **more).parts["micro-batch"])
+    odd, real = sizes(known.at(777)), sizes(traced(777, **more).parts["micro-batch"])
+    assert len(odd) == len(real) and sum(map(abs, map(int.__sub__, odd, real))) < 2e-3 * sum(real)  # kernels round some up
+
+
+def test_traces_of_other_steps_are_not_taken_for_one_of_another_width():
+    events = [(1, 100), (2, 50), (1, RELEASED), (2, RELEASED)]
+    with pytest.raises(NotRepeated):
+        Widths(Trace({"micro-batch": events}), 2, Trace({"micro-batch": [events[1], events[3]]}), 1)
+    swapped = [(1, 50), (2, 50), (2, RELEASED), (1, RELEASED)]  # what is released at once has no order
+    assert Widths(Trace({"micro-batch": events}), 2, Trace({"micro-batch": swapped}), 1).at(4)[:2] == [(1, 200), (2, 50)]
+
+
+def test_the_longest_rows_come_where_a_run_puts_them():
+    widths = widths_of(LENGTHS, rows=2, longest=2000, accumulation=4)
+    assert (widths[0], widths[7]) == (1900, 2000)
+    assert widths == widths_of(LENGTHS, rows=2, longest=2000, accumulation=4) and len(set(widths)) > 10
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+def test_rows_of_one_length_reserve_what_the_step_does(expandable):
+    wide = traced(2048)
+    known = Widths(wide, 2048, traced(1024), 1024)
+    one = replay_uneven(wide, known, [2048] * 6, 2, expandable=expandable)
+    assert one.reserved_bytes == replay(wide, expandable=expandable).reserved["train"]
+
+
+def test_growing_widths_fragment_segments_and_expandable_ones_hardly():
+    wide = traced(2048)
+    known, rising = Widths(wide, 2048, traced(1024), 1024), sorted(widths_of(LENGTHS, 1, 2048, 4))
+    free, fixed = (replay_uneven(wide, known, rising, 4, expandable=expandable) for expandable in (True, False))
+    alone = replay(wide, expandable=False).reserved["train"]
+    falling = replay_uneven(wide, known, rising[::-1], 4, expandable=False)
+    assert fixed.reserved_bytes > 1.5 * alone and list(fixed.by_step) == sorted(fixed.by_step)
+    assert falling.reserved_bytes < 1.05 * alone and free.reserved_bytes < 1.1 * alone
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, monkeypatch, tmp_path):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(whole_card, "expandable_segments", lambda: expandable)
+    recipe = settings(per_device_train_batch_size=1)
+    before = make_forecast(VALUES, recipe, CARD, tokens=2048)
+    for _ in range(2):  # then from the cache
+        after = with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=LENGTHS)
+        assert after.reserved_bytes >= before.reserved_bytes and after.peak_high_bytes >= before.peak_high_bytes
+        (said,) = set(after.notes) - set(before.notes)
+        assert said.startswith("rows of uneven length") and ("expandable segments" in said) is expandable
+    packed = recipe.model_copy(update={"packing": True})
+    assert with_growth(before, VALUES, packed, CARD, tokens=2048, lengths=LENGTHS) is before
+    assert with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=[7, 7]) is before

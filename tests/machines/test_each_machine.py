@@ -1,0 +1,110 @@
+"""Every machine through the doctor, a plan and the start of a run: the right card, the right budget, the right words."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from recorded_card import RecordedCard, train
+
+from finetune.cli import main
+from finetune.doctor.machine import check_cards, check_driver, check_spill
+from finetune.events import Phase, Step, read_events
+from finetune.plan.plan import read_plan
+from finetune.recipe import load_recipe
+from finetune.run.card import cards_of, limit_card
+from finetune.run.prepare import create_run, prepare
+from finetune.run.state import read_state
+from finetune.run.supervise import worker_environment
+from finetune.units import GIB, MIB
+
+pytestmark = pytest.mark.compiler
+HERE = Path(__file__).parent
+#: Machine -> UUID of the card to train on, what is free on it, and words of the doctor's lines on its cards.
+TRAINS = {
+    "4090-desktop": ("GPU-40900000", 24564 - 452 - 1612, ["22.0 GiB of 23.5 GiB free"]),
+    "two-3090": ("GPU-30911111", 24576 - 300 - 12, ["0: NVIDIA GeForce RTX 3090: 21.9", "1: NVIDIA GeForce RTX 3090: 23.7"]),
+    "3060-and-4090": ("GPU-40900000", 24564 - 452 - 100, ["RTX 3060: 11.7 GiB", "RTX 4090: 23.4 GiB"]),
+    "t4": ("GPU-74000000", 15360 - 443, ["Tesla T4: 14.6 GiB of 14.6 GiB free"]),
+    "h200": ("GPU-20000000", 143771 - 616, ["NVIDIA H200: 139.8 GiB of 139.8 GiB free"]),
+    "mig": ("MIG-33333333", 71424 - 60, ["MIG 1g.18gb: 16.0 GiB", "MIG 3g.71gb: 69.7 GiB"]),
+    "container": ("GPU-40900000", 24564 - 452 - 9000, ["8.79 GiB in use by programs that can't be named from here"]),
+    "wsl": ("GPU-40700000", 12282 - 230 - 1400, ["10.4 GiB of 11.8 GiB free"]),
+    "lost-card": ("GPU-30900000", 24576 - 300, ["RTX 3090: 23.7 GiB", "card 0 does not answer (gpu is lost)"]),
+}  # fmt: skip
+#: Machine -> words of the error with which plan and run end, and of its fix.
+REFUSED = {
+    "old-driver": ("driver 470.256.02 supports CUDA up to 11.4", "Update the driver to 580"),
+    "gtx-1080-ti": ("compute capability 6.1, CUDA 13.0 of torch", "cu126"),
+}
+ONE_STEP = [
+    "gpu=auto", "max_steps=1", "save_steps=0", "eval_steps=0", "effective_batch_size=1", "per_device_train_batch_size=1",
+    "dataset.max_rows=8", "lora_r=4", "lora_alpha=8", "max_length=256",
+]  # fmt: skip
+
+
+def said(monkeypatch, capsys, *arguments):
+    """Exit code of a command, and what it printed, on one line."""
+    monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
+    code = main()
+    shown = capsys.readouterr()
+    return code, " ".join((shown.out + shown.err).split())
+
+
+def test_no_machine_is_left_out():
+    assert {*TRAINS, *REFUSED} == {path.stem for path in HERE.glob("*.machine")}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_the_doctor_names_driver_and_cards(machine, name):
+    machine(name)
+    found = [finding.what for finding in check_cards()]
+    assert [words for words, line in zip(TRAINS[name][2], found, strict=True) if words not in line] == []
+    assert check_driver().state == "ok" and (check_spill().state == "warn") == (name == "wsl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINS)
+def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name, tmp_path, monkeypatch):
+    uuid, free_mib, _ = TRAINS[name]
+    machine(name)
+    run = create_run(prepare(load_recipe("tiny-cpu", [*ONE_STEP, f"output_dir={tmp_path / 'run'}"])))
+    plan = read_plan(run.plan)
+    assert plan.card.uuid.startswith(uuid) and plan.exit_code == 0
+    assert 0 <= free_mib * MIB - plan.budget_bytes < GIB // 100 + 1 and plan.card.supports_bf16 == (name != "t4")
+    environment = worker_environment(cards_of(plan))
+    assert environment["CUDA_VISIBLE_DEVICES"] == plan.card.uuid
+    assert ("PYTORCH_ALLOC_CONF" in environment) == (name != "wsl")
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):  # as the supervisor starts it
+        monkeypatch.setenv(variable, environment[variable])
+    known = {"uuid": plan.card.uuid, "total_bytes": plan.card.total_bytes, "free_bytes": plan.card.free_bytes}
+    recorded = RecordedCard(tmp_path / "calls.jsonl", **known).insert(monkeypatch)
+    assert limit_card(plan) == ""
+    assert train(run) == 0, run.log.read_text()[-3000:]
+    assert recorded.limit_bytes() == pytest.approx(plan.budget_bytes - plan.card.context_bytes)
+    assert read_state(run).state == "finished"
+    samples = [event for event in read_events(run.events) if isinstance(event, (Phase, Step))]
+    assert {sample.card_total_bytes for sample in samples} == {plan.card.total_bytes}
+    if name in ("container", "wsl"):  # process ids there mean nothing here
+        assert {sample.other_processes_bytes for sample in samples} == {None}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_on_a_card_that_cannot_be_used_ends_with_exit_3_and_the_fix(machine, name, monkeypatch, capsys, home):
+    machine(name)
+    problem, fix = REFUSED[name]
+    code, words = said(monkeypatch, capsys, "run", "tiny-cpu", "gpu=auto")
+    assert code == 3 and words.startswith("The card can't be used") and problem in words and fix in words
+    assert not (home / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_for_that_card_is_shown_and_ends_with_exit_3_and_the_fix(machine, name, monkeypatch, capsys):
+    machine(name)
+    problem, fix = REFUSED[name]
+    code, words = said(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP)
+    last = words.rpartition("torch can't use this card")[2]
+    assert code == 3 and problem in words and fix in last
+    code, words = said(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP[1:], "--gpu", "rtx-3060", "--json")
+    assert code == 0 and json.loads(words)["card"]["problem"] == ""

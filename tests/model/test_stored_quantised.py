@@ -1,0 +1,114 @@
+"""Checkpoints stored quantised: bitsandbytes' are built as stored, for others the message names the 16-bit model."""
+
+import json
+
+import pytest
+from bitsandbytes.nn import Linear4bit
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+from finetune.errors import RecipeError
+from finetune.model.build import build_base, load_config
+from finetune.model.stored import stored_quantisation, trainable_bits
+from finetune.recipe import plainest, recipe_from
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 256,
+}  # fmt: skip
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def settings(name, **more):
+    values = {"model_name_or_path": str(name), "dataset": "rows.jsonl", "dtype": "bfloat16", "load_in_8bit": False}
+    return plainest(recipe_from({**values, "load_in_4bit": True, "activation_checkpointing": False, **more}))
+
+
+def stored_as(folder, quantisation, readme=None):
+    """A folder with the config.json, and perhaps the README, of a quantised checkpoint."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **TINY, "quantization_config": quantisation}))
+    if readme is not None:
+        (folder / "README.md").write_text(readme)
+    return folder
+
+
+def refused(folder, **more):
+    wanted = settings(folder, **more)
+    with pytest.raises(RecipeError) as caught:
+        build_base(wanted, load_config(wanted), device="cpu", weights=False)
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def nf4_folder(tmp_path_factory):
+    """A small Llama as bitsandbytes stores it, its last layer in 16 bit, as in Unsloth's dynamic checkpoints."""
+    plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("nf4")
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(plain)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules=["lm_head", "model.layers.0.mlp.down_proj"],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("with_method", [True, False])
+def test_a_4_bit_checkpoint_is_built_as_it_is_stored(nf4_folder, with_method):
+    values = json.loads((nf4_folder / "config.json").read_text())
+    values["quantization_config"].pop("quant_method", None)
+    values["quantization_config"] |= {"quant_method": "bitsandbytes"} if with_method else {}  # first versions wrote none
+    (nf4_folder / "config.json").write_text(json.dumps(values))
+    wanted = settings(nf4_folder)
+    real, bare = (build_base(wanted, load_config(wanted), device="cpu", weights=weights) for weights in (True, False))
+    assert [(name, type(part)) for name, part in real.named_modules()] == [(n, type(part)) for n, part in bare.named_modules()]
+    layer = real.model.layers[0]
+    assert isinstance(layer.mlp.up_proj, Linear4bit) and not isinstance(layer.mlp.down_proj, Linear4bit)
+    stored = load_file(nf4_folder / "model.safetensors")
+    assert bytes(layer.mlp.up_proj.weight.data.numpy()) == bytes(stored["model.layers.0.mlp.up_proj.weight"].numpy())
+    assert layer.mlp.up_proj.weight.quant_state.dtype == real.dtype
+
+
+@pytest.mark.parametrize(
+    ("header", "given"),
+    [
+        ("base_model: someone/Their-7B", "someone/Their-7B"),
+        ("license: mit\nbase_model:\n- someone/Their-7B\ntags: [a]", "someone/Their-7B"),
+        ("base_model: unsloth/Qwen3-8B-bnb-4bit", "Qwen/Qwen3-8B"),  # a copy of a copy
+        ("base_model: [1]", None),
+        ("base_model: ../../etc/passwd", None),
+        ("base_model: {a: [", None),
+        ("license: mit", None),
+    ],
+)
+def test_the_readme_names_the_16_bit_model(tmp_path, header, given):
+    error = refused(stored_as(tmp_path, {"quant_method": "gptq", "bits": 4}, f"---\n{header}\n---\n# A model\n"))
+    assert "stored as gptq" in error.problems[0]
+    assert error.fix.startswith(f"Give {given or 'the 16-bit model'}; load_in_4bit=true")
+
+
+def test_a_readme_without_a_header_names_nothing(tmp_path):
+    error = refused(stored_as(tmp_path, {"quant_method": "awq"}, "base_model: someone/Their-7B\n"))
+    assert error.fix.startswith("Give the 16-bit model")
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq", "something-new", None, 7])
+def test_what_can_not_be_trained_is_refused_whatever_the_recipe_wants(tmp_path, method, bits):
+    error = refused(stored_as(tmp_path, {"quant_method": method, "bits": 4}), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    assert f"stored as {method or 'an unknown quantisation'}" in error.problems[0]
+
+
+@pytest.mark.parametrize("given", ["gptq", ["gptq"], 4, True])
+def test_a_quantisation_that_is_no_object_is_a_recipe_error(given):
+    with pytest.raises(RecipeError, match="not an object"):
+        stored_quantisation({"quantization_config": given}, "some/model")
+
+
+def test_bits_that_a_stored_checkpoint_can_be_trained_in():
+    of = {name: trainable_bits(stored_quantisation({"quantization_config": own}, "m")) for name, own in {
+        "16-bit": None, "empty": {}, "nf4": NF4, "old nf4": {"load_in_4bit": True}, "int8": {"load_in_8bit": True},
+        "mxfp4": {"quant_method": "mxfp4"}, "fp8": {"quant_method": "fp8"}, "gptq": {"quant_method": "gptq"},
+    }.items()}  # fmt: skip
+    assert of == {
+        "16-bit": (), "empty": (), "nf4": (4,), "old nf4": (4,), "int8": (8,), "mxfp4": (16, 4), "fp8": (16,), "gptq": (16,),
+    }  # fmt: skip

@@ -1,0 +1,205 @@
+"""Out of memory explained from the allocator's snapshot: the request, the fragments, the expectation, the holders."""
+
+import itertools
+
+import pytest
+
+from finetune.events import OutOfMemory, event_from, event_json
+from finetune.run.out_of_memory import MOST_HOLDERS, asked_by, explanation, free_memory, holders, room_bytes
+from finetune.units import GIB, MIB
+
+ADDRESS = 0x7F0000000000
+
+
+def block(size, state="active_allocated", frames=()):
+    return {"size": size, "requested_size": size - 100, "address": 0, "state": state, "frames": list(frames)}
+
+
+def segment(*blocks, stream=0, kind="large", expandable=False):
+    """As torch 2.13 writes it, with the blocks one after another."""
+    address = next(segment.addresses)
+    for one in blocks:
+        one["address"] = address
+        address += one["size"]
+    total = sum(one["size"] for one in blocks)
+    active = sum(one["size"] for one in blocks if one["state"] != "inactive")
+    return {
+        "device": 0,
+        "address": address - total,
+        "total_size": total,
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": active,
+        "stream": stream,
+        "segment_type": kind,
+        "segment_pool_id": (0, 0),
+        "is_expandable": expandable,
+        "frames": [],
+        "blocks": list(blocks),
+    }
+
+
+segment.addresses = itertools.count(ADDRESS, 1 << 40)
+
+
+def free(size):
+    return block(size, "inactive")
+
+
+def snapshot(*segments, traces=()):
+    return {
+        "segments": list(segments),
+        "device_traces": [list(traces)],
+        "external_annotations": [],
+        "allocator_settings": {"PYTORCH_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False},
+    }
+
+
+FRAGMENTED = snapshot(
+    segment(block(600 * MIB), free(900 * MIB), block(100 * MIB)),
+    segment(free(700 * MIB), block(GIB)),
+    segment(block(MIB // 2), free(3 * MIB // 2), kind="small"),
+    segment(free(4 * GIB), stream=7),
+)
+
+
+def test_free_memory_of_other_streams_and_of_small_requests_is_not_usable():
+    assert free_memory(FRAGMENTED, GIB).usable == (900 * MIB, 700 * MIB)
+    assert free_memory(FRAGMENTED, GIB).blocks == (4 * GIB, 900 * MIB, 700 * MIB, 3 * MIB // 2)
+    assert free_memory(FRAGMENTED, 10_000).usable == (3 * MIB // 2,)
+
+
+def test_what_another_stream_still_uses_is_neither_free_nor_held():
+    shown = snapshot(segment(block(GIB), block(2 * GIB, "active_awaiting_free"), free(MIB)))
+    assert free_memory(shown, MIB).waiting_bytes == 2 * GIB and free_memory(shown, MIB).blocks == (MIB,)
+    assert holders(shown) == {"one of 1.00 GiB": GIB}
+
+
+def frame(file, line, name):
+    return {"filename": file, "line": line, "name": name}
+
+
+def test_holders_are_named_by_the_line_that_allocated_them_or_by_size():
+    torch_first = [
+        frame("/x/site-packages/torch/nn/functional.py", 9, "linear"),
+        frame("/x/peft/tuners/lora/bnb.py", 540, "forward"),
+    ]
+    native = [frame("??", 0, "c10::cuda::malloc"), frame("CUDAAllocator.cpp", 3, "malloc")]
+    shown = snapshot(
+        segment(*(block(MIB, frames=torch_first) for _ in range(5)), *(block(2 * MIB, frames=native) for _ in range(4))),
+        segment(block(MIB, frames=[frame("C:\\w\\peft\\tuners\\lora\\bnb.py", 1, "x")])),
+    )
+    assert holders(shown) == {"4 x 2 MiB": 8 * MIB, "lora/bnb.py:540 forward": 5 * MIB, "lora/bnb.py:1 x": MIB}
+
+
+def test_only_the_largest_holders_are_named():
+    found = holders(snapshot(segment(*(block(size * MIB) for size in range(1, 40)))))
+    assert len(found) == MOST_HOLDERS and list(found.values()) == sorted(found.values(), reverse=True)
+    assert next(iter(found.values())) == 39 * MIB
+
+
+def test_with_the_history_the_request_is_known_to_the_byte():
+    traces = [
+        {"action": "oom", "device_free": 0, "size": 5, "time_us": 10, "frames": []},
+        {"action": "alloc", "size": 7, "time_us": 30},
+        {"action": "oom", "device_free": 0, "size": 123_456_789, "time_us": 20, "frames": []},
+    ]
+    assert asked_by(snapshot(traces=traces)) == 123_456_789
+    assert asked_by(snapshot(traces=traces[1:2])) is None
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {},
+        None,
+        [],
+        "pickle",
+        {"segments": None},
+        {"segments": 3},
+        {"segments": [None, 1, "x", {}]},
+        {"segments": [{"blocks": None}]},
+        {
+            "segments": [
+                {"blocks": [None, {}, {"state": 1}, {"state": "inactive", "size": "x"}, {"state": "inactive", "size": -1}]}
+            ]
+        },
+        {"segments": [{"blocks": [{"state": "a state of later", "size": 5}], "stream": None, "total_size": "?"}]},
+        {"segments": [{"blocks": [{"state": "active_allocated", "size": 2**70, "frames": 3}], "stream": [1]}]},
+        {"segments": [{"blocks": [{"state": "active_allocated", "size": 8, "frames": [None, 3, {}, {"filename": 1}]}]}]},
+        {"device_traces": 1},
+        {"device_traces": [None, 3]},
+        {"device_traces": [[None, {"action": "oom"}, {"action": "oom", "size": None}]]},
+    ],
+    ids=str,
+)
+def test_a_damaged_snapshot_explains_less_and_is_no_error(hostile):
+    assert asked_by(hostile) is None
+    found = free_memory(hostile, GIB)
+    assert found is None or (found.blocks, found.usable) == ((), ())
+    assert all(size > 0 for size in holders(hostile).values())
+
+
+def test_room_is_what_the_limit_and_the_card_both_leave():
+    assert room_bytes(10, 8, 5) == 2 and room_bytes(10, 8, 1) == 1 and room_bytes(10, 11, 4) == 0
+    assert room_bytes(None, 8, 5) == 5 and room_bytes(10, None, None) is None
+
+
+def out_of_memory(**more):
+    return OutOfMemory(
+        phase="train",
+        asked_bytes=GIB,
+        forecast_allocated_bytes=20 * GIB,
+        forecast_reserved_bytes=21 * GIB,
+        peak_allocated_bytes=20 * GIB,
+        peak_reserved_bytes=22 * GIB,
+        **{
+            "free_bytes": 0,
+            "free_blocks": 0,
+            "largest_free_block_bytes": 0,
+            "largest_usable_block_bytes": 0,
+            "fragmented": False,
+            **more,
+        },
+    )
+
+
+def test_fragmentation_is_named_with_the_pieces():
+    said = explanation(
+        out_of_memory(
+            free_bytes=1600 * MIB,
+            free_blocks=3,
+            largest_free_block_bytes=900 * MIB,
+            largest_usable_block_bytes=900 * MIB,
+            fragmented=True,
+            room_bytes=100 * MIB,
+            holders={"32 x 448 MiB": 14 * GIB},
+        )
+    )
+    assert said.startswith("1.00 GiB were asked for in phase train, 100 MiB more could be reserved. Fragmentation: 1.56 GiB")
+    assert "3 pieces" in said and "has 900 MiB" in said and "32 x 448 MiB (14.0 GiB)" in said
+    assert "expected 20.0 GiB allocated and 21.0 GiB reserved at most" in said and "more than forecast" not in said
+
+
+def test_more_than_forecast_and_too_little_altogether_are_told_apart_from_fragmentation():
+    said = explanation(
+        out_of_memory(free_bytes=MIB, free_blocks=1, largest_free_block_bytes=MIB, largest_usable_block_bytes=MIB)
+    )
+    assert "too little together" in said and "Fragmentation" not in said
+    assert "Fragmentation" not in explanation(out_of_memory()) and "No reserved memory is free" in explanation(out_of_memory())
+    more = {**event_json(out_of_memory()), "peak_allocated_bytes": 21 * GIB}
+    assert "more than forecast" in explanation(event_from(more))
+
+
+def test_a_large_block_that_could_not_be_used_has_its_reason():
+    elsewhere = out_of_memory(free_bytes=4 * GIB, free_blocks=1, largest_free_block_bytes=4 * GIB)
+    assert "belongs to another stream or to small requests" in explanation(elsewhere)
+    since = out_of_memory(
+        free_bytes=4 * GIB, free_blocks=1, largest_free_block_bytes=4 * GIB, largest_usable_block_bytes=4 * GIB
+    )
+    assert "has been freed since" in explanation(since)
+
+
+def test_nothing_but_the_error_is_known_on_a_cpu_and_in_older_files():
+    assert explanation(OutOfMemory(phase="load")) == "Memory ran out in phase load."
+    assert explanation(event_from({"kind": "out_of_memory", "time_s": 1.0, "asked_bytes": GIB})) == "1.00 GiB were asked for."
