@@ -12,8 +12,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from app.chat.said import KINDS, Answer, Done, Failure, Model, Question
+from app.chat.said import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
 from app.process import converse
 from app.workspace import Workspace
 from finetune.events import read_events
@@ -31,12 +32,21 @@ class Turn:
     answers: dict[Model, str] = field(default_factory=dict)
     error: str | None = None
     done: bool = False
+    models: tuple[Model, ...] = MODELS
+    partial: dict[Model, str] = field(default_factory=dict)
+    notes: dict[Model, str] = field(default_factory=dict)
 
-    def take(self, event: Answer | Failure | Done) -> None:
+    def take(self, event: Piece | Answer | Failure | Done) -> None:
         """Add what was said to it."""
         match event:
+            case Piece():
+                self.partial[event.model] = self.partial.get(event.model, "") + event.text
             case Answer():
                 self.answers[event.model] = event.text
+                self.partial.pop(event.model, None)
+                if event.tokens is not None:
+                    rate = f", {event.tokens_per_s:.1f} tokens/s" if event.tokens_per_s else ""
+                    self.notes[event.model] = f"{event.tokens:,} tokens{rate}{', stopped' if event.stopped else ''}"
             case Failure():
                 self.error, self.done = event.text, True
             case Done():
@@ -52,21 +62,27 @@ class Chats:
         self._process: subprocess.Popen[str] | None = None
         self._name = ""
 
-    def ask(self, run: RunDirectory, question: str, max_new_tokens: int) -> None:
-        """Send a question; returns at once. The answers appear in `turns`."""
+    def ask(self, run: RunDirectory, question: str, max_new_tokens: int, **how: Any) -> None:
+        """Send a question; returns at once. The answers appear in `turns` as they are made.
+
+        `how`: `models`, `system`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
+        """
         with self._lock:
-            process = self._running(run)
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"question": question, "max_new_tokens": max_new_tokens}) + "\n")
-            process.stdin.flush()
+            self._tell(self._running(run), {"question": question, "max_new_tokens": max_new_tokens, **how})
+
+    def stop(self, run: RunDirectory) -> None:
+        """End the answers that are being made; what was said of them stays."""
+        with self._lock:
+            if self._process is not None and self.at_work(run):
+                self._tell(self._process, {"stop": True})
 
     def turns(self, run: RunDirectory) -> list[Turn]:
         """What was said so far, oldest first."""
         found: dict[str, Turn] = {}
         for event in read_events(self.path(run), KINDS):
             if isinstance(event, Question):
-                found[event.id] = Turn(event.text)
-            elif isinstance(event, (Answer, Failure, Done)) and event.id in found:
+                found[event.id] = Turn(event.text, models=event.models)
+            elif isinstance(event, (Piece, Answer, Failure, Done)) and event.id in found:
                 found[event.id].take(event)
         return list(found.values())
 
@@ -89,6 +105,12 @@ class Chats:
         """End the process."""
         with self._lock:
             self._end()
+
+    @staticmethod
+    def _tell(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
 
     def _running(self, run: RunDirectory) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None or self._name != run.path.name:

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import queue
 import sys
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from app.chat.chats import IDLE_S
-from app.chat.said import KINDS, MODELS, Answer, Done, Failure, Question
+from app.chat.said import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
 from app.process import claim_stdout
 from finetune.errors import FinetuneError
 from finetune.events import EventWriter, read_events
 from finetune.garbage import collect_rarely
 from finetune.run.directory import RunDirectory
+
+#: Seconds between two pieces of an answer in the file.
+_PIECE_S = 0.2
 
 
 def main() -> int:
@@ -28,13 +33,13 @@ def main() -> int:
     run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
     collect_rarely()
     claim_stdout()
-    writer, chat = EventWriter(path), Conversation(run, path)
-    while line := _next_line():
-        asked = json.loads(line)
+    writer, chat, asked = EventWriter(path), Conversation(run, path), Asked()
+    while message := asked.next():
         identity = uuid.uuid4().hex
-        writer.emit(Question(id=identity, text=asked["question"]))
+        models = tuple(model for model in MODELS if model in message.get("models", MODELS))
+        writer.emit(Question(id=identity, text=message["question"], models=models))
         try:
-            chat.answer(asked["question"], int(asked["max_new_tokens"]), writer, identity)
+            chat.answer(message, writer, identity, asked.is_stopped)
             writer.emit(Done(id=identity))
         except FinetuneError as error:
             writer.emit(Failure(id=identity, text=" ".join([*error.problems, error.fix])))
@@ -46,15 +51,37 @@ def main() -> int:
     return 0
 
 
-def _next_line() -> str:
-    """The next question, empty at the end of the app; ends the process after IDLE_S without one."""
-    idle = threading.Timer(IDLE_S, os._exit, [0])
-    idle.daemon = True
-    idle.start()
-    try:
-        return sys.stdin.readline()
-    finally:
-        idle.cancel()
+class Asked:
+    """Questions from standard input, read by a thread, so that a stop arrives while an answer is made."""
+
+    def __init__(self) -> None:
+        self._questions: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._stop = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def next(self) -> dict[str, Any] | None:
+        """The next question; None at the end of the app, or after IDLE_S without one."""
+        try:
+            message = self._questions.get(timeout=IDLE_S)
+        except queue.Empty:
+            return None
+        if message is not None:
+            self._stop.clear()
+        return message
+
+    def is_stopped(self) -> bool:
+        """Whether the answers to the present question shall end."""
+        return self._stop.is_set()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if message.get("stop"):
+                self._stop.set()
+            else:
+                self._questions.put(message)
+        self._stop.set()
+        self._questions.put(None)
 
 
 class Conversation:
@@ -65,19 +92,36 @@ class Conversation:
         self._messages: dict[str, list[dict[str, Any]]] = {model: [] for model in MODELS}
         self._restore(path)
 
-    def answer(self, question: str, most_tokens: int, writer: EventWriter, identity: str) -> None:
-        """Both answers, written when each is whole."""
+    def answer(self, asked: dict[str, Any], writer: EventWriter, identity: str, stopped: Callable[[], bool]) -> None:
+        """The answers, written as they are made, each from the same seed."""
+        from finetune.model.generate import Sampling
+
         if self._answerer is None:
             from finetune.evaluate.answerer import Answerer
 
             self._answerer = Answerer(self._run)  # type: ignore[assignment]
         answerer: Any = self._answerer
-        for model in MODELS:
-            messages = [*self._messages[model], {"role": "user", "content": question}]
+        sampling = Sampling(float(asked.get("temperature", 0)), float(asked.get("top_p", 1)), int(asked.get("seed", 0)))
+        system = [{"role": "system", "content": asked["system"]}] if asked.get("system") else []
+        for model in (model for model in MODELS if model in asked.get("models", MODELS)):
+            messages = [*self._messages[model], {"role": "user", "content": asked["question"]}]
+            pieces = _Pieces(writer, identity, model)
             with answerer.as_base() if model == "base" else contextlib.nullcontext():
-                text = answerer.answer([answerer.prompt_ids(messages)], max_new_tokens=most_tokens)[0]
-            self._messages[model] = [*messages, {"role": "assistant", "content": text}]
-            writer.emit(Answer(id=identity, model=model, text=text))
+                made = answerer.stream(
+                    answerer.prompt_ids([*system, *messages]), max_new_tokens=int(asked["max_new_tokens"]),
+                    sampling=sampling, say=pieces.add, stopped=stopped,
+                )  # fmt: skip
+            self._messages[model] = [*messages, {"role": "assistant", "content": made.text}]
+            writer.emit(
+                Answer(
+                    id=identity,
+                    model=model,
+                    text=made.text,
+                    tokens=made.tokens,
+                    tokens_per_s=made.tokens_per_s,
+                    stopped=made.stopped,
+                )  # fmt: skip
+            )
 
     def _restore(self, path: Path) -> None:
         """Go on with the conversation that the page shows."""
@@ -87,6 +131,22 @@ class Conversation:
             if isinstance(event, Answer) and event.id in questions:
                 pair = [{"role": "user", "content": questions[event.id]}, {"role": "assistant", "content": event.text}]
                 self._messages[event.model] += pair
+
+
+class _Pieces:
+    """Writes an answer's words, a few times a second."""
+
+    def __init__(self, writer: EventWriter, identity: str, model: Model) -> None:
+        self._writer, self._identity, self._model = writer, identity, model
+        self._waiting, self._written = "", time.monotonic()
+
+    def add(self, text: str) -> None:
+        """Write it, with the words that wait, unless something was written just now."""
+        self._waiting += text
+        now = time.monotonic()
+        if now - self._written >= _PIECE_S:
+            self._writer.emit(Piece(id=self._identity, model=self._model, text=self._waiting))
+            self._waiting, self._written = "", now
 
 
 if __name__ == "__main__":

@@ -19,17 +19,32 @@ class Question(Event):
 
     id: str
     text: str
+    models: tuple[Model, ...] = MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Event):
+    """The next words of an answer that is being made."""
+
+    kind: ClassVar[str] = "piece"
+
+    id: str
+    model: Model
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Event):
-    """The whole answer of one of both models to the question of that id."""
+    """The whole answer of one of both models to the question of that id, how fast it was, and whether it was stopped."""
 
     kind: ClassVar[str] = "answer"
 
     id: str
     model: Model
     text: str
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    stopped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +59,11 @@ class Failure(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Event):
-    """Both have answered."""
+    """All that were asked have answered."""
 
     kind: ClassVar[str] = "done"
 
     id: str
 
 
-KINDS: dict[str, type[Event]] = {each.kind: each for each in (Question, Answer, Failure, Done)}
+KINDS: dict[str, type[Event]] = {each.kind: each for each in (Question, Piece, Answer, Failure, Done)}

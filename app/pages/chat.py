@@ -15,8 +15,10 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
-_TICK_S = 1.0
+_TICK_S = 0.5
+_MOST_TOKENS = 128
 _QUESTION_CHARACTERS = 8000
+_WHO: dict[str, tuple[Model, ...]] = {"Base and tuned": MODELS, "Tuned": ("tuned",), "Base": ("base",)}
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -25,20 +27,32 @@ def build(context: Context, page: gr.Blocks) -> None:
     show('<h1 class="ft-title" data-title="Chat">Chat</h1>')
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="chat-run", scale=3)
-        most = gr.Slider(16, 1024, value=128, step=16, label="Max new tokens", elem_id="chat-most", scale=2)
+        who = gr.Dropdown(list(_WHO), value="Base and tuned", label="Who answers", elem_id="chat-who", scale=2)
         clear = gr.Button("New conversation", elem_id="chat-clear", size="sm")
+    with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
+        system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
+        with gr.Row(elem_classes="ft-controls"):
+            most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
+            temperature = gr.Slider(
+                0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token", elem_id="chat-temperature"
+            )
+            top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
+            seed = gr.Number(label="Seed", info="the same for both", value=0, minimum=0, precision=0, elem_id="chat-seed")
     warning = show(elem_id="chat-warning")
     turns = show(elem_id="chat-turns")
     with gr.Row(elem_classes="ft-controls"):
         question = gr.Textbox(label="Your message", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-question", scale=5)
         send = gr.Button("Send", variant="primary", elem_id="chat-send")
+        stop = gr.Button("Stop", variant="stop", elem_id="chat-stop")
     said = show(elem_id="chat-said")
     seen = gr.State("")
+    asked = [name, question, most, who, system, temperature, top_p, seed]
     page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], [seen, turns, warning], **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, [name, seen], [seen, turns, warning], **QUIET)
     name.input(view.tick, [name, seen], [seen, turns, warning], **QUIET)
-    send.click(view.ask, [name, question, most], [question, said], **BUTTON)
-    question.submit(view.ask, [name, question, most], [question, said], **BUTTON)
+    send.click(view.ask, asked, [question, said], **BUTTON)
+    question.submit(view.ask, asked, [question, said], **BUTTON)
+    stop.click(view.stop, name, said, **BUTTON)
     clear.click(view.clear, name, said, **BUTTON)
 
 
@@ -66,7 +80,11 @@ class _View:
         now = f"{name}\n{warning}\n{shown}"
         return gr.skip() if now == seen else [now, shown, warning]
 
-    def ask(self, name: str | None, question: str, most: float) -> list[Any]:
+    def ask(  # None: a field of the closed panel
+        self, name: str | None, question: str, most: float | None, who: str, system: str | None,
+        temperature: float | None, top_p: float | None,
+        seed: float | None,
+    ) -> list[Any]:  # fmt: skip
         """Send the message to the chat's process; the answers come with the ticks."""
         run = self.context.workspace.run(name)
         if run is None or not question.strip():
@@ -78,8 +96,19 @@ class _View:
                     "No model to chat with yet", [f"{name} has no adapter or checkpoint"], "Wait for its first checkpoint."
                 ),
             ]
-        self.context.chats.ask(run, question[:_QUESTION_CHARACTERS], int(most))
+        self.context.chats.ask(
+            run, question[:_QUESTION_CHARACTERS], int(most or _MOST_TOKENS), models=_WHO[who],
+            system=(system or "").strip(),
+            temperature=temperature or 0.0, top_p=top_p or 1.0, seed=int(seed or 0),
+        )  # fmt: skip
         return ["", ""]
+
+    def stop(self, name: str | None) -> str:
+        """End the answers that are being made."""
+        run = self.context.workspace.run(name)
+        if run is not None:
+            self.context.chats.stop(run)
+        return ""
 
     def clear(self, name: str | None) -> str:
         """Start a new conversation and unload the model."""
@@ -118,16 +147,25 @@ def _conversation(turns: list[Turn]) -> str:
         return note("Send a message: the base and the tuned model both answer it.")
     shown = []
     for turn in turns:
-        sides = "".join(f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p></div>' for model in MODELS)
+        sides = "".join(_side(turn, model) for model in turn.models)
         error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
         shown.append(
             f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn.question, 10_000)}</p></div>'
             f'<div class="ft-sides">{sides}</div>{error}</li>'
         )
-    return f'<ol class="ft-chat" aria-live="polite">{"".join(shown)}</ol>'
+    busy = "true" if not turns[-1].done else "false"
+    return f'<ol class="ft-chat" aria-live="polite" aria-busy="{busy}">{"".join(shown)}</ol>'
+
+
+def _side(turn: Turn, model: Model) -> str:
+    said = f'<small class="ft-note">{inert(turn.notes[model])}</small>' if model in turn.notes else ""
+    return f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p>{said}</div>'
 
 
 def _answer(turn: Turn, model: Model) -> str:
-    if model not in turn.answers:
-        return "no answer" if turn.done else '<span class="ft-busy"></span> waiting'
-    return inert(turn.answers[model], 20_000) or "<em>empty answer</em>"
+    if model in turn.answers:
+        return inert(turn.answers[model], 20_000) or "<em>empty answer</em>"
+    so_far = inert(turn.partial.get(model, ""), 20_000)
+    if turn.done:
+        return so_far or "no answer"
+    return f'{so_far}<span class="ft-busy"></span>{"" if so_far else " waiting"}'

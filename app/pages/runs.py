@@ -9,20 +9,17 @@ from urllib.parse import quote
 import gradio as gr
 
 from app.context import Context
-from app.live import LiveRun
 from app.views.binding import BUTTON, QUIET, show
-from app.views.charts import Line, Panel, chart, sparkline
+from app.views.charts import sparkline
+from app.views.compare import comparison, last_loss
 from app.views.markup import Safe, inert, note, problem, table
-from app.views.series import smoothed
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
-from finetune.units import GIB, format_bytes
+from finetune.units import format_bytes
 
 _TICK_S = 2.0
 _MOST_COMPARED = 5
 _LISTED = 200
-_SMOOTHING = 0.8
-_MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -95,10 +92,7 @@ class _View:
         lives = [self.context.lives.of(run) for run in runs]
         for live in lives:
             live.refresh()
-        panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
-        words = "; ".join(f"{live.run.path.name}: last loss {_loss(live.digest)}" for live in lives)
-        picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {words}")
-        return f'{picture}<p class="ft-summary">{inert(words)}</p>{self._differences(lives)}'
+        return comparison(lives)
 
     def rename(self, name: str | None, new: str) -> list[Any]:
         """Give the run another name."""
@@ -139,7 +133,9 @@ class _View:
         live.refresh()
         digest, plan, state = live.digest, live.plan(), live.state()
         loss = digest.series.get("loss")
-        line = sparkline(loss.means(), f"Loss of {run.path.name}: {_loss(digest)}") if loss else sparkline([], "no step yet")
+        line = (
+            sparkline(loss.means(), f"Loss of {run.path.name}: {last_loss(digest)}") if loss else sparkline([], "no step yet")
+        )
         name = run.path.name
         link = Safe(f'<a href="/run?run={quote(name)}">{inert(name)}</a>')
         badge = Safe(f'<span class="ft-state {inert(state.state)}"><strong>{inert(state.state)}</strong></span>')
@@ -148,30 +144,9 @@ class _View:
         measured = digest.peaks.get("card_used_bytes") or digest.peaks.get("process_peak_rss_bytes")
         off = f"{measured / forecast - 1:+.1%}" if forecast and measured else None
         return [
-            link, badge, Safe(line), f"{digest.step:,}{f' of {total:,}' if total else ''}", _loss(digest),
+            link, badge, Safe(line), f"{digest.step:,}{f' of {total:,}' if total else ''}", last_loss(digest),
             format_bytes(forecast) if forecast else "no forecast", format_bytes(measured), off,
         ]  # fmt: skip
-
-    def _differences(self, lives: list[Any]) -> str:
-        settings = [live.plan().settings.model_dump(mode="json") for live in lives]
-        names = [
-            name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"
-        ]
-        if not names:
-            return note("These runs have the same settings.")
-        rows = [[name, *(str(values.get(name)) for values in settings)] for name in names]
-        return table(["setting", *(live.run.path.name for live in lives)], rows, "Settings that differ")
-
-
-def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
-    """One line for each run: the first of the metrics that it has."""
-    lines = []
-    for number, live in enumerate(lives):
-        series = next((live.digest.series[name] for name in names if name in live.digest.series), None)
-        if series is not None:
-            points = smoothed(series.means(), _SMOOTHING) if unit == 1.0 else series.means()
-            lines.append(Line(live.run.path.name, points, f"run run{number}"))
-    return Panel(title, lines, lambda value: f"{value / unit:.3g}", unit=unit)
 
 
 def _list(rows: list[list[Any]]) -> str:
@@ -196,8 +171,3 @@ def _queue(entries: list[tuple[str, dict[str, Any]]]) -> str:
 def _asked(name: str) -> str:
     """When an entry was queued: its name begins with the time in nanoseconds."""
     return time.strftime("%d %b %H:%M:%S", time.localtime(int(name.partition("-")[0]) / 1e9))
-
-
-def _loss(digest: Any) -> str:
-    loss = digest.series.get("loss")
-    return "not measured" if loss is None or loss.last is None else f"{loss.last:.4f}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Tasks:
         """The last task of this kind on this run."""
         return Task(self._workspace.folder("tasks") / run.path.name / verb)
 
-    def start(self, run: RunDirectory, verb: str, options: str = "") -> Task:
+    def start(self, run: RunDirectory, verb: str, options: Sequence[str] = ()) -> Task:
         """Start a command. Raises RecipeError when it is running already or not one of VERBS."""
         if verb not in VERBS:
             raise CommandError(f"{verb[:40]!r} is not a command on a result")
@@ -79,14 +79,14 @@ class Tasks:
         task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
-        arguments = [verb, str(run.path), *shlex.split(options), "--json"]
+        arguments = [verb, str(run.path), *options, "--json"]
         status = {"state": "running", "command": f"finetune {typed(arguments)}", "began_s": time.time()}
         write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
         detach(self._workspace, "app.starts.tasks", str(task.path), *arguments, log=task.path / "log.txt")
         return task
 
 
-def _read(path: Path, most: int = 2**20) -> str:
+def _read(path: Path, most: int = 2**26) -> str:
     try:
         with path.open("rb") as file:
             return file.read(most).decode("utf-8", "replace")

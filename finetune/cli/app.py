@@ -182,6 +182,17 @@ def stop(
 
 
 @cli.command()
+def pause(run: RunArgument = "latest", json: Json = False) -> None:
+    """Free the card after the current step; `resume` goes on bit-exactly.
+
+    Example:  finetune pause latest
+    """
+    from finetune.cli.run import pause_run
+
+    raise typer.Exit(pause_run(run, as_json=json))
+
+
+@cli.command()
 def runs(
     verb: Annotated[str, typer.Argument(metavar="VERB", help="list, rm RUN ..., or rename RUN NAME.")] = "list",
     names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories or names.")] = None,
@@ -252,33 +263,58 @@ def evaluate(
     json: Json = False,
     rows: Annotated[int | None, typer.Option(min=1, help="Score only this many rows.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Score the last step's adapter, when the best is another.")] = False,
+    data: Annotated[str | None, typer.Option("--data", help="Score the rows of this file, not the held-out ones.")] = None,
+    score: Annotated[str, typer.Option(help="exact, contains, regex, json, numeric or loss.")] = "exact",
+    pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
+    tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
+    score_function: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Score with NAME(prompt, expected, answer), a number.")
+    ] = None,
+    show: Annotated[str, typer.Option(help="Rows to show: differ, worst or best.")] = "differ",
+    examples: Annotated[int, typer.Option(min=0, help="How many rows to show.")] = 2,
 ) -> None:
-    """Score base and tuned model on the held-out rows.
+    """Score base and tuned model on the held-out rows, or on those of a file.
 
-    Scores are exact match, loss and perplexity; the difference has a 95 % interval of a paired bootstrap.
+    The difference has a 95 % interval of a paired bootstrap. What was killed goes on with the rows that are left.
 
     Example:  finetune eval latest
+
+    Example:  finetune eval latest --score json --data mine.jsonl
     """
     from finetune.cli.evaluate import show_scores
+    from finetune.evaluate.scores import scorer
 
-    show_scores(run, rows=rows, last=last, as_json=json)
+    chosen = scorer(score, pattern=pattern, tolerance=tolerance, function=score_function)
+    show_scores(run, rows=rows, last=last, data=data, score=chosen, show=show, examples=examples, as_json=json)
 
 
 @cli.command()
 def chat(
     run: RunArgument = "latest", json: Json = False,
     base: Annotated[bool, typer.Option("--base", help="Chat with the base model, without the adapter.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="Base and tuned model answer, from the same seed.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Answer one prompt and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token, 1 samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:  # fmt: skip
-    """Chat with the tuned model.
+    """Chat with the tuned model, the base model, or both.
+
+    Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.
 
     Example:  finetune chat latest --prompt "My parcel is late."
+
+    Example:  finetune chat latest --both --temperature 0.7 --system "You route messages."
     """
     from finetune.cli.evaluate import chat_with
 
-    chat_with(run, base=base, prompt=prompt, system=system, max_new_tokens=max_new_tokens, as_json=json)
+    models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
+    chat_with(
+        run, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
+        temperature=temperature, top_p=top_p, seed=seed, as_json=json,
+    )  # fmt: skip
 
 
 @cli.command()
@@ -298,14 +334,52 @@ def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
 def merge(
     run: RunArgument = "latest", json: Json = False,
     output: Annotated[str | None, typer.Option(help="Folder of the merged model; default RUN/merged.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Largest file, e.g. 5GB; default the base model's files.")] = None,
 ) -> None:  # fmt: skip
     """Merge the adapter into the 16-bit base model.
+
+    Tensor by tensor: the model need not fit into memory.
 
     Example:  finetune merge latest --output models/support
     """
     from finetune.cli.merge import merge_run
 
-    merge_run(run, output=output, as_json=json)
+    merge_run(run, output=output, max_shard_size=max_shard_size, as_json=json)
+
+
+@cli.command(name="report")
+def report_run(
+    run: RunArgument = "latest", json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default RUN/report.html.")] = None,
+) -> None:  # fmt: skip
+    """Write a run as one HTML file: plan, forecast, curves, scores.
+
+    It opens offline and prints.
+
+    Example:  finetune report latest
+    """
+    from finetune.cli.report import write_report
+
+    raise typer.Exit(write_report([run], output=output, as_json=json))
+
+
+@cli.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories or names, two or more.")],
+    json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File; default comparison.html.")] = None,
+) -> None:
+    """Write several runs beside each other as one HTML file.
+
+    Curves, settings that differ, and paired scores on the rows that both were scored on.
+
+    Example:  finetune compare first second
+    """
+    from finetune.cli.report import write_report
+
+    if len(set(runs)) < 2:
+        raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
+    raise typer.Exit(write_report(runs, output=output, as_json=json))
 
 
 @cli.command()

@@ -2,78 +2,149 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, out, printable, table
+from finetune.errors import CommandError
 from finetune.plan.plan import read_plan
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
-    from finetune.evaluate.paired import Difference
+    from finetune.evaluate.score import Comparison
+    from finetune.evaluate.scores import Scorer
     from finetune.run.directory import RunDirectory
 
-_EXAMPLES_SHOWN = 2
+_ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
 
-def show_scores(source: str, *, rows: int | None, last: bool, as_json: bool) -> None:
-    """Score base and tuned model on the held-out rows."""
+def show_scores(
+    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer, show: str, examples: int, as_json: bool
+) -> None:
+    """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error."""
+    if show not in _ORDERS:
+        raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
     run = open_run(source)
     _see_its_card(run)
+    from finetune.evaluate.paired import in_words, ordered
     from finetune.evaluate.score import compare
 
-    with doing(quiet=as_json) as say:
-        result = compare(run, rows=rows, last=last, progress=say)
+    with doing(quiet=False) as say:
+        result = compare(run, rows=rows, last=last, data=data, score=score, progress=say)
     if as_json:
         print_json({"run": str(run.path), **result.as_json()})
         return
-    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} held-out rows, {format_seconds(result.seconds)}")
+    kind = "held-out rows" if data is None else f"rows of {data}"
+    known = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
+    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{known}")
+    for note in result.notes:
+        err.print(f"[yellow]{escape(note)}[/]")
+    out.print(_table(result))
+    if result.tuned.answers:
+        if result.score != "exact":
+            out.print(f"{escape(result.score)}: {in_words(result.score_difference)}")
+        out.print(f"exact match: {in_words(result.exact_match_difference, 100, ' points')}")
+        gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
+        better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+        out.print(f"rows: {better:,} better than the base's, {worse:,} worse, {len(gaps) - better - worse:,} the same")
+    out.print(f"loss: {in_words(result.loss_difference)}")
+    shown = ordered(result.base.scores, result.tuned.scores, show)[:examples]
+    if shown:
+        out.print(f"\nrows, {_ORDERS[show]} first:")
+    for row in shown:
+        base, tuned = result.base, result.tuned
+        out.print(f"\n[dim]{escape(printable(result.prompts[row]).strip())}[/]")
+        out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
+        out.print(f"  base   {base.scores[row]:5.3g} {escape(_one_line(base.answers[row]))}")
+        out.print(f"  tuned  {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")
+
+
+def _table(result: Comparison) -> Any:
+    """Each score of both models."""
     shown = table("", ">base", ">tuned")
-    shown.add_row("exact match", _percent(result.base.exact_match), _percent(result.tuned.exact_match))
-    shown.add_row("loss per trained token", _number(result.base.loss), _number(result.tuned.loss))
-    shown.add_row("perplexity", _number(result.base.perplexity), _number(result.tuned.perplexity))
-    out.print(shown)
-    out.print(f"exact match: {_told(result.exact_match_difference, 100, ' points')}")
-    out.print(f"loss: {_told(result.loss_difference, 1, '')}")
-    answered = zip(
-        result.prompts, result.references, result.base.answers, result.tuned.answers,
-        result.base.exact, result.tuned.exact, strict=True,
-    )  # fmt: skip
-    for prompt, reference, base, tuned, *_ in sorted(answered, key=lambda row: (row[5] - row[4], row[5]))[:_EXAMPLES_SHOWN]:
-        out.print(f"\n[dim]{escape(prompt.strip())}[/]")
-        out.print(f"  wanted {escape(reference)}\n  base   {escape(_one_line(base))}\n  tuned  {escape(_one_line(tuned))}")
+    base, tuned = result.base, result.tuned
+    if tuned.answers:
+        shown.add_row("exact match", _percent(base.exact_match), _percent(tuned.exact_match))
+    if tuned.answers and result.score != "exact":
+        shown.add_row(escape(result.score), _number(base.score), _number(tuned.score))
+    if tuned.valid is not None:
+        shown.add_row("valid JSON", _percent(base.valid), _percent(tuned.valid))
+    for name in tuned.fields:
+        shown.add_row(f"  {escape(_one_line(name))}", _percent(base.fields[name]), _percent(tuned.fields[name]))
+    shown.add_row("loss per trained token", _number(base.loss), _number(tuned.loss))
+    shown.add_row("perplexity", _number(base.perplexity), _number(tuned.perplexity))
+    shown.add_row("token accuracy", _percent(base.token_accuracy), _percent(tuned.token_accuracy))
+    return shown
 
 
-def chat_with(source: str, *, base: bool, prompt: str | None, system: str | None, max_new_tokens: int, as_json: bool) -> None:
-    """Answer `prompt`, or chat until Ctrl-D or `exit`."""
+def chat_with(
+    source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
+    temperature: float, top_p: float, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed."""
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
         _see_its_card(run)
         from finetune.evaluate.answerer import Answerer
+        from finetune.model.generate import Sampling
 
-        answerer = Answerer(run, need_adapter=not base)
+        answerer = Answerer(run, need_adapter="tuned" in models)
     if answerer.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    sampling = Sampling(temperature, top_p, seed)
+    first: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    said = {model: list(first) for model in models}
     for question in [prompt] if prompt is not None else _questions():
-        messages.append({"role": "user", "content": question})
-        if base:
-            with answerer.as_base():
-                answer = answerer.answer([answerer.prompt_ids(messages)], max_new_tokens=max_new_tokens)[0]
-        else:
-            answer = answerer.answer([answerer.prompt_ids(messages)], max_new_tokens=max_new_tokens)[0]
-        messages.append({"role": "assistant", "content": answer})
-        if as_json:
-            print_json({"run": str(run.path), "model": "base" if base else "tuned", "prompt": question, "answer": answer})
-        else:
-            print(printable(answer))
+        for model in models:
+            said[model].append({"role": "user", "content": question})
+            if len(models) > 1 and not as_json:
+                out.print(f"[bold]{model}[/]")
+            with answerer.as_base() if model == "base" else contextlib.nullcontext(), _stop_on_ctrl_c() as stopped:
+                made = answerer.stream(
+                    answerer.prompt_ids(said[model]), max_new_tokens=max_new_tokens, sampling=sampling,
+                    say=(lambda _: None) if as_json else _say, stopped=stopped,
+                )  # fmt: skip
+            said[model].append({"role": "assistant", "content": made.text})
+            if as_json:
+                print_json({"run": str(run.path), "model": model, "prompt": question, "answer": made.text,
+                            "tokens": made.tokens, "tokens_per_s": made.tokens_per_s, "stopped": made.stopped})  # fmt: skip
+                continue
+            print()
+            rate = f", {made.tokens_per_s:.1f} tokens/s" if made.tokens_per_s else ""
+            err.print(f"[dim]{made.tokens:,} tokens{rate}{', stopped' if made.stopped else ''}[/]")
+            if prompt is not None and made.stopped:
+                raise KeyboardInterrupt
+
+
+def _say(piece: str) -> None:
+    print(printable(piece), end="", flush=True)
+
+
+@contextlib.contextmanager
+def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Yields whether Ctrl-C was pressed: it stops this answer, a second one the command."""
+    pressed: list[bool] = []
+
+    def press(*_: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _see_its_card(run: RunDirectory) -> None:
@@ -102,18 +173,6 @@ def _questions() -> Any:
 def _one_line(text: str) -> str:
     flat = " ".join(printable(text).split())
     return flat if len(flat) <= 160 else flat[:157] + "..."
-
-
-def _told(difference: Difference | None, scale: float, unit: str) -> str:
-    """A difference and its interval in words."""
-    if difference is None:
-        return "not measured"
-    low, value, high = (f"{scale * each:+.3g}" for each in (difference.low, difference.value, difference.high))
-    text = f"tuned - base {value}{unit} (95 % interval {low} to {high})"
-    if difference.is_told:
-        return text
-    more = f"; about {difference.more_rows:,} more rows would" if difference.more_rows else ""
-    return f"can't tell yet{more}: {text}"
 
 
 def _percent(share: float | None) -> str:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from finetune.cli.app import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.cli.source import recipe_of, require_dataset
+from finetune.errors import CommandError
 from finetune.events import (
     Checkpoint,
     Evaluation,
@@ -100,6 +101,21 @@ def stop_run(source: str, *, now: bool, as_json: bool) -> int:
         control.stop(run)
     control.wait(run, deadline_s=300)
     _tell_end(run, read_state(run), as_json)
+    return 0
+
+
+def pause_run(source: str, *, as_json: bool) -> int:
+    """Free the card: ask a run to stop after its step, with a checkpoint, and wait until no process of it is left."""
+    run = open_run(source)
+    if not control.stop(run):
+        raise CommandError(f"{run.path} is not running: {read_state(run).state}", "`finetune runs` lists the runs.")
+    control.wait(run, deadline_s=300)
+    state = read_state(run)
+    if state.state != "stopped" or as_json:
+        _tell_end(run, state, as_json)
+    else:
+        at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
+        out.print(f"paused at {at}; the card is free. To go on where it was:  finetune resume {escape(str(run.path))}")
     return 0
 
 

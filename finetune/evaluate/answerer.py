@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
+from finetune.files import sha256_of
 from finetune.model.build import build_base, load_config
-from finetune.model.generate import greedy_answers
+from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.quiet import quiet_libraries
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data, require_intact_adapter
@@ -36,9 +38,7 @@ class Answerer:
     def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False) -> None:
         quiet_libraries()
         self.run, self.plan = run, read_plan(run.plan)
-        folder = run.last_adapter if last else _adapter_folder(run, need_adapter)
-        if last:
-            _require_last(run)
+        folder = adapter_folder(run, last=last, needed=need_adapter)
         self.adapter = folder.name if folder else None
         require_data(run)
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
@@ -64,6 +64,16 @@ class Answerer:
             stops=self.encoder.stops, max_new_tokens=max_new_tokens, streamer=streamer,
         )  # fmt: skip
 
+    def stream(
+        self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Streamed:  # fmt: skip
+        """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`."""
+        return streamed_answer(
+            self.model, self.tokenizer, question,
+            stops=self.encoder.stops, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped,
+        )  # fmt: skip
+
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
         return self.encoder.prompt_ids(messages[-1]["content"] if self.plain else messages)
@@ -78,7 +88,13 @@ def _report(run: RunDirectory) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
+def adapter_folder(run: RunDirectory, *, last: bool = False, needed: bool = True) -> Path | None:
+    """The result's folder, else the newest sealed checkpoint; with `last` the last step's adapter beside the best.
+
+    Raises RecipeError when there is none and one is `needed`, or when it has changed.
+    """
+    if last:
+        return _last_adapter(run)
     if run.adapter.is_dir():
         require_intact_adapter(run.adapter)
         return run.adapter
@@ -92,10 +108,31 @@ def _adapter_folder(run: RunDirectory, needed: bool) -> Any:
     return None
 
 
-def _require_last(run: RunDirectory) -> None:
+def _last_adapter(run: RunDirectory) -> Path:
     if not run.last_adapter.is_dir():
         raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
     require_intact_adapter(run.last_adapter)
+    return run.last_adapter
+
+
+def answer_facts(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
+    """What decides an answer beside its prompt: settings, base weights, adapter, versions. JSON values."""
+    from importlib.metadata import version
+
+    from finetune import __version__
+    from finetune.model.weights import weights_fingerprint
+
+    files = [] if adapter is None else sorted(adapter.glob("adapter_*"))
+    return {
+        "settings": plan.settings.model_dump(mode="json"), "base": weights_fingerprint(plan.settings),
+        "adapter": {path.name: sha256_of(path) for path in files}, "card": plan.card.name,
+        "versions": [__version__, *(version(name) for name in ("torch", "transformers", "peft"))],
+    }  # fmt: skip
+
+
+def longest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
+    """Tokens of the longest text."""
+    return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
 def _load(plan: Plan, folder: Any, device: str) -> Any:

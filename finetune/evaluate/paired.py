@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,28 @@ def difference(
         reach = value - low if value > 0 else high - value
         more = max(1, math.ceil(rows * (reach / value) ** 2) - rows)
     return Difference(value, low, high, more)
+
+
+def in_words(made: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
+    """A difference and its interval; first whether the rows tell it from zero, and how many more would."""
+    if made is None:
+        return "not measured"
+    low, value, high = (f"{scale * each:+.3g}" for each in (made.low, made.value, made.high))
+    text = f"{names} {value}{unit} (95 % interval {low} to {high})"
+    if made.is_told:
+        return text
+    more = f"; about {made.more_rows:,} more rows would" if made.more_rows else ""
+    return f"can't tell yet{more}: {text}"
+
+
+def ordered(base: Sequence[float], tuned: Sequence[float], by: str) -> list[int]:
+    """Rows: first the tuned model's `worst` or `best` score, or the largest difference (`differ`)."""
+    keys: dict[str, Callable[[int], tuple[float, float]]] = {
+        "worst": lambda row: (tuned[row], tuned[row] - base[row]),
+        "best": lambda row: (-tuned[row], base[row] - tuned[row]),
+        "differ": lambda row: (-abs(tuned[row] - base[row]), tuned[row] - base[row]),
+    }
+    return sorted(range(len(tuned)), key=keys[by])
 
 
 def _wider(rows: int) -> float:

@@ -1,8 +1,9 @@
-"""Scores of base and tuned model on held-out rows: exact match of greedy answers, and loss on the trained tokens."""
+"""Scores of base and tuned model on the same rows: greedy answers, and loss on the trained tokens."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -10,29 +11,38 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import load_from_disk
 
-from finetune.errors import DataError
-from finetune.evaluate.answerer import Answerer
+from finetune.data.tokenizer import run_tokenizer
+from finetune.errors import DataError, OutOfMemory
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_facts, longest
+from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.paired import Difference, difference
+from finetune.evaluate.room import halving, tokens_at_once
+from finetune.evaluate.rows import EvalRows, held_out, own
+from finetune.evaluate.scores import Marked, Scorer, scorer
+from finetune.files import write_json
+from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data
+from finetune.units import format_seconds
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
-#: Prompt and answer tokens of the rows that are answered at once. On a card their KV cache is 2 GiB in an 8B with grouped
-#: keys; a processor is slower with more than its caches hold, and a small batch ends early.
-_ANSWERED_TOKENS = {"cpu": 8_192, "cuda": 16_384}
+Progress = Callable[[str], None]
 #: Tokens of the rows whose loss is computed at once, fewer where their logits would be more than 256 MiB in float32.
 _LOSS_TOKENS, _LOGITS = 1_024, 64 * 2**20
 _LARGEST_LOSS = 700.0  # whose exponential is a float
+_SAID_S = 1.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
 class Score:
-    """Share of rows answered exactly, mean loss per trained token (nats) and its exponential, and the same row by row.
+    """Means over rows, and the same row by row.
 
-    `answers` and `exact` have the rows with a prompt; `row_losses` and `row_tokens` (trained tokens) all rows.
+    `exact_match`: share of rows answered exactly. `loss`: of a trained token, in nats; `perplexity` is its exponential.
+    `token_accuracy`: share of trained tokens that are the likeliest. `score`: of the chosen kind; of JSON, `valid` is the share
+    of answers that are JSON and `fields` the share of rows with each field right. `answers`, `exact` and `scores` have the rows
+    with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences.
     """
 
     exact_match: float | None
@@ -42,11 +52,20 @@ class Score:
     exact: list[bool] = field(default_factory=list)
     row_losses: list[float] = field(default_factory=list)
     row_tokens: list[int] = field(default_factory=list)
+    token_accuracy: float | None = None
+    score: float | None = None
+    scores: list[float] = field(default_factory=list)
+    valid: float | None = None
+    fields: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows."""
+    """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows.
+
+    `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models whose
+    answer or loss was there from an earlier evaluation.
+    """
 
     rows: int
     base: Score
@@ -56,6 +75,11 @@ class Comparison:
     seconds: float
     exact_match_difference: Difference | None = None
     loss_difference: Difference | None = None
+    score: str = "exact"
+    score_difference: Difference | None = None
+    data: str | None = None
+    reused: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
@@ -63,50 +87,174 @@ class Comparison:
 
 
 def compare(
-    run: RunDirectory, *, rows: int | None = None, last: bool = False, progress: Callable[[str], None] = lambda _: None
+    run: RunDirectory,
+    *,
+    rows: int | None = None,
+    last: bool = False,
+    score: Scorer | None = None,
+    data: str | None = None,
+    progress: Progress = lambda _: None,
 ) -> Comparison:
-    """Score a run's held-out rows with the result or, if `last`, with the last step's adapter beside it.
+    """Score held-out rows, or those of the file `data`, with the result or, if `last`, the last step's adapter beside it.
 
-    Raises DataError when there are no such rows, RecipeError when there is no such adapter.
+    Raises DataError when there are no such rows or the score can't be computed for one, RecipeError when there is no such
+    adapter, OutOfMemory when one row alone does not fit. Killed and called again, it goes on with the rows that are left.
     """
     began = time.perf_counter()
     require_data(run)
-    examples = json.loads((run.data / "eval_examples.json").read_text(encoding="utf-8"))[:rows]
-    if not examples:
-        raise DataError(
-            f"{run.path} has no held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again."
-        )
-    progress("loading base model and adapter")
-    answerer = Answerer(run, last=last)
-    prompts, references = [example["prompt"] for example in examples], [example["answer"] for example in examples]
-    questions = [example["prompt_ids"] for example in examples]
-    tokenised = load_from_disk(str(run.data / "eval")) if (run.data / "eval").is_dir() else None
-    with answerer.as_base():
-        progress("base model")
-        base = _score(answerer, questions, references, tokenised, rows)
-    progress("tuned model")
-    tuned = _score(answerer, questions, references, tokenised, rows)
-    matches = difference(base.exact, tuned.exact, span=1.0) if len(examples) > 1 else None
-    losses = (
+    chosen = score or scorer("exact")
+    plan = read_plan(run.plan)
+    tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
+    found = held_out(run, rows) if data is None else own(data, plan.settings, tokenizer, rows)
+    if chosen.name != "loss":
+        _check(found, chosen)
+    folder = adapter_folder(run, last=last)
+
+    @functools.cache
+    def load() -> Answerer:
+        progress("loading base model and adapter")
+        return Answerer(run, last=last)
+
+    new = longest(tokenizer, found.references) + 16 if chosen.name != "loss" else None
+    journals = [
+        Journal(run.path / "evaluations", model, answer_facts(run, plan, adapter))
+        for model, adapter in (("base", None), ("tuned", folder))
+    ]
+    base_made = _Made(load, journals[0], found, "base", new, progress)
+    tuned_made = _Made(load, journals[1], found, "tuned", new, progress)
+    base, tuned = base_made.scored(chosen), tuned_made.scored(chosen)
+    enough = len(base.scores) > 1
+    made = Comparison(
+        len(found.prompts) if base.answers else len(found.ids), base, tuned, found.prompts, found.references,
+        time.perf_counter() - began,
+        difference(base.exact, tuned.exact, span=1.0) if enough else None,
         difference(base.row_losses, tuned.row_losses, base.row_tokens)
-        if len(base.row_losses) > 1 and any(base.row_tokens)
-        else None
-    )
-    return Comparison(len(examples), base, tuned, prompts, references, time.perf_counter() - began, matches, losses)
+        if len(base.row_losses) > 1 and any(base.row_tokens) else None,
+        chosen.name, difference(base.scores, tuned.scores, span=_span(chosen, base, tuned)) if enough else None,
+        data, base_made.reused + tuned_made.reused, sorted({journal.problem for journal in journals} - {""}),
+    )  # fmt: skip
+    if not made.notes:
+        name = f"scores-{chosen.name}{'-last' if last else ''}{f'-{digest(data)}' if data else ''}.json"
+        with contextlib.suppress(OSError):  # for reports; without room there is none of this evaluation
+            write_json(run.path / "evaluations" / name, made.as_json())
+    return made
 
 
-def _score(answerer: Answerer, questions: list[list[int]], references: list[str], tokenised: Any, rows: int | None) -> Score:
-    new = max(len(answerer.tokenizer(reference, add_special_tokens=False)["input_ids"]) for reference in references) + 16
-    answers = [""] * len(questions)
-    for batch in batches([len(question) + new for question in questions], _ANSWERED_TOKENS[answerer.device]):
-        made = answerer.answer([questions[index] for index in batch], max_new_tokens=new)
-        for index, answer in zip(batch, made, strict=True):
-            answers[index] = answer
-    exact = [answer.strip() == reference.strip() for answer, reference in zip(answers, references, strict=True)]
-    losses, tokens = _losses(answerer, tokenised, rows)
-    loss = sum(each * count for each, count in zip(losses, tokens, strict=True)) / sum(tokens) if any(tokens) else None
-    perplexity = math.exp(loss) if loss is not None and loss < _LARGEST_LOSS else None
-    return Score(sum(exact) / len(exact), loss, answers, perplexity, exact, losses, tokens)
+def _span(chosen: Scorer, base: Score, tuned: Score) -> float:
+    """The largest difference of two rows' scores; of a user's function, between those that were seen."""
+    seen = [*base.scores, *tuned.scores]
+    return max(seen) - min(seen) if chosen.span is None else chosen.span
+
+
+def _check(rows: EvalRows, chosen: Scorer) -> None:
+    """Score each expected answer as if it were the model's: what can't be scored is said before anything is loaded."""
+    if not rows.prompts:
+        raise DataError("no row has a prompt and an answer: they are plain text", "Use --score loss.")
+    problems, fix = [], ""
+    for number, (prompt, reference) in enumerate(zip(rows.prompts, rows.references, strict=True), 1):
+        try:
+            chosen.mark(prompt, reference, reference)
+        except DataError as error:
+            problems.append(f"row {number}: {error.problems[0]}")
+            fix = error.fix
+    if problems:
+        more = [f"and {len(problems) - 5:,} other row(s)"] if len(problems) > 5 else []
+        raise DataError([*problems[:5], *more], fix)
+
+
+class _Made:
+    """Answers and losses of one model, from an earlier evaluation or made now, when the model is loaded.
+
+    `new`: the most tokens of an answer, None without answers.
+    """
+
+    def __init__(
+        self, load: Callable[[], Answerer], journal: Journal, rows: EvalRows, model: str, new: int | None, progress: Progress
+    ) -> None:
+        self._load, self._journal, self._rows = load, journal, rows
+        self._say, self._model, self._new = progress, model, new
+        self.reused = 0
+        self._questions = [digest([ids, new]) for ids in rows.prompt_ids] if new else []
+        self._sequences = [digest([ids, labels]) for ids, labels in zip(rows.ids, rows.labels, strict=True)]
+        self._each(self._questions, [len(ids) + (new or 0) for ids in rows.prompt_ids], self._answer, "answered")
+        self._each(self._sequences, [len(ids) for ids in rows.ids], self._lose, "read")
+
+    def _at_once(self, verb: str) -> int:
+        """Tokens of a batch."""
+        answerer = self._load()
+        if verb == "answered":
+            return tokens_at_once(answerer.model, answerer.device, answerer.plan.budget_bytes)
+        return min(_LOSS_TOKENS, _LOGITS // answerer.model.get_input_embeddings().num_embeddings)
+
+    def _each(self, keys: list[str], lengths: list[int], work: Callable[[list[int]], None], verb: str) -> None:
+        """Work on the batches with a row that is not known yet. The batches are those of the evaluation that was killed."""
+        known = self._journal.known
+        if all(key in known for key in keys):
+            self.reused += len(keys)
+            return
+        left = [batch for batch in batches(lengths, self._at_once(verb)) if any(keys[row] not in known for row in batch)]
+        done = first = len(keys) - sum(map(len, left))
+        self.reused += done
+        began, said = time.monotonic(), 0.0
+        with self._load().as_base() if self._model == "base" else contextlib.nullcontext():
+            for batch in left:
+                now = time.monotonic()
+                if now - said > _SAID_S:
+                    ahead = format_seconds((now - began) / (done - first) * (len(keys) - done)) if done > first else ""
+                    rest = f", about {ahead} left" if ahead else ""
+                    self._say(f"{self._model} model: {done:,} of {len(keys):,} rows {verb}{rest}")
+                    said = now
+                try:
+                    halving(batch, work)
+                except torch.OutOfMemoryError:
+                    raise OutOfMemory(
+                        f"one row of {max(lengths[row] for row in batch):,} tokens does not fit beside the model",
+                        "Leave long rows out, or close other programs.",
+                    ) from None
+                done += len(batch)
+
+    def _answer(self, batch: list[int]) -> None:
+        made = self._load().answer([self._rows.prompt_ids[row] for row in batch], max_new_tokens=self._new or 1)
+        self._journal.add({self._questions[row]: {"answer": answer} for row, answer in zip(batch, made, strict=True)})
+
+    def _lose(self, batch: list[int]) -> None:
+        chosen = [self._rows.ids[row] for row in batch], [self._rows.labels[row] for row in batch]
+        made = losses(self._load().model, *chosen, self._load().device)
+        self._journal.add({self._sequences[row]: entry for row, entry in zip(batch, made, strict=True)})
+
+    def scored(self, chosen: Scorer) -> Score:
+        """The scores of this model."""
+        known, rows = self._journal.known, self._rows
+        lost = [known[key] for key in self._sequences]
+        every_loss, tokens = [entry["loss"] for entry in lost], [entry["tokens"] for entry in lost]
+        loss = sum(each * count for each, count in zip(every_loss, tokens, strict=True)) / sum(tokens) if any(tokens) else None
+        answers = [known[key]["answer"] for key in self._questions]
+        marked = [
+            chosen.mark(prompt, reference, answer)
+            for prompt, reference, answer in zip(rows.prompts, rows.references, answers, strict=False)
+        ]
+        exact = [answer.strip() == reference.strip() for answer, reference in zip(answers, rows.references, strict=False)]
+        scores = [one.score for one in marked]
+        validity = [one.valid for one in marked if one.valid is not None]
+        return Score(
+            _mean(exact), loss, answers,
+            math.exp(loss) if loss is not None and loss < _LARGEST_LOSS else None, exact, every_loss, tokens,
+            sum(entry["right"] for entry in lost) / sum(tokens) if any(tokens) else None, _mean(scores), scores,
+            _mean(validity), _by_field(marked),
+        )  # fmt: skip
+
+
+def _mean(values: list[Any]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _by_field(marked: list[Marked]) -> dict[str, float]:
+    """Share of the rows with a field in which it is right, in the order of the fields."""
+    found: dict[str, list[bool]] = {}
+    for one in marked:
+        for name, right in one.fields.items():
+            found.setdefault(name, []).append(right)
+    return {name: sum(rights) / len(rights) for name, rights in found.items()}
 
 
 def batches(lengths: list[int], most: int) -> list[list[int]]:
@@ -121,25 +269,21 @@ def batches(lengths: list[int], most: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _losses(answerer: Answerer, tokenised: Any, rows: int | None) -> tuple[list[float], list[int]]:
-    """Mean negative log-likelihood of each row's trained tokens, 0 without any, and their number."""
-    if tokenised is None:
-        return [], []
-    chosen = tokenised.select(range(min(len(tokenised), rows or len(tokenised))))
-    every_ids, every_labels = chosen["input_ids"], chosen["labels"]
-    vocabulary = answerer.model.get_input_embeddings().num_embeddings
-    losses, tokens = [0.0] * len(chosen), [0] * len(chosen)
-    for batch in batches([len(ids) for ids in every_ids], min(_LOSS_TOKENS, _LOGITS // vocabulary)):
-        ids = _padded([every_ids[index] for index in batch], 0, answerer.device)
-        mask = _padded([[1] * len(every_ids[index]) for index in batch], 0, answerer.device)
-        labels = _padded([every_labels[index] for index in batch], -100, answerer.device)[:, 1:]
-        trained = labels != -100
-        logits = answerer.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1][trained].float()
-        each = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
-        counts = trained.sum(dim=1).tolist()
-        for index, count, of_row in zip(batch, counts, each.split(counts), strict=True):
-            losses[index], tokens[index] = (of_row.sum().item() / count if count else 0.0), count
-    return losses, tokens
+def losses(model: Any, every_ids: list[list[int]], every_labels: list[list[int]], device: str) -> list[dict[str, Any]]:
+    """Of each row, as one batch: mean negative log-likelihood of its trained tokens (0 without any), their number, and how many
+    of them are the likeliest token."""
+    ids = _padded(every_ids, 0, device)
+    mask = _padded([[1] * len(row) for row in every_ids], 0, device)
+    labels = _padded(every_labels, -100, device)[:, 1:]
+    trained = labels != -100
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1][trained].float()
+    each = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
+    right = logits.argmax(dim=-1) == labels[trained]
+    counts = trained.sum(dim=1).tolist()
+    return [
+        {"loss": of_row.sum().item() / count if count else 0.0, "tokens": count, "right": int(of_right.sum())}
+        for count, of_row, of_right in zip(counts, each.split(counts), right.split(counts), strict=True)
+    ]
 
 
 def _padded(rows: list[list[int]], value: int, device: str) -> torch.Tensor:

@@ -22,14 +22,21 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
-_MARGIN_BYTES = 2**30  # for python, torch and the shard being written
+_MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 
 
-def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[str], None] = lambda _: None) -> Path:
+def merge(
+    run: RunDirectory,
+    target: Path | None = None,
+    *,
+    max_shard_bytes: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Path:
     """Write base + adapter to `target` (default RUN/merged) atomically. Returns the folder.
 
-    The base is loaded unquantised: merging into 4-bit weights would round the adapter away. Raises RecipeError without a
-    finished adapter, OutOfMemory and DiskFull without room, before anything is loaded.
+    The 16-bit weights are read and written tensor by tensor: merging into 4-bit weights would round the adapter away, and the
+    whole model need not fit into memory. Its files are the base model's, or of at most `max_shard_bytes`. Raises CommandError
+    without a finished adapter, OutOfMemory and DiskFull without room, before anything is written.
     """
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
@@ -38,11 +45,10 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
-    _check_room(settings, target)
     building = target.with_name(f".{target.name}")
     try:
         shutil.rmtree(building, ignore_errors=True)
-        _write(settings, run, building, progress)
+        _write(settings, run, building, max_shard_bytes, progress)
         rename(building, target)
     except Exception as error:
         if not isinstance(error, OSError) and not is_disk_full(error):
@@ -55,28 +61,74 @@ def merge(run: RunDirectory, target: Path | None = None, *, progress: Callable[[
     return target
 
 
-def _write(settings: Any, run: RunDirectory, folder: Path, progress: Callable[[str], None]) -> None:
-    from peft import PeftModel
-
+def _write(
+    settings: Any, run: RunDirectory, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
+) -> None:
     from finetune.data.tokenizer import run_tokenizer
-    from finetune.model.build import build_base, load_config
+    from finetune.export.shards import NotByShards
+    from finetune.model.build import load_config
     from finetune.model.language_model import is_multimodal
     from finetune.model.quiet import quiet_libraries
 
     quiet_libraries()
-    progress("loading the base model in 16 bit")
     config = load_config(settings)
+    try:
+        _by_shards(settings, config, run, folder, max_shard_bytes, progress)
+    except NotByShards:
+        shutil.rmtree(folder, ignore_errors=True)
+        _whole(settings, config, run, folder, max_shard_bytes, progress)
+    if is_multimodal(config) and settings.chat_template is None:
+        return  # the model's own tokenizer and processor are there
+    run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
+
+
+def _by_shards(
+    settings: Any, config: Any, run: RunDirectory, folder: Path, most: int | None, progress: Callable[[str], None]
+) -> None:
+    """Read and write one tensor at a time. Raises NotByShards, before anything is written, where that can't be done."""
+    from finetune.export.shards import Changes, NotByShards, stored_tensors, with_adapter, write_shards
+    from finetune.model.build import build_base
+
+    if getattr(config, "quantization_config", None):
+        raise NotByShards("the base model is stored quantised")
+    source = _folder_of(settings)
+    tensors = stored_tensors(source)
+    _check_disk(sum(stored.size for stored in tensors), folder)
+    progress("reading the adapter")
+    base = build_base(settings, config, device="meta", weights=True)
+    changes = Changes(with_adapter(base, run.adapter), tensors)
+    _check_memory(4 * max(stored.size for stored in tensors), "the largest tensor and its change")
+    folder.mkdir(parents=True)
+    progress("writing")
+    write_shards(tensors, changes, folder, most_bytes=most, progress=progress)
+    for path in sorted(source.iterdir()):  # last: without them a part of a model does not load
+        if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _whole(
+    settings: Any, config: Any, run: RunDirectory, folder: Path, most: int | None, progress: Callable[[str], None]
+) -> None:
+    """Load the whole model and write it as transformers does: for weights stored in another form than the model has them."""
+    from peft import PeftModel
+
+    from finetune.model.build import build_base, model_dtype
+    from finetune.model.language_model import is_multimodal
+
+    needed = _weight_bytes(config, model_dtype(settings))
+    _check_memory(needed, "the whole model, whose weights are stored in another form,")
+    _check_disk(needed, folder)
+    progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
     progress("merging")
     merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
     progress("writing")
     if is_multimodal(config):
         write_merged_checkpoint(merged, _folder_of(settings), folder)
-        if settings.chat_template is None:
-            return  # the model's own tokenizer and processor are there
-    else:
-        merged.save_pretrained(str(folder), safe_serialization=True)
-    run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
+        return
+    merged.save_pretrained(str(folder), safe_serialization=True, **({"max_shard_size": most} if most else {}))
+    for path in folder.glob("*.safetensors"):  # which its library makes readable by their owner only
+        shutil.copymode(folder / "config.json", path)
 
 
 def _folder_of(settings: Any) -> Path:
@@ -93,20 +145,20 @@ def _folder_of(settings: Any) -> Path:
     )
 
 
-def _check_room(settings: Any, target: Path) -> None:
-    from finetune.model.build import load_config, model_dtype
-
-    needed = _weight_bytes(load_config(settings), model_dtype(settings))
-    free_ram = psutil.virtual_memory().available
-    if needed + _MARGIN_BYTES > free_ram:
+def _check_memory(needed: int, what: str) -> None:
+    free = psutil.virtual_memory().available
+    if needed + _MARGIN_BYTES > free:
         raise OutOfMemory(
-            f"merging needs the whole model in host memory: {format_bytes(needed)}, but {format_bytes(free_ram)} are free",
+            f"merging needs {what} in host memory: {format_bytes(needed)}, but {format_bytes(free)} are free",
             "Close other programs, or use the adapter without merging: servers can load base + adapter.",
         )
-    place, free_disk = existing_parent(target), free_disk_bytes(target)
-    if needed > free_disk:
+
+
+def _check_disk(needed: int, target: Path) -> None:
+    place, free = existing_parent(target), free_disk_bytes(target)
+    if needed > free:
         raise DiskFull(
-            f"the merged model needs {format_bytes(needed)}, but {place} has {format_bytes(free_disk)} free",
+            f"the merged model needs {format_bytes(needed)}, but {place} has {format_bytes(free)} free",
             "Give another --output.",
         )
 

@@ -41,6 +41,7 @@ from finetune.model.build import (
     trainable_parameters,
 )
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.host_embedding import offload_table
 from finetune.model.lean_layers import lean_words
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
@@ -109,6 +110,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             materialise(model, tracker, dtype=model_dtype(settings))
             if True in (settings.load_in_4bit, settings.load_in_8bit):
                 round_adapters(model, tracker)
+            if settings.offload_embeddings is True:
+                offload_table(model)
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)

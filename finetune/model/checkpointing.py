@@ -27,6 +27,19 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def beside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules beside the stack of decoder layers, such as the last norm."""
+    layers = set(decoder_layers(model))
+    stacks = {module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and layers & set(module)}
+    parents = [module for module in model.modules() if stacks & set(module.children())]
+    return [module for parent in parents for module in parent.children() if module not in stacks]
+
+
+def recomputed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers whose forward pass is recomputed."""
+    return [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
+
+
 def keep_all(model: torch.nn.Module) -> None:
     """Turn gradient checkpointing off."""
     base = base_of(model)

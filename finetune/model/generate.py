@@ -1,12 +1,38 @@
-"""Greedy decoding of a batch of prompts with a loaded model."""
+"""Answers of a loaded model: greedy ones to a batch of prompts, and one that is streamed, sampled, and can be stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 takes the likeliest; the same `seed` draws the same random numbers."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An answer: its text, tokens and seconds, and whether it was stopped before its end."""
+
+    text: str
+    tokens: int
+    seconds: float
+    stopped: bool
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second with the prompt's computation; None without tokens."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
 @torch.no_grad()
@@ -27,10 +53,92 @@ def greedy_answers(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
-    own = model.generation_config.eos_token_id
-    known = own if isinstance(own, list) else [] if own is None else [own]
     made = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
-        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=sorted({*known, *stops}), streamer=streamer,
+        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_ends(model, stops), streamer=streamer,
     )  # fmt: skip
     return tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def streamed_answer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    question: list[int],
+    *,
+    stops: Collection[int],
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    say: Callable[[str], None] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Streamed:
+    """Continue a tokenised prompt, passing each new piece of text to `say`; ends early once `stopped()`.
+
+    The pieces together are the text. Sampling draws from the global random numbers, which are seeded here.
+    """
+    from transformers import StoppingCriteriaList
+
+    pieces, began, asked = _Pieces(tokenizer, say), time.perf_counter(), [False]
+
+    def is_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        asked[0] = asked[0] or stopped()
+        return torch.full((len(ids),), asked[0], device=ids.device)
+
+    ids = torch.tensor([question], device=model.device)
+    how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling.temperature > 0:
+        torch.manual_seed(sampling.seed)
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
+    criteria: Any = StoppingCriteriaList([is_stopped])
+    made = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
+        pad_token_id=padding, eos_token_id=_ends(model, stops), streamer=pieces, stopping_criteria=criteria, **how,
+    )  # fmt: skip
+    new = made[0, len(question) :].tolist()
+    text = pieces.finish(new)
+    ended = bool(new) and new[-1] in _ends(model, stops)
+    return Streamed(text, len(new), time.perf_counter() - began, asked[0] and not ended)
+
+
+def _ends(model: Any, stops: Collection[int]) -> list[int]:
+    """The tokens that end an answer: `stops` and the model's own."""
+    own = model.generation_config.eos_token_id
+    known = own if isinstance(own, list) else [] if own is None else [own]
+    return sorted({*known, *stops})
+
+
+class _Pieces:
+    """transformers' streamer interface: decodes as tokens come and passes on text that later tokens can't change."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+        self._tokenizer, self._say = tokenizer, say
+        self._ids: list[int] = []
+        self._prompt, self._said = True, ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt first, then each token."""
+        if self._prompt:
+            self._prompt = False
+            return
+        self._ids += value.reshape(-1).tolist()
+        text = self._text(self._ids)
+        if not text.endswith("\ufffd"):  # the first bytes of a character
+            self._pass_on(text)
+
+    def end(self) -> None:
+        """Called after the last token."""
+
+    def finish(self, ids: list[int]) -> str:
+        """Pass on the rest; returns the whole text, which begins with all that was passed on."""
+        text = self._text(ids)
+        self._pass_on(text)
+        return text if text.startswith(self._said) else self._said
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _pass_on(self, text: str) -> None:
+        if text.startswith(self._said) and len(text) > len(self._said):
+            self._say(text[len(self._said) :])
+            self._said = text

@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from finetune.compat.torch import copy_all
 
+#: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
+_FP32_TILE = 2**24
+
 Again = Callable[[], torch.Tensor]
 #: a and b in the dtype of computation.
 Cast = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -44,6 +47,14 @@ class Activation(NamedTuple):
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[..., torch.Tensor]
+
+
+class Mlp(NamedTuple):
+    """A gated MLP: gate, up and down; or gate and up in one (`swapped`: up first), and down."""
+
+    linears: tuple[Linear, ...]
+    act: Activation
+    swapped: bool
 
 
 class NormForm(NamedTuple):
@@ -80,49 +91,125 @@ class GatedMlp(torch.autograd.Function):
     """down(act(gate(x)) * up(x)) for `x` (..., hidden). Keeps what gate and up give."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        linears: tuple[Linear, ...],
-        act: Activation,
-        swapped: bool,
-        norm: Any,
-        *_adapters: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """(tokens, hidden). `linears`: gate, up and down; or gate and up in one (`swapped`: up first), and down."""
-        *entries, down = linears
-        *casts, cast_down = _cast(linears, x.dtype)
-        flat = _flat(x)
-        outs, lows = zip(*(_forward(flat, *each) for each in zip(entries, casts, strict=True)), strict=True)
-        gate, up = _halves(outs, swapped)
-        out, low_down = _forward(act.forward(gate).mul_(up), down, cast_down)
-        ctx.linears, ctx.act, ctx.swapped, ctx.norm, ctx.shape = linears, act, swapped, norm, x.shape
-        ctx.save_for_backward(_kept(x, norm, entries), *outs, *lows, low_down)
+    def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
+        """(tokens, hidden). `norm`: as in LoraLinear."""
+        casts = _cast(mlp.linears, x.dtype)
+        outs, lows = _entries(_flat(x), mlp, casts)
+        out, low_down = _forward(_product(outs, mlp), mlp.linears[-1], casts[-1])
+        ctx.mlp, ctx.norm, ctx.shape = mlp, norm, x.shape
+        ctx.save_for_backward(_kept(x, norm, mlp.linears[:-1]), *outs, *lows, low_down)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gradients of x and of each layer's a and b."""
-        *entries, down = ctx.linears
-        *casts, cast_down = _cast(ctx.linears, grad.dtype)
-        count, want_x = len(entries), ctx.needs_input_grad[0]
+        count = len(ctx.mlp.linears) - 1
         x, *kept = ctx.saved_tensors
         outs, lows, low_down = kept[:count], kept[count:-1], kept[-1]
-        gate, up = _halves(outs, ctx.swapped)
-        activated = ctx.act.forward(gate)
-        product = activated * up  # the input of `down`, then the place of its gradient
-        _, *of_down = _backward(_flat(grad), down, cast_down, low_down, functools.partial(_same, product), out=product)
-        # in the places of what they are made from, or in the halves of one tensor
-        d_outs = [product, activated] if count == 2 else [torch.empty_like(outs[0])]
-        d_gate, d_up = _halves(d_outs, ctx.swapped)
-        torch.mul(activated, product, out=d_up)
-        ctx.act.backward(product.mul_(up), gate, grad_input=d_gate)
-        dx, of_entries = None, []
-        for linear, cast, low, d_out in zip(entries, casts, lows, d_outs, strict=True):
-            dx, *of_one = _backward(d_out, linear, cast, low, _again(ctx.norm, x), into=dx, want_x=want_x)
-            of_entries += of_one
-        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *of_entries, *of_down
+        casts, again = _cast(ctx.mlp.linears, grad.dtype), _again(ctx.norm, x)
+        dx, of_adapters = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lows, low_down, again, ctx.needs_input_grad[0])
+        return None if dx is None else dx.view(ctx.shape), None, None, *of_adapters
+
+
+class TiledMlp(torch.autograd.Function):
+    """GatedMlp for a layer that is recomputed, over tiles of `tile` tokens: backward makes gate and up of a tile again.
+
+    After a norm it keeps nothing, so that recomputing its layer ends before it (torch's early stop): no matrix product is
+    computed more often than without tiles. Gradients of a and b are summed over the tiles in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, tile: int, *_adapters: torch.Tensor | None) -> torch.Tensor:
+        """(tokens, hidden). `norm`: as in LoraLinear."""
+        casts = _cast(mlp.linears, x.dtype)
+
+        def of_tile(part: torch.Tensor) -> torch.Tensor:
+            return _forward(_product(_entries(part, mlp, casts)[0], mlp), mlp.linears[-1], casts[-1])[0]
+
+        ctx.mlp, ctx.norm, ctx.shape, ctx.tile = mlp, norm, x.shape, tile
+        if norm is None:
+            ctx.save_for_backward(x)
+        return in_tiles(of_tile, tile, _flat(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradients of x and of each layer's a and b."""
+        mlp, want_x = ctx.mlp, ctx.needs_input_grad[0]
+        x = _again(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
+        casts, flat = _cast(mlp.linears, grad.dtype), _flat(grad)
+        dx, sums = torch.empty_like(x) if want_x else None, list[Any]()
+        for start in range(0, max(1, len(x)), ctx.tile):
+            rows = slice(start, start + ctx.tile)
+            part = x[rows]
+            outs, lows = _entries(part, mlp, casts)
+            again = functools.partial(_same, part)
+            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lows, None, again, want_x)
+            if dx is not None and dx_part is not None:
+                dx[rows] = dx_part
+            for total, one in zip(sums, grads, strict=True) if sums else ():
+                if total is not None:
+                    total.add_(one)
+            sums = sums or grads
+            del outs, lows, dx_part, grads, again
+        return None if dx is None else dx.view(ctx.shape), None, None, None, *sums
+
+
+def in_tiles(function: Callable[..., torch.Tensor], tile: int, *given: torch.Tensor) -> torch.Tensor:
+    """`function` of tensors (tokens, ...), computed on `tile` tokens at a time."""
+    tokens = len(given[0])
+    if tokens <= tile:
+        return function(*given)
+    out = None
+    for start in range(0, tokens, tile):
+        made = function(*(one[start : start + tile] for one in given))
+        out = made.new_empty(tokens, *made.shape[1:]) if out is None else out
+        out[start : start + tile] = made
+        del made  # before the next one is made
+    assert out is not None
+    return out
+
+
+def _entries(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+    """What gate and up give for `x` (tokens, hidden), and the products with their a."""
+    outs, lows = zip(*(_forward(x, *each) for each in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
+    return outs, lows
+
+
+def _product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
+    gate, up = _halves(outs, mlp.swapped)
+    return mlp.act.forward(gate).mul_(up)
+
+
+def _mlp_backward(
+    grad: torch.Tensor,
+    mlp: Mlp,
+    casts: list[Cast],
+    outs: Sequence[torch.Tensor],
+    lows: Sequence[torch.Tensor | None],
+    low_down: torch.Tensor | None,
+    again: Again,
+    want_x: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """Gradients of x and of each layer's a and b, all (tokens, ...). `low_down` None: it was not kept."""
+    *entries, down = mlp.linears
+    gate, up = _halves(outs, mlp.swapped)
+    activated = mlp.act.forward(gate)
+    product = activated * up  # the input of `down`, then the place of its gradient
+    if low_down is None and casts[-1][0] is not None:
+        low_down = _scaled_product(product, casts[-1][0].t(), down.scale)
+    _, *of_down = _backward(grad, down, casts[-1], low_down, functools.partial(_same, product), out=product)
+    # in the places of what they are made from, or in the halves of one tensor
+    d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
+    d_gate, d_up = _halves(d_outs, mlp.swapped)
+    torch.mul(activated, product, out=d_up)
+    mlp.act.backward(product.mul_(up), gate, grad_input=d_gate)
+    dx, of_entries = None, []
+    for linear, cast, low, d_out in zip(entries, casts[:-1], lows, d_outs, strict=True):
+        dx, *of_one = _backward(d_out, linear, cast, low, again, into=dx, want_x=want_x)
+        of_entries += of_one
+    return dx, [*of_entries, *of_down]
 
 
 class RmsNorm(torch.autograd.Function):
@@ -142,9 +229,15 @@ class RmsNorm(torch.autograd.Function):
         """Gradient of x. It comes after the backward of all that read the output, so the output is freed here."""
         x, rstd, weight = ctx.kept or ctx.saved_tensors
         ctx.kept = ctx.output = None
-        scaled, x32 = grad * _weight32(weight, ctx.form), x.float()
-        factor = (scaled * x32).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
-        return scaled.mul_(rstd).addcmul_(x32, factor, value=-1).to(x.dtype), None, None, None
+        weight32 = _weight32(weight, ctx.form)
+
+        def of_tile(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+            scaled, x32 = grad * weight32, x.float()
+            factor = (scaled * x32).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
+            return scaled.mul_(rstd).addcmul_(x32, factor, value=-1).to(x.dtype)
+
+        tile = max(1, _FP32_TILE // x.shape[-1])
+        return in_tiles(of_tile, tile, _flat(x), _flat(rstd), _flat(grad)).view(x.shape), None, None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +284,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _kept(x: torch.Tensor, norm: Any, readers: list[Linear]) -> torch.Tensor | None:
+def _kept(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch.Tensor | None:
     return x if norm is None and any(reader.trains_a for reader in readers) else None
 
 

@@ -24,7 +24,7 @@ from peft.tuners.lora import LoraLayer
 
 from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
 from finetune.model import lean_functions as functions
-from finetune.model.lean_functions import Activation, Linear, NormForm
+from finetune.model.lean_functions import Activation, Linear, Mlp, NormForm
 
 _ADAPTED = (LoraPlain, Lora4bit)
 _FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True))
@@ -60,6 +60,12 @@ def _make_lean(module: torch.nn.Module) -> None:
         _put(module, _norm_forward, form=form)
     elif parts := gated_parts(module):
         _put(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
+
+
+def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
+    """Compute the lean gated MLPs of these layers over tiles of so many tokens, where they get more. See `TiledMlp`."""
+    for module in (module for layer in layers for module in layer.modules() if "parts" in _lean(module)):
+        _lean(module)["tile"] = tile
 
 
 def undo_lean(layers: list[torch.nn.Module]) -> None:
@@ -106,12 +112,20 @@ def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> tor
 
 
 def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    parts = self.lean["parts"]
+    parts, tile = self.lean["parts"], self.lean.get("tile", 0)
+    tiled = 0 < tile < x.numel() // x.shape[-1]
     linears = () if args or named else tuple(_read(getattr(self, name), x) for name in parts.linears)
     if not linears or None in linears:
-        return type(self).forward(self, x, *args, **named)
+        whole = functools.partial(type(self).forward, self)
+        if args or named or torch.is_grad_enabled() or not tiled:
+            return whole(x, *args, **named)
+        return functions.in_tiles(whole, tile, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
     adapters = [tensor for linear in linears if linear for tensor in (linear.a, linear.b)]
-    out = functions.GatedMlp.apply(x, linears, self.lean["act"], parts.swapped, functions.norm_of(x), *adapters)
+    mlp, norm = Mlp(linears, self.lean["act"], parts.swapped), functions.norm_of(x)
+    if tiled:
+        out = functions.TiledMlp.apply(x, mlp, norm, tile, *adapters)
+    else:
+        out = functions.GatedMlp.apply(x, mlp, norm, *adapters)
     return out.view(*x.shape[:-1], -1)  # here: a model may change it in place, which torch refuses for a function's own view
 
 

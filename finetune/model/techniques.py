@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.transformers import checkpointing_name
-from finetune.model.checkpointing import decoder_layers, keep_all, recompute
+from finetune.model.checkpointing import beside_layers, decoder_layers, keep_all, recompute, recomputed_layers
 from finetune.model.cpu_adamw import CpuAdamW
+from finetune.model.host_embedding import offload_table
 from finetune.model.host_memory import is_forecast
-from finetune.model.lean_layers import make_lean, undo_lean
+from finetune.model.lean_layers import make_lean, tile_mlps, undo_lean
 from finetune.model.offload import offload_beside
 from finetune.model.saved_activations import SavedActivations
 from finetune.recipe.compatibility import is_zero3
@@ -24,15 +25,18 @@ CPU_OFFLOAD = "adamw_cpu_offload"
 
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
-    """Apply lean layers, gradient checkpointing and per-layer compilation in place. May be called again with other settings.
+    """Apply lean layers, gradient checkpointing, per-layer compilation and an input embedding in host memory, in place. May be
+    called again with other settings; the embedding stays where it is then.
 
     `model` is a transformers model or a PeftModel of one. A forecast's model is not compiled: memory that the compiler saves
-    is extra headroom.
+    is extra headroom. Its embedding is moved once it is loaded, by the forecast.
     """
     if settings.lean_layers is True:
-        make_lean(decoder_layers(model))
+        make_lean([*decoder_layers(model), *beside_layers(model)])
     else:
-        undo_lean(decoder_layers(model))
+        undo_lean([*decoder_layers(model), *beside_layers(model)])
+    if settings.offload_embeddings is True and not _is_forecasts(model):
+        offload_table(model)
     how = settings.activation_checkpointing
     if how is False:
         keep_all(model)
@@ -44,9 +48,15 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
             offload=how == "offload" and not settings.torch_compile,
             reentrant=is_zero3(settings.launch),
         )
-    if settings.torch_compile and not any(is_forecast(parameter) for parameter in model.parameters()):
+    if settings.lean_layers is True:
+        tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
+    if settings.torch_compile and not _is_forecasts(model):
         for layer in decoder_layers(model):
             layer.compile()
+
+
+def _is_forecasts(model: torch.nn.Module) -> bool:
+    return any(is_forecast(parameter) for parameter in model.parameters())
 
 
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:

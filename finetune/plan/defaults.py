@@ -27,6 +27,8 @@ USUAL_BATCH = 16
 LENGTH_STEP = 64
 #: max_length when neither the recipe nor the data gives one.
 USUAL_LENGTH = 2048
+#: Tokens of a tile of an MLP, and the longest row that is computed without tiles: two of them.
+TILE, LONG_ROW = 4096, 8192
 #: About this many evaluations and checkpoints in a run.
 CADENCE = 10
 
@@ -41,6 +43,7 @@ def choose_basics(
     choices = _choose_length(choices, shape, data)
     choices = _choose_batch(choices, data)
     choices = choices.choose("lean_layers", *_lean(choices.recipe))
+    choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
     choices = choices.choose("gpu", card.name, card.reason).because("gpu", card.reason)
     return choices.choose(
         "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
@@ -61,6 +64,17 @@ def _lean(recipe: Recipe) -> tuple[bool, str]:
     if why:
         return False, f"they do not work with {why}"
     return True, "about half the saved activations, for the same computation up to rounding"
+
+
+def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
+    if not choices.value("lean_layers"):
+        return 0, "only lean layers have them"
+    longest = choices.value("max_length")
+    if data is not None and data.longest and choices.value("packing") is not True:
+        longest = min(longest, data.longest)
+    if longest <= LONG_ROW:
+        return 0, f"for rows of more than {LONG_ROW:,} tokens, where an MLP takes much of a recomputed layer's memory"
+    return TILE, f"rows of {longest:,} tokens: a recomputed layer keeps nothing of its MLP but a tile's"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:

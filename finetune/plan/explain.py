@@ -49,6 +49,7 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choice
         "optim": _explain_optimizer(compare),
         "activation_checkpointing": _explain_checkpointing(compare),
         "activation_checkpointing_every_n_layers": strategy.checkpointing_words,
+        "offload_embeddings": _explain_table(compare),
         "per_device_train_batch_size": _explain_micro(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
     }  # fmt: skip
@@ -90,6 +91,12 @@ def _explain_checkpointing(compare: Comparison) -> str:
     return f"{strategy.checkpointing_words}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{none}"
 
 
+def _explain_table(compare: Comparison) -> str:
+    if compare.strategy.host_table:
+        return f"{compare.against(host_table=False)} vs a table on the card"
+    return "needed only where little else fits" if compare.search.job.shape.table else "the output layer shares its table"
+
+
 def _explain_micro(compare: Comparison) -> str:
     micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
     rows = f"micro-batch of {micro} row{'s' if micro > 1 else ''}"
@@ -129,6 +136,8 @@ def _values_of(anchor: Anchor, chosen: Anchor, job: Job, choices: Choices) -> di
     values["max_length"] = choices.value("max_length") if anchor.width == chosen.width else anchor.width
     if anchor.strategy.checkpointing is not True:
         del values["activation_checkpointing_every_n_layers"]
+    if not (anchor.strategy.host_table or chosen.strategy.host_table):
+        del values["offload_embeddings"]
     return {name: value for name, value in values.items() if not choices.is_set(name)}
 
 
@@ -137,7 +146,8 @@ def words(strategy: Strategy, batch: int, world: int) -> str:
     bits = {4: "NF4", 8: "int8", 16: "16 bit", 32: "32 bit"}[strategy.bits]
     steps = batch // (world * strategy.micro)
     optim = "" if strategy.optim in ("adamw_torch_fused", "adamw_torch") else f", {strategy.optim}"
-    return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}"
+    table = ", input embedding offloaded" if strategy.host_table else ""
+    return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}{table}"
 
 
 def _written(values: dict[str, Any]) -> str:

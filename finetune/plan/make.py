@@ -200,7 +200,7 @@ class _Planner:
 
     def _open_strategies(self, choices: Choices) -> list[Strategy]:
         stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
-        return strategies(choices, self.card, trainable_bits(stored))
+        return strategies(choices, self.card, trainable_bits(stored), self.shape.table > 0)
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""

@@ -81,10 +81,11 @@ def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str
         return changes
     if settings.optim not in SHARDED_OPTIMIZERS:
         changes["optim"] = "adamw_torch_fused"
+    changes["offload_embeddings"] = False
     if settings.load_in_8bit:
         changes |= {"load_in_8bit": False, "load_in_4bit": True}
     if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in NOT_REENTRANT:
         changes["activation_checkpointing"] = True
     if launch.get("zero_stage") == 3:
-        changes["lean_layers"] = False
+        changes |= {"lean_layers": False, "mlp_tile_tokens": 0}
     return changes

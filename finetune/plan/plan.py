@@ -199,7 +199,9 @@ class Plan:
     def from_json(cls, values: dict[str, Any]) -> Plan:
         """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
         values = _upgraded(values) if "version" not in values else dict(values)
-        settings = {"lean_layers": False, **values.pop("plan")}  # a run from before there were any goes on without
+        # a run from before there were any goes on without
+        before = {"lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False}
+        settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
 
     def noting(self, note: str) -> Plan:

@@ -57,7 +57,7 @@ def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
     usual = USUAL_SAVED_BYTES * (LEAN_SAVED_BYTES / SAVED_BYTES if job.lean else 1.0)
     activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
     adapters = (8 + STATE_BYTES[strategy.optim]) * job.rank * shape.adapter_per_rank
-    return round(shape.weight_bytes(strategy.bits) + adapters + activations + USUAL_REST_BYTES)
+    return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
 
 
 def least_bytes(strategy: Strategy, job: Job) -> int:
@@ -65,10 +65,16 @@ def least_bytes(strategy: Strategy, job: Job) -> int:
     return job.shape.weight_bytes(strategy.bits) + (job.card.context_bytes or 0)
 
 
+def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
+    """Bytes of the base weights on the card in a step; while loading, the input embedding is there, too."""
+    table = shape.table * (4 if strategy.bits == 32 else 2) if strategy.host_table else 0
+    return shape.weight_bytes(strategy.bits) - table
+
+
 def _parts(strategy: Strategy, width: int, anchor: Anchor, job: Job) -> dict[str, float]:
     parts = {name: float(count) for name, count in anchor.forecast.parts.items()}
     shape, made, growth = job.shape, anchor.strategy, strategy.micro * width / (anchor.strategy.micro * anchor.width)
-    parts["weights"] = parts.get("weights", 0.0) + shape.weight_bytes(strategy.bits) - shape.weight_bytes(made.bits)
+    parts["weights"] = parts.get("weights", 0.0) + _weight_bytes(strategy, shape) - _weight_bytes(made, shape)
     for name in ("adapters", "gradients", "optimizer"):
         parts[name] = parts.get(name, 0.0) * job.rank / anchor.rank
     states = (STATE_BYTES[strategy.optim] - STATE_BYTES[made.optim]) * job.rank * shape.adapter_per_rank
@@ -106,6 +112,7 @@ def _distance(anchor: Anchor, strategy: Strategy, width: int) -> tuple:
         made.checkpointing != strategy.checkpointing or made.every_n != strategy.every_n,
         abs(made.micro * anchor.width - strategy.micro * width),
         made.optim != strategy.optim,
+        made.host_table != strategy.host_table,
         made.micro,
     )
 

@@ -25,7 +25,7 @@ class ModelShape:
     `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
     those that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear
     layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
-    `targets` are the `target_modules` of `auto`.
+    `targets` are the `target_modules` of `auto`. `table` is the input embedding where the output layer does not share it.
     """
 
     family: str
@@ -44,6 +44,7 @@ class ModelShape:
     experts_used: int = 0
     expert_4bit: int = 0
     targets: str | list[str] = "all-linear"
+    table: int = 0
 
     @property
     def computed(self) -> float:
@@ -105,6 +106,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "expert_4bit": sum(module.get_parameter(name).numel() for _, module, name in packable_experts(model)),
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
+        "table": _table(model),
     }
     plain = plainest(recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False)
     adapted = attach_adapters(model, plain)
@@ -121,6 +123,14 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         **base,
         **_widths(text_config(config)),
     )
+
+
+def _table(model: Any) -> int:
+    from finetune.model.host_embedding import input_table
+
+    model.requires_grad_(False)
+    table = input_table(model)
+    return table.weight.numel() if table is not None else 0
 
 
 def _attention_layers(model: Any) -> list[str]:

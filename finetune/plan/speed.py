@@ -6,6 +6,7 @@ card correct them (history.py). Nothing here decides whether a plan fits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,27 @@ if TYPE_CHECKING:
     from finetune.plan.plan import DataStatistics
     from finetune.plan.shape import ModelShape
     from finetune.plan.strategy import Strategy
+
+
+#: Lengths that stand for all rows where the longest of sorted micro-batches is expected.
+_QUANTILES = 200
+
+
+def _longest_below(share: float, rows: int, batch: int) -> float:
+    """Mean probability that the longest row of a micro-batch is below a length that `share` of the rows are below.
+
+    The longest of the i-th of the sorted micro-batches is below when at least i x `rows` of `batch` draws are.
+    """
+    if rows == batch or share >= 1:
+        return share**rows
+    if rows == 1:
+        return share
+    found = 0.0
+    for drawn in range(rows, batch + 1):
+        ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
+        chance = math.exp(ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
+        found += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
+    return found * rows / batch
 
 
 @dataclass(frozen=True)
@@ -31,15 +53,17 @@ class Batches:
             return self.max_length
         return min(self.data.longest, self.max_length)
 
-    def mean_width(self, rows: int) -> float:
-        """Mean padded width of a micro-batch of `rows` rows in random order: the expected longest of so many draws."""
+    def mean_width(self, rows: int, batch: int | None = None) -> float:
+        """Mean padded width of a micro-batch of `rows` rows of a step of `batch` rows, which are sorted by length: the mean of
+        the expected longest of each micro-batch. Without `batch`, of a step of one micro-batch."""
         if self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
         lengths, count = self.data.lengths, len(self.data.lengths)
+        every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
         total, below = 0.0, 0.0
-        for place, length in enumerate(lengths, start=1):
-            upto = (place / count) ** rows
-            total += min(length, self.max_length) * (upto - below)
+        for place in (*range(every, count, every), count):
+            upto = _longest_below(place / count, rows, batch or rows)
+            total += min(lengths[place - 1], self.max_length) * (upto - below)
             below = upto
         return total
 
@@ -88,6 +112,9 @@ SELECTIVE_DISPATCH = 1.7
 BITSANDBYTES_TENSOR_S, CPU_ADAMW_S = 2e-5, 0.5e-9
 #: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
+#: The same for a processor, which also computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a
+#: token and 16 ms a micro-batch).
+CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 
 
 @dataclass(frozen=True)
@@ -123,9 +150,10 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     """Seconds of one optimizer step, before any correction by measured runs."""
     shape, card, batches, rank = job.shape, job.card, job.batches, job.rank
     overhead = COMPILED_SHARE if job.compiled else 1.0
-    flops = (card.bf16_flops or ASSUMED_FLOPS) * MATMUL_SHARE
-    bandwidth, pcie = card.bandwidth_bytes_s or ASSUMED_BANDWIDTH, card.pcie_bytes_s or ASSUMED_PCIE
-    width = batches.mean_width(strategy.micro)
+    usual_flops, usual_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
+    flops = (card.bf16_flops or usual_flops) * MATMUL_SHARE
+    bandwidth, pcie = card.bandwidth_bytes_s or usual_bandwidth, card.pcie_bytes_s or ASSUMED_PCIE
+    width = batches.mean_width(strategy.micro, job.batch // job.world)
     tokens = strategy.micro * width
     again = strategy.recomputed_layers(shape.layers) / shape.layers
     passes = 2 + again
@@ -140,12 +168,14 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
+    if strategy.host_table:
+        micro["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
         saved = (LEAN_SAVED_BYTES if job.lean else SAVED_BYTES) * shape.hidden * shape.layers * tokens * (1 - again)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch
-    micro["launching"] = max(0.0, launches - sum(micro.values()))
+    micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
     steps = job.batch // (job.world * strategy.micro)
     parts = {name: seconds * steps for name, seconds in micro.items()}
     parts["optimizer"] = _optimizer_s(strategy.optim, shape, rank, bandwidth, pcie)

@@ -28,6 +28,7 @@ OPTIMIZER_PRICE = {
     "adamw_torch_fused": 1.0, "adamw_torch": 1.0, "adamw_8bit": 1.02, "paged_adamw_8bit": 1.04, "paged_adamw_32bit": 1.04,
     "adamw_cpu_offload": 1.06, "adafactor": 1.10,
 }  # fmt: skip
+HOST_TABLE_PRICE = 1.02
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.01, "offload": 1.05}
 #: The same for a doubled micro-batch: a smaller one leaves headroom and pads less.
 DOUBLING_PRICE = 1.01
@@ -35,19 +36,21 @@ DOUBLING_PRICE = 1.01
 
 @dataclass(frozen=True)
 class Strategy:
-    """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`)."""
+    """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
+    embedding is in host memory."""
 
     bits: int
     checkpointing: bool | str
     every_n: int
     optim: str
     micro: int
+    host_table: bool = False
 
     @property
     def price(self) -> float:
         """Factor on step time that weighs departures from the simplest settings."""
         kinds = BITS_PRICE[self.bits] * OPTIMIZER_PRICE[self.optim] * CHECKPOINTING_PRICE[self.checkpointing]
-        return kinds * DOUBLING_PRICE ** math.log2(self.micro)
+        return kinds * DOUBLING_PRICE ** math.log2(self.micro) * (HOST_TABLE_PRICE if self.host_table else 1.0)
 
     def recomputed_layers(self, layers: int) -> int:
         """Layers whose forward pass is recomputed: those whose index is a multiple of n."""
@@ -58,6 +61,7 @@ class Strategy:
         return {
             "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
             "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
+            "offload_embeddings": self.host_table,
             "per_device_train_batch_size": self.micro, "gradient_accumulation_steps": batch // (world * self.micro),
         }  # fmt: skip
 
@@ -72,14 +76,16 @@ class Strategy:
         }[self.checkpointing]  # fmt: skip
 
 
-def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = ()) -> list[Strategy]:
-    """Every strategy that the recipe leaves open on this card. `stored_bits`: all that a quantised checkpoint allows."""
-    micros = list(_micro_batches(choices))
+def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = (), has_table: bool = False) -> list[Strategy]:
+    """Every strategy that the recipe leaves open on this card. `stored_bits`: all that a quantised checkpoint allows.
+    `has_table`: the model's input embedding can be in host memory."""
+    micros, tables = list(_micro_batches(choices)), _host_tables(choices, card, has_table)
     return [
-        Strategy(bits, checkpointing, every_n, optim, micro)
-        for bits, (checkpointing, every_n), optim, micro in itertools.product(
-            _bits(choices, card, stored_bits), _checkpointing(choices, card), _optimizers(choices, card), micros
+        Strategy(bits, checkpointing, every_n, optim, micro, host_table)
+        for bits, (checkpointing, every_n), optim, micro, host_table in itertools.product(
+            _bits(choices, card, stored_bits), _checkpointing(choices, card), _optimizers(choices, card), micros, tables
         )
+        if checkpointing == "offload" or not host_table or len(tables) == 1
     ]
 
 
@@ -100,6 +106,7 @@ def neighbours(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
         ),
         *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
         *(replace(chosen, micro=micro) for micro in _beside(chosen.micro, micros)),
+        replace(chosen, host_table=not chosen.host_table),
     ]
     return [strategy for strategy in dict.fromkeys(wanted) if strategy in able and strategy != chosen]
 
@@ -145,6 +152,15 @@ def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int]
     if every != AUTO:
         kinds = tuple(dict.fromkeys((kind, every if kind is True else 1) for kind, _ in kinds))
     return kinds
+
+
+def _host_tables(choices: Choices, card: Card, has_table: bool) -> tuple[bool, ...]:
+    """Whether the input embedding is in host memory. Left open, it may be where the layers' inputs are: a card that needs
+    neither is spared the copies."""
+    wanted = choices.recipe.offload_embeddings
+    if wanted != AUTO:
+        return (wanted,)
+    return (False, True) if has_table and not card.is_cpu and not shards(choices.recipe.launch) else (False,)
 
 
 def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:

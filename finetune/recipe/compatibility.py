@@ -92,14 +92,14 @@ def not_lean_because(recipe: Recipe) -> str:
         return "DeepSpeed ZeRO-3, which gathers the weights by hooks of the modules that they replace"
     if recipe.use_dora:
         return "use_dora"
-    if recipe.int8_activations or recipe.activation_offloading:
-        return "int8_activations or activation_offloading, which take saved activations that lean layers make again"
     return f"lora_dropout {recipe.lora_dropout:g}" if recipe.lora_dropout else ""
 
 
 def _lean(recipe: Recipe) -> Iterator[str]:
     if recipe.lean_layers is True and (why := not_lean_because(recipe)):
         yield f"lean_layers does not work with {why}; set lean_layers to auto or false"
+    if recipe.mlp_tile_tokens not in (AUTO, 0) and (why := not_lean_because(recipe)):
+        yield f"mlp_tile_tokens is of lean layers, which do not work with {why}; set mlp_tile_tokens to auto or 0"
 
 
 def _sharding(recipe: Recipe) -> Iterator[str]:
@@ -110,6 +110,8 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
         yield f"launch.strategy {strategy} needs NVIDIA cards; on CPU use ddp"
     if recipe.load_in_8bit is True:
         yield f"load_in_8bit can't be sharded by launch.strategy {strategy}; use load_in_4bit, or neither"
+    if recipe.offload_embeddings is True:
+        yield f"offload_embeddings keeps a whole table, which launch.strategy {strategy} shards; set it to auto or false"
     if recipe.optim not in (AUTO, *SHARDED_OPTIMIZERS):
         yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 

@@ -246,6 +246,14 @@ class Recipe(_Strict):
     lean_layers: AutoOr[bool] = _memory(
         AUTO, COST | EXACTNESS, "Layers that save about half the activations for backward, where they are recognised."
     )
+    mlp_tile_tokens: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
+        AUTO,
+        COST | EXACTNESS,
+        "Lean MLPs of recomputed layers work on tiles of so many tokens, for long rows; 0 is on all tokens at once.",
+    )
+    offload_embeddings: AutoOr[bool] = _memory(
+        AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
+    )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     gpu: Text = _memory(
         AUTO,

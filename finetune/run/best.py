@@ -112,6 +112,7 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     tokenizer: Any = trainer.processing_class
     tokenizer.save_pretrained(str(building))
+    shutil.copymode(building / "adapter_config.json", building / _WEIGHTS)  # its library lets only the owner read it
     shutil.copy(trainer.run.plan, building / "plan.json")
     write_manifest(building, {"step": step, "eval_loss": loss})
     shutil.rmtree(target, ignore_errors=True)

@@ -113,6 +113,7 @@ def create_run(prepared: Prepared) -> RunDirectory:
 
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data import pack
+    from finetune.data.questions import questions_of
     from finetune.model.quiet import quiet_libraries
 
     quiet_libraries()
@@ -128,25 +129,12 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     write_json(
         run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": prepared.data.plain}
     )
-    write_json(run.data / "eval_examples.json", _questions(prepared))
+    write_json(run.data / "eval_examples.json", questions_of(prepared.data.eval_examples, prepared.tokenizer))
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     write_manifest(run.data, {})
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
-
-
-def _questions(prepared: Prepared) -> list[dict[str, Any]]:
-    """Held-out rows as prompt (tokens and text) and expected answer; rows of plain text have no prompt and are left out."""
-    from finetune.data import Encoder
-
-    encoder, rows = Encoder(prepared.tokenizer, conversations=False), []
-    for example in prepared.data.eval_examples:
-        question, answer = example.question(), example.reference()
-        if question and answer is not None:
-            text = question if isinstance(question, str) else question[-1]["content"]
-            rows.append({"prompt": text, "prompt_ids": encoder.prompt_ids(question, example.tools), "answer": answer})
-    return rows
 
 
 def _check_disk(path: Path, plan: Plan) -> None:

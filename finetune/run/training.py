@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pyarrow import compute
 from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
@@ -95,7 +96,8 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
 
 class LongestEarly(Sampler[int]):
     """Random order by seed and epoch, except that the two longest rows train in the first two optimizer steps, so that out of
-    memory happens there and not at step 2,321.
+    memory happens there and not at step 2,321, and that a step's rows are sorted by length, so that its micro-batches have
+    little padding. Which rows are in a step is not changed by the sorting, and so neither is the step's gradient.
 
     The second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
     gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
@@ -121,7 +123,12 @@ class LongestEarly(Sampler[int]):
         for row, place in zip(longest, places, strict=True):
             other = order.index(row)
             order[place], order[other] = row, order[place]
-        return iter(order)
+        starts = range(0, len(order), self._batch)
+        return iter([row for start in starts for row in self._sorted(order[start : start + self._batch], start)])
+
+    def _sorted(self, rows: list[int], start: int) -> list[int]:
+        """A step's rows by length: those of the first step from the longest down, others up."""
+        return sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
 
     def _places(self) -> tuple[int, ...]:
         """Places of the longest rows in this epoch, the longest first."""
@@ -178,7 +185,8 @@ class RunTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
-        lengths = [len(ids) for ids in rows["input_ids"]]
+        # from the offsets: a million rows as lists of integers would take minutes and gigabytes
+        lengths = compute.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
         return LongestEarly(lengths, self.args.seed, self.plan.settings.effective_batch_size, self.plan.total_steps or 0)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:

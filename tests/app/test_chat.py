@@ -1,11 +1,15 @@
 """A conversation is what its file says: of the lines of both models, of earlier versions, and of damaged ones."""
 
 import json
+import tarfile
+import time
+from pathlib import Path
 
 import pytest
 
 from app.chat.chats import Chats, Turn
 from app.chat.process import Conversation
+from app.pages.chat import _conversation
 from app.workspace import Workspace
 from finetune.run.directory import RunDirectory
 
@@ -48,3 +52,49 @@ def test_each_model_goes_on_with_its_own_answers(said):
     messages = Conversation(run, chats.path(run))._messages
     assert [message["content"] for message in messages["tuned"]] == ["one?", "t1"]
     assert [message["content"] for message in messages["base"]] == ["one?", "b1"]
+
+
+def piece(identity, model, text):
+    return {"kind": "piece", "time_s": 1.0, "id": identity, "model": model, "text": text}
+
+
+def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said(said):
+    chats, run = said(
+        {**question("a", "one?"), "models": ["tuned"]}, piece("a", "tuned", "It is "), piece("a", "tuned", "<b>late"),
+    )  # fmt: skip
+    [turn] = chats.turns(run)
+    assert (turn.models, turn.partial, turn.answers) == (("tuned",), {"tuned": "It is <b>late"}, {})
+    assert "It is &lt;b&gt;late" in _conversation([turn]) and 'class="ft-turn base"' not in _conversation([turn])
+    chats, run = said(
+        question("a", "one?"), piece("a", "tuned", "It"), {**answer("a", "tuned", "It is"), "tokens": 2, "tokens_per_s": 8.0,
+                                                         "stopped": True}, {"kind": "done", "id": "a"},
+    )  # fmt: skip
+    [turn] = chats.turns(run)
+    assert (turn.partial, turn.notes) == ({}, {"tuned": "2 tokens, 8.0 tokens/s, stopped"})
+
+
+@pytest.mark.slow
+def test_both_answer_from_one_seed_and_a_stop_ends_them_with_what_was_said(tmp_path):
+    with tarfile.open(Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(tmp_path / "finished")
+
+    def wait(until):
+        while not until(turns := chats.turns(run)):
+            time.sleep(0.02)
+        return turns
+
+    try:
+        how = {"temperature": 1.5, "seed": 7, "system": "Be short."}
+        for _ in range(2):
+            chats.ask(run, "Where is my parcel?", 40, **how)
+        first, second = wait(lambda turns: len(turns) == 2 and turns[1].done)
+        assert set(first.answers) == set(second.answers) == {"base", "tuned"}
+        assert "tokens/s" in first.notes["base"] and first.error is None, first.error
+        chats.ask(run, "Tell me everything.", 100_000, models=["tuned"], temperature=5.0)
+        wait(lambda turns: len(turns) == 3 and turns[2].partial.get("tuned"))
+        chats.stop(run)
+        last = wait(lambda turns: turns[2].done)[2]
+        assert "stopped" in last.notes["tuned"] and last.answers["tuned"] and last.error is None
+    finally:
+        chats.close()

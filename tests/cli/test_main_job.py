@@ -34,6 +34,7 @@ def finetune_again(place, warm_python):
 def test_json_streams_events_and_ends_with_run_and_state(place):
     folder, events = place
     assert events[-1]["state"] == "finished" and (folder / events[-1]["run"] / "adapter").is_dir()
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (folder / events[-1]["run"] / "adapter").iterdir())
     steps = [event for event in events[:-1] if event["kind"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, steps[-1]["total_steps"] + 1))
     for name in ("loss", "learning_rate", "grad_norm", "supervised_tokens", "real_tokens", "padded_tokens", "step_s",

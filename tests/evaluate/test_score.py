@@ -1,15 +1,13 @@
 """Rows are scored in batches by length: each row once, its answer in its place, the loss that of one row after another."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.evaluate.score import _losses, batches
+from finetune.evaluate.score import batches
+from finetune.evaluate.score import losses as losses_of
 
 
 @settings(deadline=None)
@@ -26,11 +24,12 @@ def test_the_losses_of_a_batch_are_those_of_its_rows():
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     ids = [torch.randint(0, 64, (length,)).tolist() for length in (5, 90, 17, 17, 2, 400, 600)]
     labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
-    losses, counts = [], [sum(label != -100 for label in wanted[1:]) for wanted in labels]
+    losses, right, counts = [], [], [sum(label != -100 for label in wanted[1:]) for wanted in labels]
     for row, wanted in zip(ids, labels, strict=True):
         logits = model(torch.tensor([row])).logits[0, :-1]
+        likeliest, labelled = logits.argmax(-1).tolist(), wanted[1:]
+        right.append(sum(one == label for one, label in zip(likeliest, labelled, strict=True) if label != -100))
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(wanted[1:])).item())
-    answerer = SimpleNamespace(model=model, device="cpu")
-    rows = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    found, tokens = _losses(answerer, rows, None)
-    assert found == pytest.approx(losses, rel=1e-5) and tokens == counts
+    found = losses_of(model, ids, labels, "cpu")
+    assert [row["loss"] for row in found] == pytest.approx(losses, rel=1e-5) and [row["tokens"] for row in found] == counts
+    assert [row["right"] for row in found] == right

@@ -1,6 +1,7 @@
 """The speed model compared with arithmetic and with published measurements."""
 
 import dataclasses
+import random
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_larger_micro_batches_of_uneven_rows_pad_more():
     assert batches.mean_width(1) == pytest.approx(290)
     assert batches.mean_width(16) == pytest.approx(2000 - 1900 * 0.9**16)
     assert batches.longest == 2000
+
+
+def test_the_sorted_rows_of_a_step_pad_less():
+    lengths = tuple(sorted(round(20 * 1.2**number) for number in range(20) for _ in range(50)))
+    batches, drawn = Batches(2048, False, DataStatistics(1000, 0, sum(lengths), sum(lengths), lengths)), random.Random(0)
+    steps = [sorted(drawn.choices(lengths, k=16)) for _ in range(20_000)]
+    for rows in (1, 2, 4, 8, 16):
+        widths = [step[last] for step in steps for last in range(rows - 1, 16, rows)]
+        assert batches.mean_width(rows, 16) == pytest.approx(sum(widths) / len(widths), rel=0.01)
 
 
 def test_only_supervised_tokens_cost_the_output_layer():

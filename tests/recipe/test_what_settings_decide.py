@@ -13,7 +13,7 @@ from finetune.recipe.schema import DatasetRecipe, Decides, LaunchRecipe, Recipe,
 ROWS = {row.name for row in settings_reference()}
 SECTIONS = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 MODEL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 65536, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
 }  # fmt: skip
 MODELS = {"a/small": MODEL, "a/larger": {**MODEL, "hidden_size": 128}}
@@ -31,7 +31,8 @@ OTHER = {
     "warmup_steps": 5,
     "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7, "optim": "adamw_8bit", "activation_checkpointing": True,
     "activation_checkpointing_every_n_layers": 2, "activation_offloading": True, "int8_activations": True,
-    "lean_layers": True, "torch_compile": True, "gpu": "hopper", "memory_budget": "9GiB", "output_dir": "runs/other",
+    "lean_layers": True, "mlp_tile_tokens": 64, "offload_embeddings": True, "torch_compile": True,
+    "gpu": "hopper", "memory_budget": "9GiB", "output_dir": "runs/other",
     "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0,
     "record_memory_history": True, "save_total_limit": 9,
     "per_device_eval_batch_size": 8, "dataloader_num_workers": 2, "report_to": ["tensorboard"],
@@ -57,6 +58,7 @@ BASE = {
 BESIDE = {
     "torch_compile": {"activation_checkpointing": "offload"},  # compiled layers offload their inputs by other hooks
     "load_in_8bit": {"load_in_4bit": False},
+    "mlp_tile_tokens": {"activation_checkpointing": True, "lean_layers": True},
     "activation_checkpointing_every_n_layers": {"activation_checkpointing": True},
     "effective_batch_size": {"gradient_accumulation_steps": AUTO},
     "per_device_train_batch_size": {"gradient_accumulation_steps": AUTO, "effective_batch_size": AUTO},

@@ -47,5 +47,17 @@ def test_the_order_is_a_function_of_the_seed_and_differs_by_epoch():
     assert orders(lengths)[0] != orders(lengths)[1]
 
 
+def test_the_rows_of_a_step_are_sorted_by_length_and_are_those_of_the_random_order():
+    lengths = random.Random(1).choices(range(100), k=43)
+    for order in orders(lengths):
+        steps = [order[start : start + BATCH] for start in range(0, 43, BATCH)]
+        sorted_by_length = [sorted(step, key=lambda row: lengths[row]) for step in steps[1:]]
+        assert [[lengths[row] for row in step] for step in steps[1:]] == [[lengths[row] for row in s] for s in sorted_by_length]
+    unsorted = orders([1] * 43)[1]  # equal lengths: as drawn
+    assert [set(unsorted[s : s + BATCH]) for s in range(0, 43, BATCH)] == [
+        set(orders(lengths)[1][s : s + BATCH]) for s in range(0, 43, BATCH)
+    ]
+
+
 def test_nothing_to_train_is_an_empty_order():
     assert orders([]) == [[], []]

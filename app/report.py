@@ -1,0 +1,205 @@
+"""A run, or several beside each other, as one HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
+
+It has no script and fetches nothing. Its numbers are those of the run directories.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from app.live import LiveRun
+from app.views import plan as plan_view
+from app.views import run as run_view
+from app.views.compare import comparison
+from app.views.markup import inert, note, table
+from app.views.scores import scores
+from finetune.errors import DiskFull, FinetuneError
+from finetune.evaluate.paired import Difference, difference, in_words
+from finetune.events import ForecastCheck, Result, Start, read_events
+from finetune.files import write_text
+from finetune.run.directory import RunDirectory, open_run
+from finetune.units import format_bytes
+
+_ROWS_SHOWN = 5
+_STYLE = """
+body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
+  background: var(--ft-ground); color: var(--ft-text);
+  font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+body.gradio-container { max-width: 1100px !important; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; text-align: left; }
+.right { text-align: right; } .left { overflow-wrap: anywhere; }
+h2 { border-top: 1px solid var(--ft-line); padding-top: .8rem; }
+@media print { body { padding: 0; font-size: 10pt; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
+"""
+
+
+def main() -> int:
+    """Write the file and print its path; returns the exit code."""
+    target, names = Path(sys.argv[1]), sys.argv[2:]
+    try:
+        text = page([open_run(name) for name in names])
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_text(target, text)
+        except OSError as error:
+            raise DiskFull(f"{target} can't be written: {error.strerror or error}", "Give another --output.") from None
+    except FinetuneError as error:
+        sys.stderr.write(json.dumps(error.as_json()) + "\n")
+        return error.exit_code
+    return 0
+
+
+def page(runs: list[RunDirectory]) -> str:
+    """The whole page: a report of one run, or a comparison of several."""
+    with tempfile.TemporaryDirectory() as keep:
+        lives = [LiveRun(run, Path(keep) / f"{number}.json") for number, run in enumerate(runs)]
+        for live in lives:
+            live.wait()
+        title = ", ".join(run.path.name for run in runs)
+        body = _one(lives[0]) if len(lives) == 1 else _several(lives)
+    made = time.strftime("%Y-%m-%d %H:%M")
+    style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + _STYLE
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
+        f'<body class="gradio-container"><h1 class="ft-title">{inert(title)}</h1>'
+        f"{note(f'Made {made} by finetune.')}{body}</body></html>\n"
+    )
+
+
+def _one(live: LiveRun) -> str:
+    plan, digest = live.plan(), live.digest
+    parts = {
+        "How it went": run_view.headline(live, live.state()) + _result(live),
+        "Curves": run_view.curves(live, 0.8),
+        "Forecast against measured": _checks(live) + run_view.memory(digest, plan),
+        "Scores": _evaluations(live.run),
+        "Plan": plan_view.verdict(plan, 0.0) + plan_view.ledger(plan) + plan_view.reasons(plan),
+        "Data": _data(live.run),
+        "Sample answers": run_view.samples(digest),
+        "Messages": run_view.messages(digest),
+        "Versions": _versions(digest),
+    }
+    return "".join(f"<section><h2>{name}</h2>{part}</section>" for name, part in parts.items())
+
+
+def _several(lives: list[LiveRun]) -> str:
+    rows = [
+        [live.run.path.name, live.state().state, f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
+        for live in lives
+    ]
+    summary = table(["run", "state", ">steps", ">held-out loss", ">measured peak"], rows, "Runs", hidden_caption=True)
+    return (
+        f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
+        f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
+    )
+
+
+def _result(live: LiveRun) -> str:
+    """Which step the adapter is of."""
+    result = live.digest.newest.get(Result.kind)
+    if not isinstance(result, Result):
+        return "" if live.run.adapter.is_dir() else note("The run has no result yet.")
+    words = f"The adapter is of step {result.step:,}"
+    words += f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
+    if result.last_path is not None:
+        words += f"; the last step, {result.last_step:,}, is in {result.last_path}"
+        words += f" with {result.last_eval_loss:.4f}" if result.last_eval_loss is not None else ""
+    return note(f"{words}.")
+
+
+def _best(live: LiveRun) -> str:
+    result = live.digest.newest.get(Result.kind)
+    return f"{result.eval_loss:.4f}" if isinstance(result, Result) and result.eval_loss is not None else "not measured"
+
+
+def _peak(live: LiveRun) -> int | None:
+    return live.digest.peaks.get("card_used_bytes") or live.digest.peaks.get("process_peak_rss_bytes")
+
+
+def _checks(live: LiveRun) -> str:
+    """Each comparison of forecast and measured memory that the run made."""
+    rows = []
+    for event in read_events(live.run.events):
+        if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes:
+            forecast, measured = event.predicted_allocated_bytes, event.measured_allocated_bytes
+            rows.append([event.at, format_bytes(forecast), format_bytes(measured), f"{measured / forecast - 1:+.1%}"])
+    columns = ["allocated memory", ">forecast", ">measured", ">difference"]
+    return table(columns, rows, "Forecast against measured", hidden_caption=True) if rows else ""
+
+
+def _saved(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The evaluations that the run has, by the name of their file."""
+    found = {}
+    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
+        try:
+            found[path.stem.removeprefix("scores-")] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def _evaluations(run: RunDirectory) -> str:
+    saved = _saved(run)
+    if not saved:
+        return note(f"Not evaluated yet: finetune eval {run.path.name}")
+    return "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in saved.items())
+
+
+def _paired(runs: list[RunDirectory]) -> str:
+    """Each two runs on the rows that both were scored on."""
+    saved, rows = {run.path.name: _saved(run) for run in runs}, []
+    for (one, of_one), (other, of_other) in itertools.combinations(saved.items(), 2):
+        for name in of_one.keys() & of_other.keys():
+            first, second = of_one[name], of_other[name]
+            same = all(first[key] == second[key] for key in ("prompts", "references"))
+            if same and len(first["tuned"]["scores"]) > 1:
+                rows.append([name, _told(one, other, first["tuned"]["scores"], second["tuned"]["scores"], 1.0)])
+            tokens = first["tuned"]["row_tokens"]
+            if same and tokens == second["tuned"]["row_tokens"] and len(tokens) > 1 and any(tokens):
+                losses = first["tuned"]["row_losses"], second["tuned"]["row_losses"]
+                rows.append([f"{name}: loss", _told(one, other, *losses, 0.0, tokens)])
+    if not rows:
+        return note("The runs were not scored on the same rows: finetune eval RUN for each, then again.")
+    return table(["score", "difference of the tuned models"], sorted(rows), "Paired scores", hidden_caption=True)
+
+
+def _told(one: str, other: str, first: list[float], second: list[float], span: float, weights: Any = None) -> str:
+    made: Difference = difference(first, second, weights, span=span)
+    return in_words(made, names=f"{other} - {one}")
+
+
+def _data(run: RunDirectory) -> str:
+    try:
+        report = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return note("The run has no data report.")
+    rows = [[name, _data_line(part)] for name, part in (("training", report), ("held out", report.get("eval_report"))) if part]
+    return table(["rows", "what they are"], rows, "Data", hidden_caption=True)
+
+
+def _data_line(part: dict[str, Any]) -> str:
+    files = ", ".join(part.get("files") or [])
+    account = part.get("account") or f"{part.get('rows_used', 0):,} of {part.get('rows_read', 0):,} rows used"
+    return f"{account}; {part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained; {files}"
+
+
+def _versions(digest: Any) -> str:
+    start = digest.newest.get(Start.kind)
+    versions = start.versions if isinstance(start, Start) else {}
+    return (
+        table(["package", "version"], sorted(versions.items()), "Versions", hidden_caption=True)
+        if versions
+        else note("Not known.")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

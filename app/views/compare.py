@@ -1,0 +1,48 @@
+"""Several runs beside each other: their curves in one chart, and the settings that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.live import LiveRun
+from app.views.charts import Line, Panel, chart
+from app.views.markup import inert, note, table
+from app.views.series import smoothed
+from finetune.units import GIB
+
+_SMOOTHING = 0.8
+_MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
+
+
+def comparison(lives: list[LiveRun]) -> str:
+    """Loss and memory of runs in one chart, and the settings that differ."""
+    panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
+    words = "; ".join(f"{live.run.path.name}: last loss {last_loss(live.digest)}" for live in lives)
+    picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {words}")
+    return f'{picture}<p class="ft-summary">{inert(words)}</p>{_differences(lives)}'
+
+
+def _differences(lives: list[LiveRun]) -> str:
+    settings = [live.plan().settings.model_dump(mode="json") for live in lives]
+    names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
+    if not names:
+        return note("These runs have the same settings.")
+    rows = [[name, *(str(values.get(name)) for values in settings)] for name in names]
+    return table(["setting", *(live.run.path.name for live in lives)], rows, "Settings that differ")
+
+
+def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
+    """One line for each run: the first of the metrics that it has."""
+    lines = []
+    for number, live in enumerate(lives):
+        series = next((live.digest.series[name] for name in names if name in live.digest.series), None)
+        if series is not None:
+            points = smoothed(series.means(), _SMOOTHING) if unit == 1.0 else series.means()
+            lines.append(Line(live.run.path.name, points, f"run run{number}"))
+    return Panel(title, lines, lambda value: f"{value / unit:.3g}", unit=unit)
+
+
+def last_loss(digest: Any) -> str:
+    """The last step's training loss."""
+    loss = digest.series.get("loss")
+    return "not measured" if loss is None or loss.last is None else f"{loss.last:.4f}"

@@ -1,0 +1,80 @@
+"""The longest row of Llama-3.1-8B, QLoRA of rank 32, micro-batch 1, that fits each card by the upper end of the forecast.
+
+    python benchmarks/longest_rows.py                  # cards of 8, 12, 16 and 24 GB; a few minutes, no GPU
+    python benchmarks/longest_rows.py rtx-4090 --without mlp_tile_tokens=0 offload_embeddings=false
+
+For each card the length, its target, and what holds the memory at the peak. Nothing is measured on a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import yaml
+
+from finetune.card import find_card
+from finetune.plan.make import make_plan
+from finetune.plan.plan import Plan, Verdict
+from finetune.recipe import recipe_from
+from finetune.units import GIB
+
+#: Tokens of the longest row that each card should take: for 8 GB what Unsloth publishes, above it for the others
+#: (https://unsloth.ai/docs/basics/unsloth-benchmarks: 2,972, 21,848, 40,724, 78,475).
+TARGETS = {"rtx-4060": 2_972, "rtx-3060": 25_000, "rtx-4060-ti-16gb": 45_000, "rtx-4090": 90_000}
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+RECIPE: dict[str, Any] = {
+    "model_name_or_path": MODEL, "dataset": "rows.jsonl", "load_in_4bit": True, "lora_r": 32, "packing": False,
+    "per_device_train_batch_size": 1, "effective_batch_size": 16, "optim": "paged_adamw_8bit",
+    "activation_checkpointing": "offload",
+}  # fmt: skip
+#: Lengths are found to this many tokens. Bytes of a token, roughly, for the next guess.
+STEP, TOKEN_BYTES = 256, 110_000
+
+
+def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
+    """The plan for rows of so many tokens."""
+    return make_plan(recipe_from({**RECIPE, "max_length": tokens, **changes}), find_card(card), None)
+
+
+def longest(card: str, changes: dict[str, Any]) -> Plan | None:
+    """The plan of the longest row that fits; None when not even STEP tokens do."""
+    best, fits, over = None, 0, 2**20
+    tokens = TARGETS.get(card, 2**14) // STEP * STEP
+    while over - fits > STEP:
+        plan = plan_for(card, tokens, changes)
+        if plan.verdict == Verdict.FITS:
+            best, fits = plan, tokens
+        else:
+            over = tokens
+        guess = tokens + (plan.headroom_bytes or 0) // TOKEN_BYTES // STEP * STEP
+        tokens = min(max(guess, fits + STEP), over - STEP)
+    return best
+
+
+def main() -> None:
+    """Print a line for each card."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("cards", nargs="*", default=list(TARGETS))
+    arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to compare with")
+    options = arguments.parse_args()
+    changes = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.without)}
+    for card in options.cards:
+        plan = longest(card, changes)
+        if plan is None or plan.forecast is None:
+            print(f"{card:18} not even {STEP} tokens", flush=True)
+            continue
+        parts = sorted(plan.forecast.parts.items(), key=lambda part: -part[1])
+        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > GIB / 100)
+        budget = (plan.budget_bytes or 0) / GIB
+        table = "host" if plan.settings.offload_embeddings else "card"
+        settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {table}"
+        print(
+            f"{card:18} {plan.settings.max_length:8,} tokens (target {TARGETS.get(card, 0):,}); {settings};"
+            f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {budget:.2f} GiB; at the peak: {held}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

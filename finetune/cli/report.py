@@ -1,0 +1,44 @@
+"""`finetune report` and `finetune compare`: runs as one HTML file, written by the page's own process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.markup import escape
+
+from finetune.cli.app import print_json
+from finetune.cli.render import out
+from finetune.errors import CommandError
+from finetune.run.directory import open_run
+
+
+def write_report(sources: list[str], *, output: str | None, as_json: bool) -> int:
+    """Write the report of one run, or the comparison of several; returns the exit code."""
+    runs = [open_run(source) for source in dict.fromkeys(sources)]
+    if len(runs) > 10:
+        raise CommandError(f"{len(runs)} runs are too many for one page", "Give at most 10.")
+    target = Path(output) if output else runs[0].path / "report.html" if len(runs) == 1 else Path("comparison.html")
+    command = [sys.executable, "-P", "-m", "app.report", str(target), *(str(run.path) for run in runs)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        _raise(done.stderr)
+    if as_json:
+        print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
+    else:
+        out.print(f"report in {escape(str(target))}", soft_wrap=True)
+    return 0
+
+
+def _raise(said: str) -> None:
+    """The error of the other process as this one's."""
+    from finetune import errors
+
+    try:
+        values = json.loads(said.strip().splitlines()[-1])
+        kind = getattr(errors, values["error"])
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError):
+        raise RuntimeError(said.strip().splitlines()[-1] if said.strip() else "the report's process ended") from None
+    raise kind(values["problems"], values["fix"])

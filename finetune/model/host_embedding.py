@@ -1,0 +1,51 @@
+"""The input embedding's table in host memory: a micro-batch's rows of it are looked up there and copied to the card."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+from finetune.errors import RecipeError
+from finetune.model import host_memory
+from finetune.model.checkpointing import base_of
+
+
+def input_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
+    """The input embedding, where its table is frozen and only lookups read it; None where the output layer shares it."""
+    base = base_of(model)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None or embedding.weight.requires_grad:
+        return None
+    return None if head is not None and head.weight is embedding.weight else embedding
+
+
+def offload_table(model: torch.nn.Module) -> None:
+    """Move the table to host memory, for good. Raises RecipeError for a model whose output layer shares it.
+
+    It is no parameter from then on: it stays where it is when the model is moved, and has no part in checkpoints.
+    """
+    embedding: Any = base_of(model).get_input_embeddings()
+    if "weight" not in getattr(embedding, "_parameters", {}) and hasattr(embedding, "weight"):
+        return  # it is there already
+    embedding = input_table(model)
+    if embedding is None:
+        raise RecipeError(
+            "offload_embeddings: this model's input embedding is trained, or its output layer reads it, too, on the card",
+            "Set offload_embeddings=false.",
+        )
+    weight = embedding._parameters.pop("weight").detach()
+    table = host_memory.host_empty(weight, pinned=False)
+    table.copy_(weight)
+    embedding.weight, embedding.forward = table, MethodType(_look_up, embedding)
+
+
+def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of the table for `ids`, on their device, which is synchronised."""
+    here = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
+    pinned = ids.is_cuda and not host_memory.is_forecast(ids)
+    rows, places = host_memory.host_empty(here, pinned=pinned), host_memory.host_empty(ids, pinned=False)
+    places.copy_(ids)
+    torch.index_select(self.weight, 0, places.view(-1), out=rows.view(-1, self.embedding_dim))
+    return here.copy_(rows, non_blocking=True)

@@ -1,0 +1,107 @@
+"""The report is one file that fetches nothing, shows hostile text as text, and pairs runs on the rows that both answered."""
+
+import json
+import re
+import shutil
+import tarfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from app.report import page
+from finetune.cli import main
+from finetune.run.directory import RunDirectory
+
+ARCHIVE = Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz"
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+
+
+@pytest.fixture
+def runs(home):
+    """Two runs with an evaluation each, of the same rows; the second's tuned model is right more often."""
+    for name in ("one", "two"):
+        with tarfile.open(ARCHIVE) as archive:
+            archive.extractall(home / "runs", filter="data")
+        (home / "runs" / "finished").rename(home / "runs" / name)
+        folder = home / "runs" / name / "evaluations"
+        folder.mkdir()
+        (folder / "scores-json.json").write_text(json.dumps(evaluation(0.25 if name == "one" else 1.0)))
+        (folder / "scores-torn.json").write_text('{"rows": 4, ')
+    return [RunDirectory(home / "runs" / name) for name in ("one", "two")]
+
+
+def evaluation(score):
+    gap = {"value": 0.5, "low": 0.25, "high": 0.75, "more_rows": None}
+    means = dict.fromkeys(("exact_match", "loss", "perplexity", "token_accuracy", "valid"), 0.5)
+    rows = {"scores": [score] * 20, "answers": [HOSTILE] * 20, "row_losses": [2 - score] * 20, "row_tokens": [3] * 20}
+    one = {**means, **rows, "score": score, "fields": {}}
+    gaps = {"score_difference": gap, "exact_match_difference": gap, "loss_difference": None}
+    return {
+        "rows": 20, "base": one, "tuned": one, "prompts": ["p"] * 20, "references": ["r"] * 20, "seconds": 1.0,
+        "score": "json", "data": None, "reused": 0, **gaps,
+    }  # fmt: skip
+
+
+class Tags(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in ("meta", "line", "polyline", "rect", "circle", "i", "br", "progress", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
+    made = page(runs[:1])
+    tags = Tags(made)
+    assert not {"script", "img", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.found}
+    assert not [name for _, values in tags.found for name in values if name.startswith("on") or name in ("src", "action")]
+    assert not re.search(r"url\(|@import|https?://", made.partition("</style>")[0])
+    assert HOSTILE in tags.text and tags.open == []
+    for heading in ("How it went", "Curves", "Forecast against measured", "Scores", "Plan", "Data", "Versions"):
+        assert f"<h2>{heading}</h2>" in made
+    assert (
+        "tuned - base +0.5" in tags.text and "24 of 24 rows used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
+    )
+
+
+def test_runs_are_paired_on_the_rows_that_both_answered(runs):
+    text = Tags(page(runs)).text
+    assert "two - one +0.75" in text and "two - one -0.75" in text  # the score, and the loss
+    other = runs[1].path / "evaluations" / "scores-json.json"
+    other.write_text(other.read_text().replace('"p"', '"q"'))
+    assert "not scored on the same rows" in Tags(page(runs)).text
+
+
+def test_a_run_that_has_only_a_plan_is_reported_too(runs):
+    for name in ("events.jsonl", "data/report.json"):
+        (runs[0].path / name).unlink()
+    shutil.rmtree(runs[0].adapter)
+    made = page(runs[:1])
+    assert "no data report" in made and "no result yet" in made
+
+
+@pytest.mark.slow
+def test_the_commands_write_it_and_say_what_is_wrong(runs, home, monkeypatch, capsys):
+    def finetune(*arguments):
+        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
+        code = main()
+        return code, " ".join("".join(capsys.readouterr()).split())
+
+    assert finetune("report", "one")[0] == 0 and (runs[0].path / "report.html").read_text().startswith("<!doctype html>")
+    assert finetune("compare", "one", "two", "--output", "both.html")[0] == 0 and (home / "both.html").is_file()
+    (home / "file").touch()
+    code, said = finetune("report", "one", "--output", "file/report.html")
+    assert code == 7 and "can't be written" in said
+    assert finetune("compare", "one")[0] == 2 and finetune("report", "none")[0] == 2

@@ -1,0 +1,54 @@
+"""What is chosen on the page becomes options of the command, which accepts them; nothing typed there becomes an option."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from app.pages.result import _HELD_OUT, _SCORES, _View, evaluation
+from app.views.scores import scores
+from finetune.cli.app import cli
+from finetune.evaluate.scores import SCORES
+
+
+def parsed(options):
+    """The options as the command reads them."""
+    from typer.main import get_command
+
+    command = get_command(cli).commands["eval"]
+    return command.make_context("eval", ["latest", *options]).params
+
+
+def test_every_score_can_be_chosen():
+    assert set(_SCORES.values()) == set(SCORES)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "read"),
+    [(("Exact match", "", 0, _HELD_OUT, 0, False), {"score": "exact", "data": None, "rows": None, "last": False}),
+     (("Regular expression", "--json", 0, "-x.jsonl", 20.0, True),
+      {"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": 20, "last": True, "json": False}),
+     (("Last number", "ignored", 0.01, _HELD_OUT, None, False), {"score": "numeric", "tolerance": 0.01, "pattern": None})],
+)  # fmt: skip
+def test_choices_become_options(chosen, read):
+    found = parsed(evaluation(*chosen))
+    assert {name: found[name] for name in read} == read
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "", ".hidden", "a/b", "--output", "x" * 200])
+def test_a_merged_model_is_a_folder_of_the_run(name):
+    view = _View(SimpleNamespace(workspace=SimpleNamespace(run=lambda _: None)))
+    assert "is not a folder" in view.merge("run", name)
+
+
+def test_scores_of_hostile_rows_are_shown_as_text():
+    hostile = "<img src=x onerror=alert(1)>"
+    one = {"exact_match": 0.0, "score": 0.5, "valid": 1.0, "loss": 1.0, "perplexity": None, "token_accuracy": 0.5,
+           "fields": {hostile: 1.0}, "scores": [0.5, 1.0], "answers": [hostile, "b"]}  # fmt: skip
+    gap = {"value": 0.5, "low": 0.1, "high": 0.9, "more_rows": None}
+    result = {"rows": 2, "base": {**one, "scores": [0.0, 1.0]}, "tuned": one, "prompts": [hostile, "p"], "seconds": 1.0,
+              "references": ["r", hostile], "score": hostile, "score_difference": gap, "exact_match_difference": None,
+              "loss_difference": gap, "data": hostile, "reused": 3}  # fmt: skip
+    for order in ("differ", "worst", "best"):
+        shown = scores(json.loads(json.dumps(result)), order)
+        assert "<img" not in shown and "tuned - base +0.5" in shown and "3 results" in shown

@@ -1,0 +1,111 @@
+"""A run's evaluation from end to end: the figures of transformers and PEFT row by row, and a kill loses nothing."""
+
+import gc
+import json
+import math
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.errors import DataError
+from finetune.evaluate.journal import Journal
+from finetune.evaluate.score import compare
+from finetune.evaluate.scores import scorer
+from finetune.run.directory import RunDirectory
+
+pytestmark = pytest.mark.slow
+ARCHIVE = Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz"
+
+
+@pytest.fixture
+def run(home):
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(home, filter="data")
+    return RunDirectory(home / "finished")
+
+
+def without_time(result):
+    return {**result.as_json(), "seconds": 0, "reused": 0}
+
+
+def test_answers_and_losses_are_those_of_transformers_and_peft_row_by_row(run):
+    from datasets import load_from_disk
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune.bundled import model_path
+
+    made = compare(run, score=scorer("json"))
+    tokenizer = AutoTokenizer.from_pretrained(run.data / "tokenizer")
+    model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, str(run.adapter)).eval()
+    rows, tokenised = json.loads((run.data / "eval_examples.json").read_text()), load_from_disk(str(run.data / "eval"))
+    answers, total, right, tokens = [], 0.0, 0, 0
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row["prompt_ids"]])
+            stops = [tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id]
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
+                                 eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+            answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        for row in tokenised:
+            labels = torch.tensor(row["labels"])[1:]
+            likely = model(torch.tensor([row["input_ids"]])).logits[0, :-1].log_softmax(-1)
+            for place, label in enumerate(labels.tolist()):
+                if label != -100:
+                    total, tokens = total - likely[place, label].item(), tokens + 1
+                    right += likely[place].argmax().item() == label
+    assert made.tuned.answers == answers
+    assert made.tuned.loss == pytest.approx(total / tokens, rel=1e-4)
+    assert made.tuned.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-3)
+    assert made.tuned.token_accuracy == right / tokens
+    assert made.tuned.exact == [answer == row["answer"] for answer, row in zip(answers, rows, strict=True)]
+
+
+def test_an_evaluation_killed_at_ten_moments_ends_with_the_same_scores(run, monkeypatch):
+    monkeypatch.setattr("finetune.evaluate.score.tokens_at_once", lambda *_: 200)  # several batches
+    whole = without_time(compare(run))
+    [*kept] = (run.path / "evaluations").iterdir()
+    for path in kept:
+        path.unlink()
+    gc.freeze()
+    for moment in range(1, 11):
+        if not os.fork():
+            left, add = [moment], Journal.add
+
+            def count(self, entries, left=left, add=add):
+                left[0] -= 1
+                if left[0] < 0:
+                    os._exit(9)
+                add(self, entries)
+
+            Journal.add = count
+            compare(run)
+            os._exit(0)
+        os.wait()
+    again = compare(run)
+    assert without_time(again) == whole
+    assert again.reused == 24 == compare(run, score=scorer("contains")).reused  # 6 answers and 6 losses of each model
+
+
+def test_rows_of_a_file_are_scored_and_what_can_not_be_scored_is_said_first(run, home):
+    rows = [json.loads(line) for line in OWN.splitlines()]
+    (home / "own.jsonl").write_text(OWN)
+    made = compare(run, data="own.jsonl", score=scorer("json"))
+    assert (made.rows, made.data, len(made.tuned.row_losses)) == (2, "own.jsonl", 2)
+    assert made.references == [row["completion"] for row in rows]
+    with pytest.raises(DataError, match="row 2: the expected answer has no number"):
+        compare(run, data="own.jsonl", score=scorer("numeric"))
+    (home / "text.jsonl").write_text('{"text": "Only words."}\n')
+    with pytest.raises(DataError, match="--score loss|plain text"):
+        compare(run, data="text.jsonl")
+    assert compare(run, data="text.jsonl", score=scorer("loss")).tuned.loss > 0
+    (home / "bad.jsonl").write_text(OWN + '{"prompt": "x", "completion": 7}\n')
+    with pytest.raises(DataError, match="row 3"):
+        compare(run, data="bad.jsonl")
+
+
+OWN = '{"prompt": "Two?", "completion": "{\\"n\\": 2}"}\n{"prompt": "None?", "completion": "{}"}\n'

@@ -1,0 +1,50 @@
+"""`pause` frees the card within a step; `resume` goes on to the same adapter as a run that was never paused."""
+
+import time
+
+import pytest
+from conftest import adapter_hash
+
+from finetune.cli import main
+from finetune.events import Step, read_events
+from finetune.run import control
+from finetune.run.state import is_alive, process_is, read_processes
+
+pytestmark = pytest.mark.slow
+
+
+def steps_of(run):
+    return [event.step for event in read_events(run.events) if isinstance(event, Step)]
+
+
+@pytest.fixture
+def finetune(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
+        code = main()
+        said = capsys.readouterr()
+        return code, " ".join((said.out + said.err).split())
+
+    return call
+
+
+def test_a_paused_run_leaves_the_card_within_a_step_and_goes_on_bit_exactly(make_run, train, finetune):
+    whole, paused = make_run("lora_dropout=0.1", "max_steps=30"), make_run("lora_dropout=0.1", "max_steps=30")
+    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    control.start(paused)
+    while len(steps_of(paused)) < 3:
+        assert is_alive(paused), paused.log.read_text()[-2000:]
+        time.sleep(0.01)
+    asked_at = len(steps_of(paused))
+    code, said = finetune("pause", str(paused.path))
+    at = steps_of(paused)[-1]
+    assert code == 0 and f"paused at step {at} of 30; the card is free" in said and "finetune resume" in said
+    assert at <= asked_at + 2, "the step that ran while it was asked, and at most one more"
+    assert not any(process_is(record) for record in read_processes(paused).values() if record)
+    control.resume(paused)
+    assert control.wait(paused, 900)
+    assert steps_of(paused) == list(range(1, 31))
+    assert adapter_hash(paused) == adapter_hash(whole)
+    code, said = finetune("pause", str(paused.path))
+    assert code == 2 and "is not running: finished" in said
+    assert finetune("pause", "nothing")[0] == 2
