@@ -17,9 +17,10 @@ from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
 from finetune.files import sha256_of
-from finetune.model.build import build_base, load_config
+from finetune.model.build import build_base
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.quiet import quiet_libraries
+from finetune.model.transformers_config import load_config
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data, require_intact_adapter
 from finetune.run.seal import newest_verified

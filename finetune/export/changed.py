@@ -42,7 +42,8 @@ class _Merged(Answerer):
         super().__init__(run)
 
     def load(self, adapter: Path | None) -> Any:
-        from finetune.model.build import build_base, load_config
+        from finetune.model.build import build_base
+        from finetune.model.transformers_config import load_config
 
         settings = resolved(
             self.plan.settings,
