@@ -45,8 +45,12 @@ class Answerer:
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
         self.plain = bool(_report(run).get("plain"))
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
-        self.model = _load(self.plan, folder, self.device)
+        self.model = self.load(folder)
         self._tuned = folder is not None
+
+    def load(self, adapter: Path | None) -> Any:
+        """The model in evaluation mode."""
+        return _load(self.plan, adapter, self.device)
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:

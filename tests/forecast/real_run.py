@@ -19,7 +19,7 @@ import finetune.model.cpu_adamw
 import finetune.model.lean_layers
 import finetune.model.offload
 from finetune.forecast.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
-from finetune.forecast.tracker import StorageTracker
+from finetune.forecast.tracker import StorageTracker, block_bytes
 from finetune.model.build import load_config
 from finetune.recipe import recipe_from
 
@@ -119,6 +119,17 @@ class RealTracker(StorageTracker):
         """Bytes that a tensor counts with: 0 in host memory, None when it has not been seen."""
         return self._sizes.get(tensor.untyped_storage()._cdata, (None,))[0]
 
+    def arrives(self, tensor):
+        """Count a tensor from now on, also one that was made as host memory."""
+        self.follow(tensor)
+        key = tensor.untyped_storage()._cdata
+        size, tag = self._sizes[key]
+        if size == 0:
+            size = block_bytes(tensor.untyped_storage().nbytes())
+            self._sizes[key] = (size, tag)
+            self.live_bytes += size
+            self.live[tag] += size
+
     @contextmanager
     def making_host_memory(self):
         """Inside, new tensors are never counted."""
@@ -163,7 +174,7 @@ def weights_seen(tracker: RealTracker):
     def build_base(*arguments, **named):
         model = loaded(*arguments, **named)
         for tensor in (*model.parameters(), *model.buffers()):
-            tracker.follow(tensor)
+            tracker.arrives(tensor)
         tracker.record("loaded")
         return model
 
