@@ -133,7 +133,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                   "shared_expert_intermediate_size": 128},
     "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64},
-    "seed_oss": {"head_dim": 32},
+    "seed_oss": {"head_dim": 32, "attention_dropout": 0.1, "residual_dropout": 0.1},
 }  # fmt: skip
 
 

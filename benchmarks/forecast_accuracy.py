@@ -37,8 +37,9 @@ from finetune.forecast.fake_optimizer import first_step
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for
 from finetune.forecast.simulate import Simulation, observe
 from finetune.forecast.tracker import StorageTracker
-from finetune.model.build import build_on_meta, config_from
+from finetune.model.build import build_on_meta
 from finetune.model.catalogue import catalogue
+from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from
 
 REFERENCE = Path(__file__).resolve().parent / "reference"

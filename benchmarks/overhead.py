@@ -69,8 +69,10 @@ def plain_trainer(run: Any) -> Any:
     from transformers import AutoTokenizer, set_seed
     from trl import SFTTrainer
 
-    from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
+    from finetune.model.adapters import attach_adapters, prepare_for_training
+    from finetune.model.build import build_base
     from finetune.model.techniques import apply_techniques
+    from finetune.model.transformers_config import load_config
     from finetune.plan.plan import read_plan
     from finetune.run.training import sft_config
 

@@ -33,7 +33,8 @@ from finetune.forecast.rules import cublas_workspace_bytes, rules_for
 from finetune.forecast.simulate import garbage_collection_paused, observe
 from finetune.forecast.trace import RELEASED, Event, Trace
 from finetune.forecast.tracker import StorageTracker
-from finetune.model.build import build_on_meta, config_from
+from finetune.model.build import build_on_meta
+from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from
 from finetune.units import MIB
 

@@ -4,7 +4,8 @@
     python benchmarks/step_time.py --steps 2000 --rows 100000
 
 A model of one narrow layer, so that what grows beside the model shows: events, history, order of the rows, reading them. Prints
-the step of each tenth of the long run, and of runs with few and with many rows in turn. Targets: ratios of at most 1.02.
+the step of each tenth of the long run over a fixed piece of work beside it, which other programs on the machine slow down as
+much, and the step of runs with few and with many rows in turn. Targets: ratios of at most 1.02.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         save_model(place / "model")
-        step_s = step_times(place, options.steps, None)[0]
-        tenth = max(1, len(step_s) // 10)
-        tenths = [undisturbed(step_s[start : start + tenth]) for start in range(0, tenth * 10, tenth)]
-        print("step of each tenth of the run, ms: " + " ".join(f"{1000 * each:.2f}" for each in tenths))
-        print(f"{options.steps} steps: last tenth / first tenth {tenths[-1] / tenths[0]:.3f}", flush=True)
+        step_s, beside_s, _ = step_times(place, options.steps, None)
+        tenths = [
+            undisturbed(steps) / undisturbed(beside) for steps, beside in zip(*map(in_tenths, (step_s, beside_s)), strict=True)
+        ]
+        print("step of each tenth of the run over the work beside it: " + " ".join(f"{each:.3f}" for each in tenths))
+        print(f"{options.steps} steps: last half / first half {sum(tenths[5:]) / sum(tenths[:5]):.3f}", flush=True)
         ratios = [pair(place, options.rows, number) for number in range(PAIRS)]
     print(f"{options.rows:,} rows / {FEW:,} rows: median ratio {statistics.median(ratios):.3f} over {len(ratios)} pairs")
 
@@ -47,7 +49,7 @@ def main() -> None:
 def pair(place: Path, rows: int, number: int) -> float:
     """The step with many rows over that with few; which comes first alternates."""
     made = {count: step_times(place, 200, count) for count in ((rows, FEW) if number % 2 else (FEW, rows))}
-    (many, many_start), (few, few_start) = ((undisturbed(made[count][0]), made[count][1]) for count in (rows, FEW))
+    (many, many_start), (few, few_start) = ((undisturbed(made[count][0]), made[count][2]) for count in (rows, FEW))
     print(
         f"{1000 * many:.2f} ms with {rows:,} rows, {1000 * few:.2f} with {FEW:,}: ratio {many / few:.3f}; "
         f"until the first step {many_start:.1f} s and {few_start:.1f} s",
@@ -79,8 +81,22 @@ def save_model(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], float]:
-    """Processor seconds of each step, and until the first one. `rows`: so many in place of those of the recipe."""
+def in_tenths(values: list[float]) -> list[list[float]]:
+    """Ten lists of equally many values; the rest is left out."""
+    size = len(values) // 10
+    return [values[start : start + size] for start in range(0, 10 * size, size)]
+
+
+def work() -> None:
+    """A few milliseconds of small operators and of Python, as in a step."""
+    x = torch.ones(32, 32)
+    for number in range(200):
+        x = torch.addmm(x, x, x, alpha=1e-3).mul_(0.1)
+        json.dumps({"number": number})
+
+
+def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], list[float], float]:
+    """Processor seconds of each step, of the work beside it, and until the first step. `rows`: in place of the recipe's."""
     from transformers import TrainerCallback
 
     from finetune.recipe import recipe_from
@@ -94,10 +110,13 @@ def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], 
         "learning_rate": 1e-4, "output_dir": str(place / "run"),
     })))  # fmt: skip
     ends: list[float] = []
+    begins: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.process_time())
+            work()
+            begins.append(time.process_time())
 
     trainer = Worker(run)._build()[0]
     trainer.add_callback(Clock())
@@ -105,7 +124,8 @@ def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], 
         trainer.train_dataset = many_rows(place / f"{rows}", rows)
     began = time.process_time()
     trainer.train()
-    return [after - before for before, after in zip(ends, ends[1:], strict=False)], ends[0] - began
+    step_s = [end - begin for begin, end in zip(begins, ends[1:], strict=False)]
+    return step_s, [begin - end for end, begin in zip(ends, begins, strict=True)], ends[0] - began
 
 
 def many_rows(folder: Path, rows: int) -> Any:

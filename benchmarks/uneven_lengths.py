@@ -99,7 +99,8 @@ def plain_trainer(run: Any) -> Any:
     from transformers import AutoTokenizer, set_seed
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.model.build import build_base, load_config
+    from finetune.model.build import build_base
+    from finetune.model.transformers_config import load_config
     from finetune.plan.plan import read_plan
 
     settings = read_plan(run.plan).settings

@@ -19,7 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.units import format_bytes, format_count
 
 _BADGE_CSS = {"fits": "ok", "at the limit": "warn", "tight": "warn", "does not fit": "bad"}
-_CHECKED = 12
+_CHECKED, _TICK_S = 12, 1.0
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -54,6 +54,7 @@ def build(context: Context, page: gr.Blocks) -> None:
                 f"Upload a file ({', '.join(DATA_ENDINGS)})", file_types=list(DATA_ENDINGS), elem_id="data-upload", size="sm"
             )
             trouble = show(elem_id="data-trouble")
+            progress = show(elem_id="data-progress")
             report = show('<p class="ft-note"><span class="ft-busy"></span> reading the data</p>', elem_id="data-report")
     show('<p><a class="ft-button primary" href="/fit">Next: does it fit?</a></p>')
     with gr.Row():
@@ -65,6 +66,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         with gr.Column(min_width=320):
             show("<h2>First rows as conversations</h2>")
             conversations = show(elem_id="data-conversations")
+    gr.Timer(_TICK_S).tick(view.progress, progress, progress, **QUIET)
     shown = [trouble, report, lengths, marked, conversations]
     page.load(view.choose, None, [model, data, found], **QUIET).then(view.look, None, shown, **QUIET)
     model.input(view.set_model, model, trouble, **QUIET).then(view.look, None, shown, **QUIET)
@@ -134,6 +136,12 @@ class _View:
             "", data_view.report(answer, edited.recipe), data_view.lengths(answer, edited.recipe), data_view.marked(answer),
             data_view.conversations(answer),
         ]  # fmt: skip
+
+    def progress(self, shown: str) -> Any:
+        """How far the reading of the rows is."""
+        words = self.context.planner.progress
+        now = note(words) if words else ""
+        return gr.skip() if now == (shown or "") else now
 
     def search(self, words: str) -> list[Any]:
         """Models that the hub finds; local models when nothing is searched for."""

@@ -11,6 +11,7 @@ from app.process import converse
 from app.workspace import Workspace
 from finetune.errors import FinetuneError
 
+#: Seconds without a word after which the process is ended.
 DEADLINE_S = 300.0
 
 
@@ -30,6 +31,8 @@ class Planner:
         self._log = workspace.folder("planner") / "log.txt"
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
+        #: How far the question that is being answered is, in words; empty otherwise.
+        self.progress = ""
 
     def warm(self) -> None:
         """Start the process before the first question, as importing the libraries takes seconds."""
@@ -44,13 +47,17 @@ class Planner:
                 assert process.stdin is not None
                 process.stdin.write(json.dumps({"kind": kind, **values}) + "\n")
                 process.stdin.flush()
-                line = self._answer(process)
-            except OSError:  # it has closed the pipe
-                line = ""
-            if not line:
+                answer = self._answer(process)
+                while "progress" in answer:
+                    self.progress = answer["progress"]
+                    answer = self._answer(process)
+            except (OSError, ValueError):  # it has closed the pipe, perhaps within a line
+                answer = {}
+            finally:
+                self.progress = ""
+            if not answer:
                 self._end()
                 raise PlannerError({"problems": ["the planner ended without an answer"], "fix": f"See {self._log}"})
-        answer = json.loads(line)
         if "problems" in answer:
             raise PlannerError(answer)
         return answer
@@ -65,12 +72,13 @@ class Planner:
             self._process = converse(self._workspace, "app.planning.process", log=self._log)
         return self._process
 
-    def _answer(self, process: subprocess.Popen[str]) -> str:
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        """The next line, empty when the process ended, or was silent for too long."""
         assert process.stdout is not None
         deadline = threading.Timer(DEADLINE_S, process.kill)
         deadline.start()
         try:
-            return process.stdout.readline()
+            return dict(json.loads(process.stdout.readline() or "{}"))
         finally:
             deadline.cancel()
 

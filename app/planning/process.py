@@ -4,6 +4,8 @@ look    {"recipe": yaml}                                  what is in the data: r
 plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
          "compare": bool}                                 `compare` adds forecasts of the alternatives
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
+
+Before an answer there may be lines {"progress": words}.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 class Questions:
     """Answers, with the data of the last few recipes in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """`say` is told how far reading rows is."""
+        self._say = say
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
 
@@ -94,7 +98,7 @@ class Questions:
 
         key = _data_key(recipe)
         if key not in self._encoded:
-            self._encoded[key] = encode_rows(recipe)
+            self._encoded[key] = encode_rows(recipe, self._say)
             while len(self._encoded) > _DATASETS:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
@@ -151,7 +155,12 @@ def main() -> int:
     collect_rarely()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
     out = claim_stdout()
-    questions = Questions()
+
+    def say(words: str) -> None:
+        out.write(json.dumps({"progress": words}) + "\n")
+        out.flush()
+
+    questions = Questions(say)
     ahead = Ahead(questions.plan, leave=(0, out.fileno()))
     for line in sys.stdin:
         ahead.end()

@@ -42,7 +42,7 @@ def plan_of(recipe: str) -> str:
 
 def many_cards() -> str:
     """The end of `finetune plan`'s output for a recipe that does not fit: what each of two cards would need."""
-    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=8192").splitlines(keepends=True)
+    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864").splitlines(keepends=True)
     begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
     return "".join([*lines[:2], "...\n", *lines[begin:]])
 

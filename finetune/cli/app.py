@@ -335,6 +335,7 @@ def merge(
     run: RunArgument = "latest", json: Json = False,
     output: Annotated[str | None, typer.Option(help="Folder of the merged model; default RUN/merged.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Largest file, e.g. 5GB; default the base model's files.")] = None,
+    check: Annotated[int, typer.Option(min=0, help="Answer this many held-out rows to show what merging changes.")] = 0,
 ) -> None:  # fmt: skip
     """Merge the adapter into the 16-bit base model.
 
@@ -344,7 +345,7 @@ def merge(
     """
     from finetune.cli.merge import merge_run
 
-    merge_run(run, output=output, max_shard_size=max_shard_size, as_json=json)
+    merge_run(run, output=output, max_shard_size=max_shard_size, check=check, as_json=json)
 
 
 @cli.command(name="report")

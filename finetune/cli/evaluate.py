@@ -34,7 +34,7 @@ def show_scores(
     if show not in _ORDERS:
         raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
     run = open_run(source)
-    _see_its_card(run)
+    see_its_card(run)
     from finetune.evaluate.paired import in_words, ordered
     from finetune.evaluate.score import compare
 
@@ -94,7 +94,7 @@ def chat_with(
     run = open_run(source)
     with doing(quiet=as_json) as say:
         say("loading the model")
-        _see_its_card(run)
+        see_its_card(run)
         from finetune.evaluate.answerer import Answerer
         from finetune.model.generate import Sampling
 
@@ -147,7 +147,7 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _see_its_card(run: RunDirectory) -> None:
+def see_its_card(run: RunDirectory) -> None:
     """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
     os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
 

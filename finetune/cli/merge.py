@@ -7,24 +7,38 @@ from pathlib import Path
 from rich.markup import escape
 
 from finetune.cli.app import print_json
+from finetune.cli.evaluate import see_its_card
 from finetune.cli.render import doing, out
 from finetune.errors import CommandError
+from finetune.plan.plan import read_plan
 from finetune.run.directory import open_run
 from finetune.units import parse_bytes
 
 
-def merge_run(source: str, *, output: str | None, max_shard_size: str | None, as_json: bool) -> None:
-    """Merge a finished run's adapter and print the model's folder."""
+def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
+    """Merge a finished run's adapter and print the model's folder; with `check`, what that changes on so many held-out rows."""
     run = open_run(source)
+    see_its_card(run)
     from finetune.export.merge import merge
 
     most = _bytes(max_shard_size)
+    changed = None
     with doing(quiet=False) as say:
         folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=say)
+        if check:
+            from finetune.export.changed import what_merging_changes
+
+            changed = what_merging_changes(run, folder, check, say)
     if as_json:
-        print_json({"run": str(run.path), "merged": str(folder)})
-    else:
-        out.print(f"merged model in {escape(str(folder))}")
+        print_json({"run": str(run.path), "merged": str(folder), **({"check": changed.as_json()} if changed else {})})
+        return
+    out.print(f"merged model in {escape(str(folder))}")
+    settings = read_plan(run.plan).settings
+    if changed:
+        loss = f"; loss {changed.loss:.4f} before, {changed.merged_loss:.4f} merged" if changed.loss is not None else ""
+        out.print(f"answers changed by merging: {changed.answers_changed:,} of {changed.rows:,}{loss}")
+    elif settings.load_in_4bit or settings.load_in_8bit:
+        out.print("trained on quantised weights, merged into 16-bit ones: --check 20 shows how many answers that changes")
 
 
 def _bytes(text: str | None) -> int | None:

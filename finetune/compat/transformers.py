@@ -213,12 +213,11 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
 
 
 def names_in_checkpoint(model: Any) -> dict[str, str]:
-    """Ending of a fused weight's name -> ending of the first name that its parts have in a checkpoint, both from a dot on."""
+    """Ending of a fused weight's name -> ending of the first name that its parts have in a checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
 
-    converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
-    return {one.target_patterns[0]: min(one.source_patterns).replace("*", "0") for one in converters}
+    fused = [one for one in get_model_conversion_mapping(model) if "experts" in one.target_patterns[0]]
+    return {one.target_patterns[0]: min(one.source_patterns).replace("*", "0").replace("\\", "") for one in fused}
 
 
 @contextmanager

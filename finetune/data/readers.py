@@ -22,6 +22,8 @@ from finetune.errors import DataError
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 #: Most values (of lists: elements) of a Parquet row, and of the rows that are read at once.
 _MOST_VALUES = 1_000_000
+#: Endings after that of the kind of file.
+COMPRESSED = (".gz", ".zst")
 _ROW_LISTS = ("data", "rows", "examples", "train", "instances", "items")
 _SPLITS = ("train", "test", "validation", "valid", "eval", "dev")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
@@ -37,7 +39,7 @@ class Row:
 
 
 def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
-    """The rows of a file of a kind in READERS, also compressed with gzip; `name` is its name in problems.
+    """The rows of a file of a kind in READERS, also compressed with gzip or zstd; `name` is its name in problems.
 
     Raises DataError when it is empty, incomplete, not UTF-8 or not of its type.
     """
@@ -56,11 +58,15 @@ def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
 
 
 def kind_of_file(path: Path) -> str:
-    """The extension that says how to read a file, in lower case and without .gz."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+    """The extension that says how to read a file, in lower case and without .gz or .zst."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
 
 
 def _open(path: Path) -> IO[bytes]:
+    if path.suffix.lower() == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
     return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
@@ -210,9 +216,9 @@ def _is_plain_list(value: Any) -> bool:
 
 def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
     csv.field_size_limit(LINE_LIMIT)  # the default of 128 KiB is less than one long conversation
-    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with _text_of(path) as file:  # opened twice: a compressed file can't be read again from its start
         header_line = file.readline(LINE_LIMIT)
-        file.seek(0)
+    with _text_of(path) as file:
         reader = csv.reader(
             _text_lines(file, name), delimiter="\t" if kind_of_file(path) == ".tsv" else _delimiter(header_line), strict=True
         )
@@ -239,6 +245,10 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
                 yield Refused(name, number, None, f"has {len(cells)} cell(s), the header has {len(header)}")
             else:
                 yield Row(name, number, {key: _cell(cell) for key, cell in zip(header, cells, strict=True)})
+
+
+def _text_of(path: Path) -> IO[str]:
+    return io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _text_lines(file: IO[str], name: str) -> Iterator[str]:

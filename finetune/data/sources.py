@@ -129,11 +129,11 @@ def _find(text: str, side: str) -> Source | None:
 
 
 def _regular(path: Path, name: str) -> Source:
-    if kind_of_file(path) not in READERS or path.name.lower().endswith(".parquet.gz"):
+    if kind_of_file(path) not in READERS or path.name.lower().endswith((".parquet.gz", ".parquet.zst")):
         ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no extension"
         raise DataError(
             f"{name}: {ending}, which is not supported",
-            f"Supported extensions: {', '.join(READERS)}, and .gz after one of them.",
+            f"Supported extensions: {', '.join(READERS)}, and .gz or .zst after one of them.",
         )
     if not os.access(path, os.R_OK):
         raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")

@@ -17,9 +17,10 @@ from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
 from finetune.files import sha256_of
-from finetune.model.build import build_base, load_config
+from finetune.model.build import build_base
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.quiet import quiet_libraries
+from finetune.model.transformers_config import load_config
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data, require_intact_adapter
 from finetune.run.seal import newest_verified
@@ -45,8 +46,12 @@ class Answerer:
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
         self.plain = bool(_report(run).get("plain"))
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
-        self.model = _load(self.plan, folder, self.device)
+        self.model = self.load(folder)
         self._tuned = folder is not None
+
+    def load(self, adapter: Path | None) -> Any:
+        """The model in evaluation mode."""
+        return _load(self.plan, adapter, self.device)
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:

@@ -120,8 +120,8 @@ def compare(
         Journal(run.path / "evaluations", model, answer_facts(run, plan, adapter))
         for model, adapter in (("base", None), ("tuned", folder))
     ]
-    base_made = _Made(load, journals[0], found, "base", new, progress)
-    tuned_made = _Made(load, journals[1], found, "tuned", new, progress)
+    base_made = Made(load, journals[0], found, "base", new, progress)
+    tuned_made = Made(load, journals[1], found, "tuned", new, progress)
     base, tuned = base_made.scored(chosen), tuned_made.scored(chosen)
     enough = len(base.scores) > 1
     made = Comparison(
@@ -162,7 +162,7 @@ def _check(rows: EvalRows, chosen: Scorer) -> None:
         raise DataError([*problems[:5], *more], fix)
 
 
-class _Made:
+class Made:
     """Answers and losses of one model, from an earlier evaluation or made now, when the model is loaded.
 
     `new`: the most tokens of an answer, None without answers.

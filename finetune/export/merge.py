@@ -66,9 +66,9 @@ def _write(
 ) -> None:
     from finetune.data.tokenizer import run_tokenizer
     from finetune.export.shards import NotByShards
-    from finetune.model.build import load_config
     from finetune.model.language_model import is_multimodal
     from finetune.model.quiet import quiet_libraries
+    from finetune.model.transformers_config import load_config
 
     quiet_libraries()
     config = load_config(settings)
@@ -112,8 +112,9 @@ def _whole(
     """Load the whole model and write it as transformers does: for weights stored in another form than the model has them."""
     from peft import PeftModel
 
-    from finetune.model.build import build_base, model_dtype
+    from finetune.model.build import build_base
     from finetune.model.language_model import is_multimodal
+    from finetune.model.quantisation import model_dtype
 
     needed = _weight_bytes(config, model_dtype(settings))
     _check_memory(needed, "the whole model, whose weights are stored in another form,")
@@ -135,7 +136,7 @@ def _folder_of(settings: Any) -> Path:
     """The folder with the model's files, which for a model of the hub are in its cache or fetched now."""
     from huggingface_hub import snapshot_download
 
-    from finetune.model.build import resolve_model_path
+    from finetune.model.configuration import resolve_model_path
 
     place = resolve_model_path(settings)
     if Path(place).is_dir():

@@ -12,7 +12,7 @@ import torch
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import names_in_checkpoint
-from finetune.model.build import trainable_parameters
+from finetune.model.adapters import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker

@@ -10,7 +10,7 @@ import torch
 
 from finetune.compat.bitsandbytes import optimizer_states
 from finetune.forecast.fake_model import layer_number
-from finetune.model.build import trainable_parameters
+from finetune.model.adapters import trainable_parameters
 from finetune.model.techniques import optimizer_class
 
 if TYPE_CHECKING:

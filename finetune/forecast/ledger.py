@@ -153,7 +153,7 @@ def _grown(
     values: dict[str, Any], settings: Settings, tokens: int, capability: tuple[int, int], widths: list[int], expandable: bool
 ) -> Growth | None:
     from finetune.forecast.simulate import Batch
-    from finetune.model.build import config_from
+    from finetune.model.transformers_config import config_from
 
     config = config_from(values, settings)
     narrow, micro = tokens // 2, settings.per_device_train_batch_size
@@ -192,7 +192,7 @@ def _replay(
     limit: int | None,
 ) -> Replay | None:
     from finetune.forecast.simulate import Batch
-    from finetune.model.build import config_from
+    from finetune.model.transformers_config import config_from
 
     simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability)
     with _collecting_nothing():
@@ -227,7 +227,7 @@ def _memory_settings(settings: Settings) -> dict[str, Any]:
 def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
     from finetune.forecast.depth import count_parameters
     from finetune.forecast.rules import cublas_workspace_bytes
-    from finetune.model.build import config_from
+    from finetune.model.transformers_config import config_from
 
     config = config_from(values, settings)
     simulation, method = _simulated(config, settings, batch, capability)

@@ -60,7 +60,7 @@ def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     """The units of a shallow model, repeated where its layers repeat."""
     from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
-    from finetune.model.build import config_from
+    from finetune.model.transformers_config import config_from
 
     config = config_from(values, settings)
     depth = plan_depth(layer_kinds(config))
@@ -78,7 +78,9 @@ def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
     from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
     from finetune.forecast.fake_model import fake_dora_weights, materialise
     from finetune.forecast.tracker import StorageTracker
-    from finetune.model.build import attach_adapters, build_base, model_dtype
+    from finetune.model.adapters import attach_adapters
+    from finetune.model.build import build_base
+    from finetune.model.quantisation import model_dtype
 
     with without_cpu_repacking(), fake_dora_weights():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)

@@ -32,17 +32,12 @@ from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_s
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.forecast.trace import NotRepeated
 from finetune.forecast.tracker import StorageTracker
-from finetune.model.build import (
-    attach_adapters,
-    build_base,
-    model_dtype,
-    must_repeat_keys,
-    restore_master_precision,
-    trainable_parameters,
-)
+from finetune.model.adapters import attach_adapters, restore_master_precision, trainable_parameters
+from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.host_embedding import offload_table
 from finetune.model.lean_layers import lean_words
+from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
 

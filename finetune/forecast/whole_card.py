@@ -128,7 +128,7 @@ def _at_limit(
     """
 
     def lowered(bytes_: float) -> int:
-        return max(0, math.ceil((1 - bytes_ / free.reserved_bytes) / LIMIT_STEP))
+        return max(0, math.ceil((1 - bytes_ / free.reserved_bytes) / LIMIT_STEP - 1e-3))  # a byte is no step
 
     least = lowered(limit / (1 + DRY_RUN_ERROR))
     if free.reserved_bytes * (1 - least * LIMIT_STEP) < free.allocated_bytes:

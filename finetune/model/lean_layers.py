@@ -114,13 +114,14 @@ def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> tor
 def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     parts, tile = self.lean["parts"], self.lean.get("tile", 0)
     tiled = 0 < tile < x.numel() // x.shape[-1]
-    linears = () if args or named else tuple(_read(getattr(self, name), x) for name in parts.linears)
-    if not linears or None in linears:
+    found = () if args or named else tuple(_read(getattr(self, name), x) for name in parts.linears)
+    linears = tuple(linear for linear in found if linear)
+    if not linears or len(linears) < len(found):
         whole = functools.partial(type(self).forward, self)
         if args or named or torch.is_grad_enabled() or not tiled:
             return whole(x, *args, **named)
         return functions.in_tiles(whole, tile, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-    adapters = [tensor for linear in linears if linear for tensor in (linear.a, linear.b)]
+    adapters = [tensor for linear in linears for tensor in (linear.a, linear.b)]
     mlp, norm = Mlp(linears, self.lean["act"], parts.swapped), functions.norm_of(x)
     if tiled:
         out = functions.TiledMlp.apply(x, mlp, norm, tile, *adapters)
@@ -225,7 +226,8 @@ def _eps(module: Any) -> Any:
 def _plain_values(module: torch.nn.Module) -> tuple[Any, ...]:
     """The module's settings, which its forward may read."""
     values = vars(module).items()
-    return tuple(sorted((name, str(value)) for name, value in values if isinstance(value, (bool, int, float, str))))
+    plain = {name: str(value) for name, value in values if isinstance(value, (bool, int, float, str)) and name != "training"}
+    return tuple(sorted(plain.items()))
 
 
 def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
@@ -240,10 +242,10 @@ def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
 
 
 class _StandIn:
-    """A module with other parts, for its class's forward."""
+    """A module with other parts, for its class's forward in training: a loaded model is not in train mode yet."""
 
     def __init__(self, module: torch.nn.Module, **parts: Any) -> None:
-        vars(self).update(parts, module=module)
+        vars(self).update(parts, module=module, training=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import PeftModel
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.errors import RecipeError
 
@@ -16,13 +16,13 @@ _TOKENS = 16
 MOST_CHANGE = 0.02
 
 
-def require_rows_apart(model: PeftModel) -> None:
+def require_rows_apart(model: PeftModel, collate: Callable[[Any], Any]) -> None:
     """Raise RecipeError where a packed row sees another row: attention masks or a layer's state cross its boundary.
 
-    The base model is tried, without its adapters.
+    The base model is tried, without its adapters. `collate` is the run's own collator, which packs rows.
     """
     with model.disable_adapter():
-        change = change_with_other_row(model.get_base_model())
+        change = change_with_other_row(model.get_base_model(), collate)
     if not change <= MOST_CHANGE:
         raise RecipeError(
             f"packing: a packed row sees the row before it in this {model.config.model_type} model "
@@ -32,25 +32,25 @@ def require_rows_apart(model: PeftModel) -> None:
 
 
 @torch.no_grad()
-def change_with_other_row(model: Any) -> float:
+def change_with_other_row(model: Any, collate: Callable[[Any], Any]) -> float:
     """How much a packed row's last hidden states change with the row before it: the median over its tokens, relative.
 
-    The batches have the same shapes and come from the run's own collator, so a model that keeps rows apart gives 0, but for the
+    The batches have the same shapes, so a model that keeps rows apart gives 0, but for the
     rounding of a mixture's experts.
     """
     was_training = model.training
     model.eval()
     try:
-        one, other = (_second_row(model, first) for first in (range(9, 9 + _TOKENS), range(109, 109 + _TOKENS)))
+        one, other = (_second_row(model, collate, first) for first in (range(9, 9 + _TOKENS), range(109, 109 + _TOKENS)))
     finally:
         model.train(was_training)
     return ((one - other).norm(dim=-1) / other.norm(dim=-1)).median().item()
 
 
-def _second_row(model: Any, first: range) -> torch.Tensor:
+def _second_row(model: Any, collate: Callable[[Any], Any], first: range) -> torch.Tensor:
     words = model.get_input_embeddings().weight.shape[0]
     rows = [{"input_ids": [token % words for token in tokens]} for tokens in (first, range(59, 59 + _TOKENS))]
-    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+    batch = collate(rows)
     device = model.get_input_embeddings().weight.device
     given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     given.pop("labels")

@@ -70,12 +70,11 @@ def _base_in_readme(recipe: Recipe) -> str | None:
     """`base_model` in the header of the checkpoint's README; of a copy of a quantised copy, the original."""
     import yaml
 
-    path = resolve_model_path(recipe)
-    text = read_text(path, "README.md", recipe.model_revision)
-    header = _HEADER.match(text or "")
     try:
+        text = read_text(resolve_model_path(recipe), "README.md", recipe.model_revision)
+        header = _HEADER.match(text or "")
         values = yaml.safe_load(header[1]) if header else None
-    except yaml.YAMLError:
+    except (RecipeError, yaml.YAMLError):
         return None
     base = values.get("base_model") if isinstance(values, dict) else None
     base = base[0] if isinstance(base, list) and base else base

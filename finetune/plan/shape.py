@@ -91,9 +91,11 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     """Parameters of the builder's modules on the meta device: 0.3 s for 8B."""
     import torch
 
-    from finetune.model.build import attach_adapters, build_on_meta, config_from, trainable_parameters
+    from finetune.model.adapters import attach_adapters, trainable_parameters
+    from finetune.model.build import build_on_meta
     from finetune.model.experts import adapts_experts, packable_experts
     from finetune.model.language_model import text_config
+    from finetune.model.transformers_config import config_from
 
     config = config_from(values, recipe)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=recipe.trust_remote_code)

@@ -101,7 +101,7 @@ class Worker:
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
             from finetune.model.packed_rows import require_rows_apart
 
-            require_rows_apart(trainer.model)
+            require_rows_apart(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
@@ -140,9 +140,11 @@ class Worker:
 
         from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import run_tokenizer
-        from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
+        from finetune.model.adapters import attach_adapters, prepare_for_training
+        from finetune.model.build import build_base
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
+        from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
         from finetune.run.training import RunTrainer, sft_config
 

@@ -210,6 +210,23 @@ def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_ex
     assert [(example.row, example.text) for example in text.examples] == [(1, "One line."), (3, "Another.")]
 
 
+def test_zstd_is_read_and_refused_by_name_when_it_is_cut_damaged_or_a_bomb(write):
+    import pyarrow as pa
+
+    def packed(text):
+        return pa.Codec("zstd").compress(text.encode(), asbytes=True)
+
+    rows = [{"text": f"number {n}"} for n in range(2000)]
+    whole = packed("".join(json.dumps(row) + "\n" for row in rows))
+    assert [example.text for example in examples_of(write("a.jsonl.zst", whole)).examples] == [row["text"] for row in rows]
+    assert examples_of(write("b.csv.zst", packed("text\na\nb\n"))).read == 2
+    for name, content in (("cut.jsonl.zst", whole[: len(whole) // 2]), ("other.jsonl.zst", b"not zstd at all")):
+        with pytest.raises(DataError, match=f"{name}: can't be read"):
+            examples_of(write(name, content))
+    with pytest.raises(DataError, match="is longer than 32 MiB"):
+        examples_of(write("bomb.jsonl.zst", packed('{"text": "a"}\n{"text": "' + "a" * 40 * 2**20)))
+
+
 def test_splits_in_one_file_and_damaged_gzip_are_refused_by_name(write):
     rows = [{"prompt": "a", "completion": "b"}]
     with pytest.raises(DataError, match="has the splits train, test in one file"):

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finetune.export import shards
 from finetune.export.merge import merge
@@ -66,3 +66,19 @@ def test_a_size_of_files_and_what_can_not_be_one(run, home):
     for size, said in {"much": "is not a size", "3": "less than 1 MiB"}.items():
         done = finetune("--max-shard-size", size, "--output", "other")
         assert done.returncode == 2 and said in done.stderr.replace("\n", " ")
+
+
+def test_what_merging_changes_is_measured_on_held_out_rows(run, home):
+    from finetune.export.changed import what_merging_changes
+
+    folder = merge(run, home / "merged")
+    same = what_merging_changes(run, folder, 4, lambda _: None)
+    assert (same.rows, same.answers_changed) == (4, 0) and same.merged_loss == pytest.approx(same.loss, rel=1e-3)
+    values = load_file(folder / "model.safetensors")
+    for name in values:
+        if "mlp" in name:
+            values[name] = values[name] * 0
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    other = what_merging_changes(run, folder, 4, lambda _: None)
+    assert other.answers_changed > 0 and other.merged_loss != pytest.approx(other.loss, rel=1e-2)
+    assert (other.loss, list((run.path / "evaluations").glob("merged*"))) == (same.loss, [])

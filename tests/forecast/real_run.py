@@ -21,7 +21,7 @@ import finetune.model.offload
 from finetune.forecast.fake_model import ADAPTERS, CASTS
 from finetune.forecast.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
 from finetune.forecast.tracker import StorageTracker, block_bytes
-from finetune.model.build import load_config
+from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
 
 #: Tokens of the longest rows and of a pack.

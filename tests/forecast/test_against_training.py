@@ -9,8 +9,10 @@ from tiny_models import config_values, settings
 from finetune.forecast import simulate as simulation
 from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.tracker import StorageTracker
-from finetune.model.build import attach_adapters, build_base, config_from, load_config, prepare_for_training
+from finetune.model.adapters import attach_adapters, prepare_for_training
+from finetune.model.build import build_base
 from finetune.model.techniques import apply_techniques, step_context, training_arguments
+from finetune.model.transformers_config import config_from, load_config
 
 TOKENS = 128
 ON_CPU = {"dtype": "float32", "optim": "adamw_torch", "gradient_accumulation_steps": 2}

@@ -7,7 +7,7 @@ from tiny_models import TYPES, config_values, settings
 
 from finetune.forecast.depth import Depth, at_depth, count_parameters, layer_kinds, plan_depth, simulate_deep
 from finetune.forecast.simulate import AUXILIARY, Batch, simulate
-from finetune.model.build import config_from
+from finetune.model.transformers_config import config_from
 
 AMPERE = (8, 6)
 #: Types whose layers save other tensors than each other or than Llama's, and how they are checkpointed here.

@@ -119,6 +119,14 @@ def test_a_run_on_the_cpu_has_no_cuda_workspace():
     assert made.parts["loss"] > 0
 
 
+def test_attention_dropout_takes_nothing_on_a_card():
+    peaks = [
+        dry_run(config_values(num_hidden_layers=2, attention_dropout=p), settings(), micro_batch=1, tokens=128).peaks
+        for p in (0.1, 0.0)
+    ]
+    assert peaks[0] == peaks[1]
+
+
 def test_int8_weights_are_forecast_for_a_cpu_too():
     plain = {"capability": None, "dtype": "float32", "load_in_4bit": False, "optim": "adamw_torch"}
     assert run(**plain, load_in_8bit=True).parts["weights"] < run(**plain).parts["weights"] / 2

@@ -7,16 +7,17 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from families import BITS, FAMILIES, PHASES, bundled_tokenizer, config_values, table, trained
 from finetune.errors import RecipeError
-from finetune.model.build import config_from
 from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
 from finetune.model.language_model import attention_by_part, model_class
 from finetune.model.packed_rows import MOST_CHANGE, change_with_other_row
+from finetune.model.transformers_config import config_from
 from finetune.model.varlen_attention import register
 from finetune.plan.attention import KEPT_APART, VARLEN
 from finetune.recipe import recipe_from
 from finetune.run.worker import Worker
 
+PACK = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 #: Three of different kinds in the ordinary run: all together take minutes.
 USUAL = {("gemma4", 4), ("qwen3_5_moe", 16), ("gpt_oss", 4)}
 CASES = [
@@ -69,7 +70,7 @@ def model_of(family, attention):
 @torch.no_grad()
 def losses(model, rows):
     """The loss of each token of rows packed by the run's collator."""
-    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+    batch = PACK(rows)
     labels = batch.pop("labels")[0]
     found = torch.nn.functional.cross_entropy(model(**batch, use_cache=False).logits[0, :-1], labels[1:], reduction="none")
     return found[labels[1:] != -100]
@@ -79,7 +80,7 @@ def packed_and_alone(family, attention, rows):
     """How far the losses of packed rows are from those of rows alone, and what the check before a run finds."""
     model = model_of(family, attention)
     alone = torch.cat([losses(model, [row]) for row in rows])
-    return (losses(model, rows) - alone).abs().max().item(), change_with_other_row(model)
+    return (losses(model, rows) - alone).abs().max().item(), change_with_other_row(model, PACK)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.forecast import fake_operators
 from finetune.forecast.simulate import Batch, simulate
-from finetune.model.build import config_from
+from finetune.model.transformers_config import config_from
 
 TECHNIQUES = [{}, {"use_dora": True}, {"load_in_4bit": False, "load_in_8bit": True}, {"optim": "adafactor"}]
 #: PEFT has no DoRA for experts.

@@ -10,8 +10,8 @@ from finetune.errors import RecipeError
 from finetune.forecast.depth import at_depth
 from finetune.forecast.ledger import dry_run
 from finetune.forecast.simulate import Batch, simulate
-from finetune.model.build import config_from
 from finetune.model.configuration import catalogue
+from finetune.model.transformers_config import config_from
 from finetune.plan.make import make_plan
 from finetune.plan.plan import Plan
 from finetune.recipe import recipe_from

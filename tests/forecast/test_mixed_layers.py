@@ -7,7 +7,7 @@ from tiny_models import config_values, settings
 from finetune.forecast.depth import has_identical_layers, simulate_deep
 from finetune.forecast.mixed_layers import can_mix, mix_layers
 from finetune.forecast.simulate import Batch, simulate
-from finetune.model.build import config_from
+from finetune.model.transformers_config import config_from
 from finetune.recipe import resolved
 
 ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100)

@@ -7,7 +7,7 @@ from finetune.forecast.depth import simulate_deep
 from finetune.forecast.ledger import _first_layer_saves_less, replayed
 from finetune.forecast.reserved import replay
 from finetune.forecast.simulate import Batch, simulate
-from finetune.model.build import config_from
+from finetune.model.transformers_config import config_from
 
 AMPERE = (8, 6)
 BATCH = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)

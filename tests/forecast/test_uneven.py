@@ -14,7 +14,7 @@ from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.trace import RELEASED, NotRepeated, Trace
 from finetune.forecast.uneven import Widths, replay_uneven, widths_of
 from finetune.forecast.whole_card import make_forecast, with_growth
-from finetune.model.build import config_from
+from finetune.model.transformers_config import config_from
 from finetune.units import MIB
 
 VALUES = config_values(num_hidden_layers=4, vocab_size=8192, hidden_size=512, intermediate_size=2048)

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import trainer
 
 from finetune.compat.transformers import keep_fsdp_wrap_policy
-from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training
+from finetune.model.adapters import attach_adapters, prepare_for_training
+from finetune.model.build import build_base
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe, resolved
 
 strategy, out = sys.argv[1], Path(sys.argv[2])

@@ -151,7 +151,8 @@ def test_a_strategy_that_needs_cards_is_refused_on_a_processor_before_anything_i
     [("ddp", 2, "uint8"), ("fsdp", 2, "bfloat16"), ("deepspeed", 2, "uint8"), ("deepspeed", 3, "bfloat16")],
 )
 def test_4_bit_weights_are_stored_in_a_dtype_that_the_strategy_can_shard(strategy, stage, dtype):
-    from finetune.model.build import load_config, quantization_config
+    from finetune.model.quantisation import quantization_config
+    from finetune.model.transformers_config import load_config
 
     wanted = settings(num_processes=2, strategy=strategy, zero_stage=stage)
     storage = quantization_config(wanted, load_config(wanted)).bnb_4bit_quant_storage

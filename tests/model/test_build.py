@@ -11,16 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from finetune.compat.transformers import enable_checkpointing
 from finetune.errors import RecipeError
 from finetune.model import configuration
-from finetune.model.build import (
-    attach_adapters,
-    build_base,
-    config_from,
-    load_config,
-    prepare_for_training,
-    resolve_model_path,
-    restore_master_precision,
-    trainable_parameters,
-)
+from finetune.model.adapters import attach_adapters, prepare_for_training, restore_master_precision, trainable_parameters
+from finetune.model.build import build_base
+from finetune.model.configuration import resolve_model_path
+from finetune.model.transformers_config import config_from, load_config
 from finetune.recipe import Settings, plainest, recipe_from
 
 TINY = {

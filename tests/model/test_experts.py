@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import RecipeError
-from finetune.model.build import attach_adapters, build_base, config_from, load_config, trainable_parameters
+from finetune.model.adapters import attach_adapters, trainable_parameters
+from finetune.model.build import build_base
+from finetune.model.transformers_config import config_from, load_config
 from finetune.recipe import plainest, recipe_from, resolved
 
 MIXTURE = {

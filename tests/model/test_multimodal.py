@@ -10,7 +10,9 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from finetune.export.whole_checkpoint import write_merged_checkpoint
-from finetune.model.build import attach_adapters, build_base, load_config, prepare_for_training, trainable_parameters
+from finetune.model.adapters import attach_adapters, prepare_for_training, trainable_parameters
+from finetune.model.build import build_base
+from finetune.model.transformers_config import load_config
 from finetune.recipe import plainest, recipe_from
 
 IDS = torch.arange(16, 64).reshape(2, 24)

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
-from finetune.model.build import build_base, config_from, load_config
+from finetune.model.build import build_base
+from finetune.model.transformers_config import config_from, load_config
 from finetune.model.weights import check_weights
 from finetune.recipe import plainest, recipe_from
 

@@ -10,7 +10,7 @@ from tiny_training import settings_for
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from finetune.model.build import attach_adapters, prepare_for_training
+from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_layers import make_lean, undo_lean
 

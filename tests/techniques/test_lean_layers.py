@@ -203,6 +203,16 @@ class Mlp(torch.nn.Module):
         return down(self.act(gate(x)) * up(x).clamp(max=self.limit))
 
 
+class DroppingMlp(Mlp):
+    def forward(self, x):
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return torch.nn.functional.dropout(down(self.act(gate(x)) * up(x)), p=0.1, training=self.training)
+
+
+def test_a_loaded_model_which_does_not_train_yet_is_judged_as_it_trains():
+    assert gated_parts(DroppingMlp(torch.nn.SiLU()).eval()) is None
+
+
 def test_what_computes_the_same_is_recognised_whatever_its_names():
     assert norm_form(Norm()) == (False, False)
     assert gated_parts(Mlp(torch.nn.SiLU())).linears == ("w", "v", "u")

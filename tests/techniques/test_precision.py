@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_training import adapted, batch, settings_for, trained
 
-from finetune.model.build import restore_master_precision
+from finetune.model.adapters import restore_master_precision
 from finetune.model.cpu_adamw import CpuAdamW
 
 RATE = 1e-5  # the last part of a schedule

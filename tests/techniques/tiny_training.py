@@ -13,8 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.forecast.fake_model import materialise
 from finetune.forecast.tracker import StorageTracker
-from finetune.model.build import attach_adapters, build_base, load_config, model_dtype, prepare_for_training
+from finetune.model.adapters import attach_adapters, prepare_for_training
+from finetune.model.build import build_base
+from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
+from finetune.model.transformers_config import load_config
 from finetune.recipe import Recipe, Settings, plainest
 
 VOCABULARY = 320

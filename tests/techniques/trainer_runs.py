@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
-from finetune.model.build import prepare_for_training
+from finetune.model.adapters import prepare_for_training
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context, training_arguments
 from finetune.recipe import Recipe
 

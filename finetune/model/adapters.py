@@ -1,0 +1,118 @@
+"""LoRA and DoRA adapters: which layers get one, and the fp32 parameters that are trained."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+from finetune.compat.bitsandbytes import disable_cpu_repacking
+from finetune.compat.peft import leave_casts_to_autocast
+from finetune.errors import RecipeError
+from finetune.model.experts import name_experts_for_trl, split_targets
+from finetune.model.language_model import outside_language_model, text_config
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
+
+#: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
+_MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
+
+
+def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
+    """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
+    targets = settings.target_modules
+    layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
+    adapters = LoraConfig(
+        r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
+        lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
+        exclude_modules=_not_adapted(model),
+        use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            raise RecipeError(
+                f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
+            )
+    try:
+        with warnings.catch_warnings():
+            # PEFT looks for the ranks of experts among layers only
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
+    except ValueError as error:
+        if "use_dora" in str(error):
+            raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
+        raise RecipeError(
+            f"target_modules {targets}: {error}", f"Linear layers of this model: {_linear_names(model)}"
+        ) from None
+    if settings.activation_checkpointing is not False:
+        peft_model.enable_input_require_grads()
+    restore_master_precision(peft_model)
+    name_experts_for_trl(text_config(model.config))
+    # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: these keep PEFT's cast.
+    if settings.lora_dropout == 0 and not settings.use_dora:
+        leave_casts_to_autocast(peft_model)
+    return peft_model
+
+
+def _linear_names(model: torch.nn.Module) -> str:
+    """Names of the linear layers, as `target_modules` has them; also of those already wrapped by adapters."""
+    linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
+
+
+def _not_adapted(model: PreTrainedModel) -> str | None:
+    """PEFT's `exclude_modules`: what is no part of the language model, and linear layers whose result isn't their product."""
+    patterns = [outside_language_model(model)]
+    odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_no_product(module)})
+    if model.config.model_type in _MAMBA:
+        odd += ["out_proj", "conv1d"]
+    patterns += [rf"(.*\.)?({'|'.join(map(re.escape, odd))})"] if odd else []
+    return "|".join(pattern for pattern in patterns if pattern) or None
+
+
+def _is_no_product(module: torch.nn.Module) -> bool:
+    """Whether a module inherits from Linear but returns something else: a mixture's router, or a product in groups."""
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
+        return False
+    if type(module).__module__.startswith("bitsandbytes."):
+        return False
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inner = copy.copy(module)
+        inner._parameters = {
+            name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
+            for name, value in module._parameters.items()
+        }
+        try:
+            result = inner(torch.empty(1, module.in_features, dtype=module.weight.dtype))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            return True
+        return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
+
+
+def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
+    """Set train mode, fp32 adapters, and no repacking of 4-bit weights.
+
+    On a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good.
+    """
+    disable_cpu_repacking(model)
+    restore_master_precision(model)
+    model.train()
+
+
+def restore_master_precision(model: torch.nn.Module) -> None:
+    """Cast trainable parameters to fp32: TRL casts those of a quantised model to bf16, which rounds small updates away."""
+    for _, parameter in trainable_parameters(model):
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter of each trainable parameter."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

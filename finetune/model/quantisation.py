@@ -1,0 +1,92 @@
+"""Dtype and quantisation of the base weights: NF4, int8, 16 bit, or as the checkpoint is stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+from finetune.errors import RecipeError
+from finetune.model.experts import experts_quantiser, has_experts
+from finetune.model.language_model import text_config
+from finetune.model.stored import BITSANDBYTES, DEQUANTISED, give_original, stored_quantisation
+from finetune.recipe.compatibility import shards_weights
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
+
+
+def model_dtype(settings: Settings) -> torch.dtype:
+    """The recipe's dtype as a torch.dtype."""
+    return getattr(torch, settings.dtype)
+
+
+def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
+    """transformers' `quantization_config`: NF4 with double quantisation, int8, or None for 16 bit.
+
+    A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
+    """
+    if own := stored_quantisation(vars(config), settings.model_name_or_path):
+        return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
+    if settings.load_in_4bit is True:
+        return _nf4(settings)
+    if settings.load_in_8bit is True:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return None
+
+
+def _nf4(settings: Settings) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=model_dtype(settings),
+        # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
+        # (https://github.com/huggingface/accelerate/issues/3983)
+        bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
+    )
+
+
+def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
+    """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
+    own = stored_quantisation(vars(config), settings.model_name_or_path)
+    stored = own.get("quant_method") == BITSANDBYTES
+    packs = settings.load_in_4bit is True and not shards_weights(settings.launch) and not stored
+    return experts_quantiser() if packs else None
+
+
+def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:
+    name, method = settings.model_name_or_path, own["quant_method"]
+    if method == BITSANDBYTES:
+        wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
+        if wanted is not True:
+            raise RecipeError(
+                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or {give_original(settings)}."
+            )
+        if fused_experts:
+            raise RecipeError(
+                f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "
+                "into transformers 5's fused experts",
+                f"G{give_original(settings)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
+            )
+        if bits == "4bit" and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+            raise RecipeError(
+                f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
+                f"G{give_original(settings)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
+            )
+        compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
+        return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
+    if method == "mxfp4" and settings.load_in_4bit is True and not shards_weights(settings.launch):
+        return _nf4(settings)
+    if method in DEQUANTISED and True not in (settings.load_in_4bit, settings.load_in_8bit):
+        from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+        return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
+    stored = method or "an unknown quantisation"
+    dequantised = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or " if method in DEQUANTISED else ""
+    advice = f"{dequantised}{give_original(settings)}; load_in_4bit=true quantises it while loading."
+    raise RecipeError(
+        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
+        advice[0].upper() + advice[1:],
+    )

@@ -1,0 +1,98 @@
+"""A model's configuration as a transformers class, made from its config.json; refused where it can't be trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from finetune.errors import RecipeError
+from finetune.model.configuration import read_config, resolve_model_path
+from finetune.model.language_model import model_class, text_config
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+
+#: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def load_config(settings: Recipe) -> PretrainedConfig:
+    """The model's configuration from its folder, the hub or the catalogue. Raises RecipeError."""
+    return config_from(read_config(settings), settings)
+
+
+def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
+    """A configuration from the content of config.json.
+
+    Raises RecipeError for an unknown model type, a model that needs remote code, or missing or impossible dimensions.
+    """
+    name, kind = settings.model_name_or_path, values.get("model_type")
+    if not kind:
+        raise RecipeError(
+            f"model_name_or_path {name}: its config.json has no model_type", "Give a model of the transformers library."
+        )
+    if kind not in CONFIG_MAPPING:
+        return _remote_config(name, kind, values, settings)
+    _refuse_missing(name, values, CONFIG_MAPPING[kind])
+    config_class = CONFIG_MAPPING[kind]
+    settable = {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}
+    try:
+        # The class is used directly: `from_pretrained` would ask the hub again.
+        config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
+    if reason := _why_no_decoder(config):
+        raise RecipeError(f"model_name_or_path {name}: model_type {kind} {reason}", "Give a model that continues text.")
+    return config
+
+
+def _why_no_decoder(config: PretrainedConfig) -> str | None:
+    """Why a configuration is not of a decoder that is trained as it will generate; None when it is."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder with a decoder"
+    if hasattr(config, "is_decoder") and config.model_type not in ("gpt_neox", "gpt_neox_japanese"):
+        return "is an encoder: each token sees the whole text"
+    if model_class(config) is None:
+        return "is not a causal language model"
+    if not getattr(text_config(config), "num_hidden_layers", None):
+        return "has no single stack of layers"
+    return None
+
+
+def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
+    if "auto_map" not in values:
+        raise RecipeError(
+            f"model_name_or_path {name}: transformers does not know model_type {kind!r}", "Give another base model."
+        )
+    if not settings.trust_remote_code:
+        raise RecipeError(
+            f"model_name_or_path {name}: model_type {kind!r} needs code from the model's repository, which is not run",
+            "Read that code, then set trust_remote_code=true and model_revision to its full commit.",
+        )
+    path = resolve_model_path(settings)
+    return AutoConfig.from_pretrained(path, revision=settings.model_revision, trust_remote_code=True)
+
+
+def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
+    text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
+    given = values if text is None else text
+    names = config_class.attribute_map
+    if text is None:
+        needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    else:
+        needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
+    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
+    problems = []
+    for key in needed:
+        value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)
+        if value is None:
+            problems.append(f"model_name_or_path {name}: its config.json has no {key}")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(
+                f"model_name_or_path {name}: {key} is {value!r} in its config.json; it should be a whole number above 0"
+            )
+    if problems:
+        raise RecipeError(problems, "Give a complete config.json; the model's size depends on these values.")
