@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
 
 
+#: Phases in which adapters are made and cast; of a run they are parts of loading.
+ADAPTERS, CASTS = "adapters", "casts"
+
+
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
 
@@ -30,6 +34,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     uncast: dict[int, torch.nn.Parameter] = {}
     for adapters in (False, True):
         if adapters:
+            tracker.phase = ADAPTERS
             uncast = _uncast_adapters(model, tracker, dtype)
         for path, module, names in _all_parameters(model) if adapters else _as_loaded(model):
             tracker.layer = layer_number(path)
@@ -61,7 +66,11 @@ def _as_loaded(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
 
 
 def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other."""
+    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other.
+
+    A phase of its own beside loading: at full depth it may need more than that, where in a few layers it needs less.
+    """
+    tracker.phase = CASTS
     for dtype in (torch.bfloat16, torch.float32):
         for name, parameter in trainable_parameters(model):
             if "lora_magnitude_vector" not in name:

@@ -241,7 +241,7 @@ def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: t
         layers["outside the layers" if layer is None else f"layers.{layer}"] += size
     parts["workspace"] += workspace
     layers["outside the layers"] += workspace
-    peaks = {"load": _highest(simulation, ("load",)).total_bytes, "train": top.total_bytes + workspace}
+    peaks = {"load": _highest(simulation, ("load", "adapters", "casts")).total_bytes, "train": top.total_bytes + workspace}
     for phase in ("eval", "save"):
         peaks[phase] = _highest(simulation, (phase,)).total_bytes + workspace if _has(simulation, phase) else 0
     return DryRun(

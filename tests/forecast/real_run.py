@@ -18,6 +18,7 @@ import finetune.model.build
 import finetune.model.cpu_adamw
 import finetune.model.lean_layers
 import finetune.model.offload
+from finetune.forecast.fake_model import ADAPTERS, CASTS
 from finetune.forecast.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
 from finetune.forecast.tracker import StorageTracker, block_bytes
 from finetune.model.transformers_config import load_config
@@ -89,7 +90,7 @@ def forecast(plan) -> dict[str, int]:
 def by_phase(tracked) -> dict[str, int]:
     peaks: dict[str, int] = {}
     for (phase, _), peak in tracked.peaks.items():
-        phase = "loss" if phase == AUXILIARY else phase  # a real run's loss is one phase
+        phase = {AUXILIARY: "loss", ADAPTERS: "load", CASTS: "load"}.get(phase, phase)  # in a real run these are one
         peaks[phase] = max(peaks.get(phase, 0), peak.total_bytes)
     return peaks
 
