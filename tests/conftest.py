@@ -61,6 +61,9 @@ def pytest_collection_modifyitems(config, items):
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path in slow, item.path not in forks, rank.get(item.path.stem, len(LONGEST))))
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")  # `-m "not slow"` replaces the default `-m "not exhaustive"`
 
 
 def has_compiler():

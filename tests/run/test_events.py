@@ -116,7 +116,8 @@ def test_lines_begin_with_kind_and_time_and_memory_comes_last(tmp_path):
 def filled(kind):
     """An event of that kind with a value in every field."""
     values = {
-        int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, Any]: {"a": 1},
+        int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, int]: {"a": 3},
+        dict[str, Any]: {"a": 1},
     }  # fmt: skip
     hints = get_type_hints(kind)
     types = {field.name: (hints[field.name], *get_args(hints[field.name])) for field in dataclasses.fields(kind)}
