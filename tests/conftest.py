@@ -48,6 +48,12 @@ LONGEST = (
 )  # fmt: skip
 
 
+def pytest_itemcollected(item):
+    if item.get_closest_marker("exhaustive"):
+        item.add_marker("slow")  # `-m "not slow"` replaces the default `-m "not exhaustive"`
+
+
+@pytest.hookimpl(trylast=True)  # when `-m` has left out what it leaves out
 def pytest_collection_modifyitems(config, items):
     """Fast files first, then the longest; tests of a real card are left out where there is none.
 
@@ -57,13 +63,10 @@ def pytest_collection_modifyitems(config, items):
         absent = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=absent)
         items[:] = [item for item in items if item not in absent]
-    forks = {item.path for item in items if "train" in item.fixturenames}
+    forks = {item.path for item in items if {"train", "make_run"} & {*item.fixturenames}}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path in slow, item.path not in forks, rank.get(item.path.stem, len(LONGEST))))
-    for item in items:
-        if item.get_closest_marker("exhaustive"):
-            item.add_marker("slow")  # `-m "not slow"` replaces the default `-m "not exhaustive"`
 
 
 def has_compiler():
