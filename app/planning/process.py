@@ -10,6 +10,7 @@ Before an answer there may be lines {"progress": words}.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -49,7 +50,7 @@ class Questions:
             recipe = parse_recipe(question["recipe"], "recipe")
             kind = question["kind"]
             if kind == "look":
-                return _described(self._encode(recipe), recipe)
+                return _described(self._encode(recipe, self._say), recipe)
             if kind == "plan":
                 free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
                 return {"plan": self.plan(recipe, free_bytes=free_bytes, compare=compare).as_json()}
@@ -75,9 +76,10 @@ class Questions:
         from finetune.plan.planning import plan_recipe
 
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
-        return plan_recipe(recipe, card, self._rows, progress=progress, compare=compare)
+        rows = functools.partial(self._rows, say=progress or self._say)
+        return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
 
-    def _rows(self, recipe: Recipe) -> RowsRead:
+    def _rows(self, recipe: Recipe, say: Callable[[str], None]) -> RowsRead:
         """The rows under the recipe's limit of length; a slider asks again and again."""
         from finetune.plan.planning import read_rows
 
@@ -85,20 +87,20 @@ class Questions:
         limited = f"{key} {recipe.max_length} {recipe.excess_length}"
         if limited in self._read:
             return self._read[limited]
-        read = read_rows(recipe, self._encode, downloaded=key in self._encoded)
+        read = read_rows(recipe, functools.partial(self._encode, say=say), downloaded=key in self._encoded)
         if key in self._encoded:
             self._read[limited] = read
             while len(self._read) > _LIMITS:
                 self._read.popitem(last=False)
         return read
 
-    def _encode(self, recipe: Recipe) -> EncodedRows:
-        """The rows as tokens, not yet limited to max_length."""
+    def _encode(self, recipe: Recipe, say: Callable[[str], None]) -> EncodedRows:
+        """The rows as tokens, not yet limited to max_length. `say` is told how far reading is: a fork has no output for it."""
         from finetune.plan.planning import encode_rows
 
         key = _data_key(recipe)
         if key not in self._encoded:
-            self._encoded[key] = encode_rows(recipe, self._say)
+            self._encoded[key] = encode_rows(recipe, say)
             while len(self._encoded) > _DATASETS:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
