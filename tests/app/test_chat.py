@@ -76,7 +76,7 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
 @pytest.mark.slow
 def test_both_answer_from_one_seed_and_a_stop_ends_them_with_what_was_said(tmp_path):
     with tarfile.open(Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path)
     chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(tmp_path / "finished")
 
     def wait(until):

@@ -23,7 +23,7 @@ ARCHIVE = Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz"
 @pytest.fixture
 def run(home):
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(home, filter="data")
+        archive.extractall(home)
     return RunDirectory(home / "finished")
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 import finetune.model.build
 import finetune.model.cpu_adamw
+import finetune.model.host_memory
 import finetune.model.lean_layers
 import finetune.model.offload
 from finetune.forecast.fake_model import ADAPTERS, CASTS
@@ -160,6 +161,7 @@ def host_memory_apart(tracker: RealTracker):
     with pytest.MonkeyPatch.context() as patch:
         for home, name in (
             (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
+            (finetune.model.host_memory, "host_empty"),
             (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
             (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
         ):  # fmt: skip

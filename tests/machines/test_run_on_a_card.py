@@ -18,6 +18,7 @@ from finetune.card import find_card, measured_context
 from finetune.card.allocator import expandable_segments
 from finetune.cli.evaluate import chat_with, show_scores
 from finetune.errors import CardError, RecipeError
+from finetune.evaluate.scores import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
 from finetune.forecast.ledger import replayed
@@ -131,13 +132,16 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
     assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
 
 
-@pytest.mark.parametrize("command", [show_scores, partial(chat_with, base=False, prompt="", system=None, max_new_tokens=1)])
+SCORES = partial(show_scores, rows=None, last=False, data=None, score=scorer("exact"), show="differ", examples=0)
+CHAT = partial(chat_with, models=("tuned",), prompt="", system=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0)
+
+
+@pytest.mark.parametrize("command", [SCORES, CHAT])
 def test_eval_and_chat_use_the_card_that_the_run_was_planned_for(machine, make_run, command):
     machine("two-3090", CUDA_VISIBLE_DEVICES=f"{DESKTOP},{OTHER}", CUDA_DEVICE_ORDER="FASTEST_FIRST")
     run = make_run("dataset.test_split_size=4")
-    more = {"rows": None, "last": False} if command is show_scores else {}
     with pytest.raises(RecipeError, match="no adapter"):  # but the process has opened no card yet
-        command(str(run.path), as_json=True, **more)
+        command(str(run.path), as_json=True)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == OTHER
 
 
