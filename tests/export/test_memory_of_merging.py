@@ -65,7 +65,7 @@ def peak_bytes():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    make(folder, 1024, 4096, 10, 8192, "100MB")
+    make(folder, 1024, 4096, 28, 8192, "300MB")  # what a process takes besides is some 100 MB
     return folder
 
 
@@ -73,7 +73,7 @@ def model(tmp_path_factory):
 def test_memory_above_the_interpreter_is_below_the_largest_file(model):
     done = subprocess.run([sys.executable, __file__, str(model)], capture_output=True, text=True, check=True)
     took = json.loads(done.stdout.splitlines()[-1])
-    assert took["files"] >= 3 and took["changed"] == 10 * 7
+    assert took["files"] >= 3 and took["changed"] == 28 * 7
     assert took["above_bytes"] <= 1.3 * took["largest_bytes"], took
     whole = AutoModelForCausalLM.from_pretrained(model / "base")
     from peft import PeftModel
