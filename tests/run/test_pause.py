@@ -28,22 +28,35 @@ def finetune(monkeypatch, capsys):
     return call
 
 
-def test_a_paused_run_leaves_the_card_within_a_step_and_goes_on_bit_exactly(make_run, train, finetune):
-    whole, paused = make_run("lora_dropout=0.1", "max_steps=30"), make_run("lora_dropout=0.1", "max_steps=30")
+@pytest.fixture
+def steps_when_asked(monkeypatch):
+    """Steps that a run had ended when it was asked to stop."""
+    stop, seen = control.stop, []
+
+    def asked(run):
+        seen.append(len(steps_of(run)))
+        return stop(run)
+
+    monkeypatch.setattr(control, "stop", asked)
+    return seen
+
+
+def test_a_paused_run_leaves_the_card_within_a_step_and_goes_on_bit_exactly(make_run, train, finetune, steps_when_asked):
+    settings = ("lora_dropout=0.1", "max_steps=12", "effective_batch_size=32")  # steps that are long beside a signal's way
+    whole, paused = make_run(*settings), make_run(*settings)
     assert train(whole) == 0, whole.log.read_text()[-2000:]
     control.start(paused)
     while len(steps_of(paused)) < 3:
         assert is_alive(paused), paused.log.read_text()[-2000:]
         time.sleep(0.01)
-    asked_at = len(steps_of(paused))
     code, said = finetune("pause", str(paused.path))
     at = steps_of(paused)[-1]
-    assert code == 0 and f"paused at step {at} of 30; the card is free" in said and "finetune resume" in said
-    assert at <= asked_at + 2, "the step that ran while it was asked, and at most one more"
+    assert code == 0 and f"paused at step {at} of 12; the card is free" in said and "finetune resume" in said
+    assert at <= steps_when_asked[0] + 2, "the step that ran while it was asked, and at most one more"
     assert not any(process_is(record) for record in read_processes(paused).values() if record)
     control.resume(paused)
     assert control.wait(paused, 900)
-    assert steps_of(paused) == list(range(1, 31))
+    assert steps_of(paused) == list(range(1, 13))
     assert adapter_hash(paused) == adapter_hash(whole)
     code, said = finetune("pause", str(paused.path))
     assert code == 2 and "is not running: finished" in said
