@@ -36,11 +36,12 @@ def has_experts(config: Any) -> bool:
 def name_experts_for_trl(config: Any) -> None:
     """Give a language model's configuration what TRL reads for the router's auxiliary loss: `num_experts`.
 
-    Some mixtures have another name for it. A dense model of a mixture's type (Granite 4) has no router, so no such loss.
+    Some mixtures have another name for it. A dense model of a mixture's type (Granite 4, Doge) has no router, so no such loss.
     """
-    if not hasattr(config, "output_router_logits") or hasattr(config, "num_experts"):
+    dense = getattr(config, "is_moe", None) is False
+    if not hasattr(config, "output_router_logits") or (hasattr(config, "num_experts") and not dense):
         return
-    experts = next((value for name in EXPERT_COUNTS if (value := getattr(config, name, None))), None)
+    experts = None if dense else next((value for name in EXPERT_COUNTS if (value := getattr(config, name, None))), None)
     if experts:
         config.num_experts = experts
     else:
