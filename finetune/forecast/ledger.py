@@ -117,12 +117,8 @@ def replayed(
         kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
         expandable=expandable, limit=limit,
     )  # fmt: skip
-    known = cache.read(key)
-    if known is None:
-        made = _replay(values, settings, shape, capability, expandable, limit)
-        known = {"made": asdict(made) if made else None}
-        cache.write(key, known)
-    return Replay(**known["made"]) if known["made"] else None
+    made = _cached(key, lambda: _replay(values, settings, shape, capability, expandable, limit))
+    return Replay(**made) if made else None
 
 
 def grown(
@@ -141,12 +137,18 @@ def grown(
         kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, None),
         capability=capability, expandable=expandable, widths=widths, accumulation=accumulation,
     )  # fmt: skip
+    made = _cached(key, lambda: _grown(config, settings, tokens, capability, widths, expandable))
+    return Growth(**{**made, "by_step": tuple(made["by_step"])}) if made else None
+
+
+def _cached(key: str, make: Callable[[], Replay | Growth | None]) -> dict[str, Any] | None:
+    """The fields of what `make` returns, from the disk after the first time."""
     known = cache.read(key)
     if known is None:
-        made = _grown(config, settings, tokens, capability, widths, expandable)
+        made = make()
         known = {"made": asdict(made) if made else None}
         cache.write(key, known)
-    return Growth(**{**known["made"], "by_step": tuple(known["made"]["by_step"])}) if known["made"] else None
+    return known["made"]
 
 
 def _grown(
