@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import sysconfig
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -46,6 +47,18 @@ LONGEST = (
     "test_pages_browser", "test_main_job", "test_survival", "test_docs_run", "test_depth", "test_two_processes",
     "test_two_machines", "test_faults", "test_dry_run", "test_mixed_layers", "test_as_on_windows",
 )  # fmt: skip
+
+
+@pytest.fixture
+def kept_run():
+    """kept_run(folder, name="finished") -> the directory of a run that an earlier version made, unpacked below `folder`."""
+
+    def unpack(folder, name="finished"):
+        with tarfile.open(Path(__file__).parent / "compat_runs" / f"{name}.tar.gz") as archive:
+            archive.extractall(folder)
+        return folder / name
+
+    return unpack
 
 
 def pytest_itemcollected(item):

@@ -1,9 +1,7 @@
 """A conversation is what its file says: of the lines of both models, of earlier versions, and of damaged ones."""
 
 import json
-import tarfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -74,10 +72,8 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
 
 
 @pytest.mark.slow
-def test_both_answer_from_one_seed_and_a_stop_ends_them_with_what_was_said(tmp_path):
-    with tarfile.open(Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz") as archive:
-        archive.extractall(tmp_path)
-    chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(tmp_path / "finished")
+def test_both_answer_from_one_seed_and_a_stop_ends_them_with_what_was_said(tmp_path, kept_run):
+    chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(kept_run(tmp_path))
 
     def wait(until):
         while not until(turns := chats.turns(run)):

@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-import tarfile
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +11,14 @@ from app.report import page
 from finetune.cli import main
 from finetune.run.directory import RunDirectory
 
-ARCHIVE = Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 
 
 @pytest.fixture
-def runs(home):
+def runs(home, kept_run):
     """Two runs with an evaluation each, of the same rows; the second's tuned model is right more often."""
     for name in ("one", "two"):
-        with tarfile.open(ARCHIVE) as archive:
-            archive.extractall(home / "runs")
-        (home / "runs" / "finished").rename(home / "runs" / name)
+        kept_run(home / "runs").rename(home / "runs" / name)
         folder = home / "runs" / name / "evaluations"
         folder.mkdir()
         (folder / "scores-json.json").write_text(json.dumps(evaluation(0.25 if name == "one" else 1.0)))

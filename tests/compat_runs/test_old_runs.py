@@ -4,7 +4,6 @@
 """
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,12 @@ from finetune.plan.plan import read_plan
 from finetune.run.directory import list_runs, open_run
 from finetune.run.state import read_state
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture
-def old(home):
+def old(home, kept_run):
     """The current folder has both runs below runs/."""
     for name in ("finished", "stopped"):
-        with tarfile.open(HERE / f"{name}.tar.gz") as archive:
-            archive.extractall(home / "runs")
+        kept_run(home / "runs", name)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import gc
 import json
 import math
 import os
-import tarfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +15,11 @@ from finetune.evaluate.scores import scorer
 from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
-ARCHIVE = Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz"
 
 
 @pytest.fixture
-def run(home):
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(home)
-    return RunDirectory(home / "finished")
+def run(home, kept_run):
+    return RunDirectory(kept_run(home))
 
 
 def without_time(result):

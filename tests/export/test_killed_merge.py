@@ -4,8 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-import tarfile
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -16,14 +14,11 @@ from finetune.model.weights import check_weights
 from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
-ARCHIVE = Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz"
 
 
 @pytest.fixture
-def run(home):
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(home)
-    return RunDirectory(home / "finished")
+def run(home, kept_run):
+    return RunDirectory(kept_run(home))
 
 
 def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, home):
