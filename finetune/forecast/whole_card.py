@@ -70,6 +70,7 @@ def make_forecast(
         peaks=run.peaks,
         per_layer_bytes=run.per_layer_bytes,
         host_bytes=_host_bytes(run, card, settings),
+        pinned_bytes=0 if card.is_cpu else run.host_bytes,
         disk_bytes=_disk_bytes(alone, settings),
         method=run.method,
         versions=run.versions,

@@ -124,6 +124,29 @@ class ResourceCheck:
 
 
 @dataclass(frozen=True)
+class LayerCopies:
+    """What layer offloading holds and moves: `weight_bytes` of `layers` of `of_layers` decoder layers are in `place`, `cpu`
+    (host memory) or `nvme` (a file). `pinned_bytes`: pinned host memory of the step, by torch's rounding.
+
+    `moved_bytes_per_step` are copied to the card in an optimizer step, at `copied_bytes_per_s` (assumed of the card's link, for
+    nvme of the drive until a run has measured it). Seconds of arithmetic and of copies of a step's forward and backward passes,
+    which take place at the same time: the longer ones count. None where the card's rates are unknown.
+    """
+
+    place: str
+    layers: int
+    of_layers: int
+    weight_bytes: int
+    pinned_bytes: int
+    moved_bytes_per_step: int
+    copied_bytes_per_s: float
+    forward_computing_s: float | None = None
+    forward_copying_s: float | None = None
+    backward_computing_s: float | None = None
+    backward_copying_s: float | None = None
+
+
+@dataclass(frozen=True)
 class CardNeeds:
     """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes` are allocated peaks,
     `peak_high_bytes` the upper end for the whole card, `host_bytes` per machine. None where the strategy can't be used; `cost`
@@ -156,7 +179,7 @@ class Plan:
     when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs. `shortfall`: what
     is missing when the plan does not fit. `length_costs`: costs of other max_lengths. `checks`: host memory and disk needed.
     `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
-    refuse the rows.
+    refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it.
     """
 
     settings: Settings
@@ -176,6 +199,7 @@ class Plan:
     checks: tuple[ResourceCheck, ...] = ()
     many_cards: ManyCards | None = None
     data_problem: DataProblem | None = None
+    layer_copies: LayerCopies | None = None
 
     @property
     def exit_code(self) -> int:
