@@ -6,9 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.plan.plan import Alternative, Verdict, verdict_of
+from finetune.plan.resources import layer_copies_of
 from finetune.plan.speed import BUFFERS, knows_rates
 from finetune.recipe.compatibility import no_layer_offloading_because
-from finetune.units import format_bytes, format_seconds
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.plan.choices import Choices
@@ -29,6 +30,7 @@ class Comparison:
     def __init__(self, search: Search, chosen: Anchor) -> None:
         self.search, self.chosen = search, chosen
         self.strategy = chosen.strategy
+        self.copies = layer_copies_of(self.strategy, search.job, search.timing(self.strategy), chosen.forecast)
 
     def against(self, **change: Any) -> str:
         """`saves 4.2 GiB and costs 31% of time`: the chosen strategy compared with the one that has `change`."""
@@ -109,7 +111,7 @@ def _explain_table(compare: Comparison) -> str:
 
 
 def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
-    strategy, copies = compare.strategy, compare.search.timing(compare.strategy).copies
+    strategy, copies = compare.strategy, compare.copies
     if copies is None:
         if compare.search.job.card.is_cpu:
             return "the weights are in host memory"
@@ -118,19 +120,7 @@ def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
         why = no_layer_offloading_because(recipe)
         return f"does not work with {why}" if why else "too little would fit with it, too"
     where = "host memory" if strategy.place == "cpu" else "a file"
-    return f"not every layer's weights fit on the card; from {where} {copies_in_words(compare.search, strategy)}"
-
-
-def copies_in_words(search: Search, strategy: Strategy) -> str:
-    """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
-    timing = search.timing(strategy)
-    assert timing.copies is not None
-    moved = f"moves {format_bytes(timing.copies.bytes_per_step)} a step"
-    if not knows_rates(search.job.card):
-        return f"{moved}; the card's rates are not known"
-    waiting = timing.copies.waiting_s
-    moved = f"{moved} behind {format_seconds(timing.step_s - waiting)} of arithmetic"
-    return f"{moved}, for which the card waits {format_seconds(waiting)} more" if waiting >= 0.01 * timing.step_s else moved
+    return f"not every layer's weights fit on the card; from {where} it {copies.words}"
 
 
 def _explain_count(compare: Comparison) -> str:
@@ -139,17 +129,16 @@ def _explain_count(compare: Comparison) -> str:
         return "layer_offloading is false"
     if strategy.offloaded == layers:
         return f"all layers; {BUFFERS} of them are on the card at a time"
-    return f"the other {layers - strategy.offloaded} layers fit on the card: {compare.against(offloaded=layers)} vs all {layers}"
+    return (
+        f"the other {layers - strategy.offloaded} layers fit on the card: {compare.against(offloaded=layers)} vs all {layers}"
+    )
 
 
 def _samples(compare: Comparison) -> tuple[int, str]:
-    strategy, job = compare.strategy, compare.search.job
-    if not strategy.offloaded:
+    copies = compare.copies
+    if copies is None:
         return USUAL_SAMPLES, "shows how answers change during training"
-    bytes_, copies = strategy.offloaded * job.shape.layer_bytes(strategy.bits), compare.search.timing(strategy).copies
-    assert copies is not None
-    seconds = f", about {bytes_ / copies.bytes_per_s:.1f} s" if knows_rates(job.card) else ""
-    return 0, f"each token of an answer would move {format_bytes(bytes_)}{seconds}"
+    return 0, f"each token of an answer would move {copies.words_of_a_token}"
 
 
 def _explain_micro(compare: Comparison) -> str:

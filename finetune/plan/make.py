@@ -22,7 +22,7 @@ from finetune.plan.history import read_history
 from finetune.plan.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.plan.many_cards import needs_of_each_card
 from finetune.plan.plan import Plan, Verdict, verdict_of
-from finetune.plan.resources import check_resources, free_for_layers, nothing_to_offload, layer_copies_of
+from finetune.plan.resources import check_resources, free_for_layers, layer_copies_of, nothing_to_offload
 from finetune.plan.search import Search
 from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates

@@ -17,6 +17,7 @@ from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.forecast.forecast import Forecast
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
+from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.
 VERSION = 1
@@ -130,7 +131,8 @@ class LayerCopies:
 
     `moved_bytes_per_step` are copied to the card in an optimizer step, at `copied_bytes_per_s` (assumed of the card's link, for
     nvme of the drive until a run has measured it). Seconds of arithmetic and of copies of a step's forward and backward passes,
-    which take place at the same time: the longer ones count. None where the card's rates are unknown.
+    which take place at the same time: the longer ones count, and the card waits for `waiting_s`. None where the rates of the
+    card are unknown.
     """
 
     place: str
@@ -144,6 +146,38 @@ class LayerCopies:
     forward_copying_s: float | None = None
     backward_computing_s: float | None = None
     backward_copying_s: float | None = None
+
+    waiting_s: float | None = None
+
+    def at(self, bytes_per_s: float) -> LayerCopies:
+        """The same copied at another speed."""
+        copying = self.moved_bytes_per_step / 2 / bytes_per_s
+        seen = replace(self, copied_bytes_per_s=bytes_per_s)
+        if self.forward_computing_s is None or self.backward_computing_s is None:
+            return seen
+        waiting = max(0.0, copying - self.forward_computing_s) + max(0.0, copying - self.backward_computing_s)
+        return replace(seen, forward_copying_s=copying, backward_copying_s=copying, waiting_s=waiting)
+
+    @property
+    def computing_s(self) -> float | None:
+        """Seconds of arithmetic of a step; None where the card's rates are unknown."""
+        if self.forward_computing_s is None or self.backward_computing_s is None:
+            return None
+        return self.forward_computing_s + self.backward_computing_s
+
+    @property
+    def words_of_a_token(self) -> str:
+        """What an answer's token moves, and the seconds of that."""
+        return f"{format_bytes(self.weight_bytes)}: about {self.weight_bytes / self.copied_bytes_per_s:.1f} s"
+
+    @property
+    def words(self) -> str:
+        """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
+        moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
+        if self.computing_s is None or self.waiting_s is None:
+            return f"{moved}; for how long the card waits is not known"
+        moved = f"{moved} behind {format_seconds(self.computing_s)} of arithmetic"
+        return moved if self.waiting_s < 0.01 * self.computing_s else f"{moved}, and {format_seconds(self.waiting_s)} beyond"
 
 
 @dataclass(frozen=True)
@@ -226,7 +260,7 @@ class Plan:
         # a run from before there were any goes on without
         before = {
             "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
-            "offloaded_layers": 1,
+            "offloaded_layers": 0,
         }  # fmt: skip
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})

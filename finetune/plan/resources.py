@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from finetune.plan.strategy import Strategy
     from finetune.recipe import Recipe, Settings
 
-_LESS_HOST_MEMORY = (
-    "Set layer_offloading=nvme, which reads them from a file; or close programs, give a container or WSL more memory, "
-    "or take a smaller model."
-)
-
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
     """Host memory and disk: needed, free, and whether that is enough.
@@ -53,7 +48,7 @@ def nothing_to_offload(recipe: Recipe, shape: ModelShape, host_free: int | None)
     least = shape.layer_bytes(16 if recipe.load_in_4bit is False else 4)
     count = shape.layers if recipe.offloaded_layers == "auto" else recipe.offloaded_layers
     if host_free is not None and count * least > host_free:
-        return too_little_host_memory(count, count * least, host_free)
+        return too_little_host_memory("cpu", count, count * least, host_free)
     return RecipeError(
         f"layer_offloading {recipe.layer_offloading}: the weights of {recipe.model_name_or_path} are stored in int8, "
         "whose layers keep copies of them outside the buffers",
@@ -61,12 +56,13 @@ def nothing_to_offload(recipe: Recipe, shape: ModelShape, host_free: int | None)
     )
 
 
-def too_little_host_memory(layers: int, needed: int, free: int) -> MachineError:
+def too_little_host_memory(place: str, layers: int, needed: int, free: int) -> MachineError:
     """The error of a machine that can't hold the offloaded layers."""
+    instead = "Set layer_offloading=nvme, which reads them from a file; or close" if place == "cpu" else "Close"
     return MachineError(
-        f"layer_offloading cpu: the weights of {layers} layers need {format_bytes(needed)} of host memory, "
-        f"{format_bytes(max(0, free))} are free for them",
-        _LESS_HOST_MEMORY,
+        f"layer_offloading {place}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
+        f"{format_bytes(max(0, free))} are free for it",
+        f"{instead} programs, give a container or WSL more memory, or take a smaller model.",
     )
 
 
@@ -78,6 +74,7 @@ def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Fore
     seconds = {
         "forward_computing_s": copies.forward_computing_s, "forward_copying_s": copies.forward_copying_s,
         "backward_computing_s": copies.backward_computing_s, "backward_copying_s": copies.backward_copying_s,
+        "waiting_s": copies.waiting_s,
     } if knows_rates(job.card) else {}  # fmt: skip
     return LayerCopies(
         place=strategy.place, layers=strategy.offloaded, of_layers=job.shape.layers,

@@ -117,7 +117,10 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "linear_width": sum(sum(part.weight.shape) for part in linears),
         "table": _table(model),
     }
-    plain = plainest(recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False)
+    plain = plainest(
+        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
+        layer_offloading=False, offloaded_layers=0,
+    )  # fmt: skip
     adapted = attach_adapters(model, plain)
     targets: Any = plain.target_modules
     if recipe.target_modules == AUTO and adapts_experts(adapted) and (attention := _attention_layers(adapted.unload())):

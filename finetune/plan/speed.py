@@ -164,7 +164,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of an optimizer step, in all and by part. `tokens_per_s` does not count padding. `copies`: of offloaded layers."""
+    """Seconds of an optimizer step, in all and by part, and its copies of offloaded layers. `tokens_per_s`: without padding."""
 
     step_s: float
     tokens_per_s: float
@@ -238,13 +238,13 @@ def _exposed_transfer_s(one_way_s: float, computing_s: float, passes: float) -> 
 def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> Copies:
     """Copies of the offloaded layers in a step of `steps` micro-batches, each with `layers_s` seconds of work in all layers.
 
-    Each layer is fetched while another one computes: only what the fetched layers' share of the work is hides them.
+    Offloaded layers are spread evenly: each is fetched while the one before it computes, and those between.
     """
     fetched = max(0, strategy.offloaded - BUFFERS)
     moved = steps * fetched * job.shape.layer_bytes(strategy.bits)
     link = job.card.pcie_bytes_s or ASSUMED_PCIE
     rate = min(link, job.drive_bytes_s) if strategy.place == "nvme" else link
-    computing = steps * layers_s * fetched / job.shape.layers
+    computing = steps * layers_s * fetched / strategy.offloaded
     return Copies(2 * moved, rate, computing / passes, moved / rate, computing * (1 - 1 / passes), moved / rate)
 
 

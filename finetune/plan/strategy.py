@@ -134,7 +134,8 @@ def neighbours(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
     """The `able` strategies that differ from the chosen one in one setting, by the nearest step.
 
     Other weight bits; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
-    micro-batch and number of offloaded layers. The chosen one need not be `able`: the smallest is planned when none is known to fit.
+    micro-batch and number of offloaded layers. The chosen one need not be `able`: the smallest is planned when none is known
+    to fit.
     """
     every = [chosen, *able]
     kinds = sorted({(each.checkpointing, each.every_n) for each in every}, key=_checkpointing_order)

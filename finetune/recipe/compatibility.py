@@ -130,10 +130,10 @@ def no_layer_offloading_because(recipe: Recipe) -> str:
 def _layer_offloading(recipe: Recipe) -> Iterator[str]:
     if recipe.layer_offloading not in (AUTO, False) and (why := no_layer_offloading_because(recipe)):
         yield f"layer_offloading {recipe.layer_offloading} does not work with {why}"
-    if recipe.layer_offloading is False and recipe.offloaded_layers not in (AUTO, 0):
+    if recipe.layer_offloading in (AUTO, False) and recipe.offloaded_layers not in (AUTO, 0):
         yield (
-            f"offloaded_layers is {recipe.offloaded_layers}, but layer_offloading is false; "
-            "set layer_offloading=cpu, or leave offloaded_layers out"
+            f"offloaded_layers is {recipe.offloaded_layers}, but layer_offloading is "
+            f"{str(recipe.layer_offloading).lower()}; set layer_offloading=cpu, or leave offloaded_layers out"
         )
     if recipe.layer_offloading not in (AUTO, False) and recipe.offloaded_layers == 0:
         yield f"offloaded_layers is 0, but layer_offloading is {recipe.layer_offloading}; leave one of them out"
