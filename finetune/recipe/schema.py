@@ -255,10 +255,10 @@ class Recipe(_Strict):
         AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
     )
     layer_offloading: AutoOr[Literal[False, "cpu", "nvme"]] = _memory(
-        AUTO, SPEED, "Frozen weights of decoder layers: false (on the card), cpu (in host memory), nvme (in a file)."
+        AUTO, COST, "Frozen weights of decoder layers: false (on the card), cpu (in host memory), nvme (in a file)."
     )
     offloaded_layers: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
-        AUTO, SPEED, "How many decoder layers layer_offloading moves; the others stay on the card. 0 without it."
+        AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the card. 0 without it."
     )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     gpu: Text = _memory(
