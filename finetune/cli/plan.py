@@ -123,10 +123,9 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _layers_line(copies: LayerCopies) -> str:
-    where = "host memory" if copies.place == "cpu" else "a file"
-    held = f"{copies.layers} of {copies.of_layers} layers in {where}, {format_bytes(copies.weight_bytes)}"
-    pinned = f"; {format_bytes(copies.pinned_bytes)} of host memory are pinned" if copies.pinned_bytes else ""
-    return f"{held}{pinned}; {copies.words}"
+    pinned = f"{format_bytes(copies.pinned_bytes)} of pinned host memory"
+    where = pinned if copies.place == "cpu" else f"a file of {format_bytes(copies.weight_bytes)}, through {pinned}"
+    return f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.words}"
 
 
 def _print_ledger(forecast: Forecast, free_bytes: int) -> None:

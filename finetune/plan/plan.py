@@ -171,6 +171,11 @@ class LayerCopies:
         return f"{format_bytes(self.weight_bytes)}: about {self.weight_bytes / self.copied_bytes_per_s:.1f} s"
 
     @property
+    def price_of_answers(self) -> str:
+        """The same in a sentence, for who asks for answers."""
+        return f"layer offloading: each token of an answer moves {self.words_of_a_token}"
+
+    @property
     def words(self) -> str:
         """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
         moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
