@@ -39,7 +39,8 @@ def with_layers_checked(plan: Plan, *, force: bool = False, folder: Path | None 
 
 
 def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -> Plan:
-    room = free_disk_bytes(folder)
+    # a file of an earlier run is there already; whose it is, is found out when it is opened
+    room = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.safetensors"))
     if copies.weight_bytes > room:
         raise DiskFull(
             f"{folder} has {format_bytes(room)} free, the file of {copies.layers} layers needs "
