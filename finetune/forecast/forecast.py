@@ -51,7 +51,7 @@ class Forecast:
     of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + CUDA context.
     `reserved_peaks` and `segments` are the peaks of reserved memory and of the number of segments by phase where torch's
     allocator is replayed; torch counts no expandable segments. `at_limit`: how the run stays within a budget below its upper
-    end. `pinned_bytes`: of `host_bytes` what offloading pins in a step, by torch's rounding.
+    end. `pinned_bytes`: of `host_bytes` what offloading pins in a step.
     """
 
     allocated_bytes: int

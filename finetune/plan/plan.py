@@ -127,7 +127,7 @@ class ResourceCheck:
 @dataclass(frozen=True)
 class LayerCopies:
     """What layer offloading holds and moves: `weight_bytes` of `layers` of `of_layers` decoder layers are in `place`, `cpu`
-    (host memory) or `nvme` (a file). `pinned_bytes`: pinned host memory of the step, by torch's rounding.
+    (host memory) or `nvme` (a file). `pinned_bytes`: pinned host memory of the step.
 
     `moved_bytes_per_step` are copied to the card in an optimizer step, at `copied_bytes_per_s` (assumed of the card's link, for
     nvme of the drive until a run has measured it). Seconds of arithmetic and of copies of a step's forward and backward passes,
