@@ -133,10 +133,10 @@ def _layer_offloading(recipe: Recipe) -> Iterator[str]:
     if recipe.layer_offloading in (AUTO, False) and recipe.offloaded_layers not in (AUTO, 0):
         yield (
             f"offloaded_layers is {recipe.offloaded_layers}, but layer_offloading is "
-            f"{str(recipe.layer_offloading).lower()}; set layer_offloading=cpu, or leave offloaded_layers out"
+            f"{str(recipe.layer_offloading).lower()}; set layer_offloading=cpu, or offloaded_layers=0"
         )
     if recipe.layer_offloading not in (AUTO, False) and recipe.offloaded_layers == 0:
-        yield f"offloaded_layers is 0, but layer_offloading is {recipe.layer_offloading}; leave one of them out"
+        yield f"offloaded_layers is 0, but layer_offloading is {recipe.layer_offloading}; set it to how many are offloaded"
 
 
 def _sharding(recipe: Recipe) -> Iterator[str]:

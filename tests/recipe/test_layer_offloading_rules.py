@@ -12,7 +12,7 @@ REFUSED = {
     "torch_compile=true": "set torch_compile=false",
     "load_in_8bit=true": "use load_in_4bit",
     "launch.num_processes=2": "set launch.num_processes=1",
-    "offloaded_layers=0": "leave one of them out",
+    "offloaded_layers=0": "set it to how many are offloaded",
 }
 
 
