@@ -28,14 +28,22 @@ def with_layers_checked(plan: Plan, *, force: bool = False, folder: Path | None 
 
     Raises MachineError and DiskFull for what this machine lacks.
     """
+    check_host_memory(plan)
     copies = plan.layer_copies
-    if copies is None or plan.card.is_cpu:
+    if copies is None or copies.place == "cpu" or plan.card.is_cpu:
         return plan
+    return _with_drive(plan, copies, folder or cache_dir(), force=force)
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raise MachineError when less is free than the plan's offloaded layers need; before they are loaded."""
+    copies = plan.layer_copies
+    if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:  # a retry or resume changed it
+        return
     free = host_card().free_bytes - PROCESS_BYTES
     held = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
     if held > free:
         raise too_little_host_memory(copies.place, copies.layers, held, free)
-    return plan if copies.place == "cpu" else _with_drive(plan, copies, folder or cache_dir(), force=force)
 
 
 def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -> Plan:

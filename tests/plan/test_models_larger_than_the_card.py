@@ -174,7 +174,7 @@ def test_a_machine_with_too_little_host_memory_reads_from_a_file(plan, here):
     card = here(6)
     made = plan(LLAMA_70B, "", "max_length=2048", card=card)
     assert made.verdict == "fits" and made.settings.layer_offloading == "nvme"
-    with pytest.raises(MachineError, match="layer_offloading cpu: 80 layers need .* of pinned host memory, .* are free") as error:
+    with pytest.raises(MachineError, match="cpu: 80 layers need .* of pinned host memory, .* are free") as error:
         plan(LLAMA_70B, "", "layer_offloading=cpu", "offloaded_layers=80", card=card)
     assert "layer_offloading=nvme" in error.value.fix
 

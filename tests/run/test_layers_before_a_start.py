@@ -12,7 +12,7 @@ from finetune.forecast.forecast import Forecast
 from finetune.plan.plan import LayerCopies, Plan, Verdict
 from finetune.recipe import parse_recipe, plainest
 from finetune.run.drive import read_rate
-from finetune.run.layers import with_layers_checked
+from finetune.run.layers import check_host_memory, with_layers_checked
 from finetune.units import GIB, MIB
 
 COPIES = LayerCopies("nvme", 80, 80, GIB, GIB // 8, 2**40, 3e9, 40.0, 180.0, 80.0, 180.0, 240.0)
@@ -28,8 +28,9 @@ def plan(monkeypatch):
     def made(**changes):
         forecast = Forecast(GIB, GIB, GIB, GIB, GIB, {"weights": GIB}, {"train": GIB})
         card = dataclasses.replace(find_card("rtx-4090"), source="measured")
-        settings = plainest(parse_recipe("model_name_or_path: m\ndataset: d\n"))
         copies = dataclasses.replace(COPIES, **changes)
+        recipe = parse_recipe(f"model_name_or_path: m\ndataset: d\nlayer_offloading: {copies.place}\n")
+        settings = plainest(recipe, activation_checkpointing=True)
         return Plan(settings, {}, card, Verdict.FITS, forecast=forecast, layer_copies=copies)
 
     return made
@@ -39,6 +40,8 @@ def test_too_little_host_memory_is_told_before_anything_is_loaded(plan):
     with pytest.raises(MachineError, match=r"80 layers need 32.0 GiB of pinned host memory, 7.22 GiB are free") as error:
         with_layers_checked(plan(place="cpu", weight_bytes=32 * GIB, pinned_bytes=32 * GIB))
     assert "layer_offloading=nvme" in error.value.fix
+    with pytest.raises(MachineError, match="layer_offloading nvme: 80 layers need 9.00 GiB"):
+        check_host_memory(plan(pinned_bytes=9 * GIB))
     enough = plan(place="cpu", weight_bytes=6 * GIB, pinned_bytes=6 * GIB)
     assert with_layers_checked(enough) is enough
 
