@@ -73,7 +73,7 @@ def make_plan(
         single = planner.solve(no_room=True)
         found = single if single.verdict == Verdict.FITS else found
     if found.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
-        found = planner.with_layers_offloaded() or found
+        found = planner.with_layers_offloaded(found) or found
     if compare:
         planner.compare(found)
     return planner.plan(found)
@@ -135,14 +135,15 @@ class _Planner:
             return found
         return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first)))
 
-    def with_layers_offloaded(self) -> _Attempt | None:
+    def with_layers_offloaded(self, resident: _Attempt) -> _Attempt | None:
         """The same with decoder layers' weights in host memory, or in a file where this machine's is too small; None when the
         recipe excludes that, or nothing fits."""
         if self.recipe.layer_offloading != AUTO or self.card.is_cpu:
             return None
-        packs = self.recipe.packing == AUTO
-        for place, no_room in itertools.product(PLACES, (False, True) if packs else (False,)):
-            if place == "nvme" and self.host_free is None:
+        may_unpack = self.recipe.packing == AUTO and resident.choices.value("packing")
+        least = self.shape.layers * self.shape.layer_bytes(4)
+        for place, no_room in itertools.product(PLACES, (False, True) if may_unpack else (False,)):
+            if place == "nvme" and (self.host_free is None or self.host_free >= least):
                 continue
             found = self._first_fitting(self._attempts(no_room, place))
             if found is not None:
@@ -205,7 +206,7 @@ class _Planner:
             chosen.forecast,
             step_s=timing.step_s * factor if known else None,
             tokens_per_s=timing.tokens_per_s / factor if known else None,
-            notes=(*chosen.forecast.notes, *_notes_of(self.history, self.card)),
+            notes=(*chosen.forecast.notes, *_drive_notes(chosen.strategy, search.job), *_notes_of(self.history, self.card)),
         )
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=found.verdict, total_steps=steps,
@@ -311,6 +312,12 @@ def _with_rank(choices: Choices, rank: int) -> Choices:
         return choices
     choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
     return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
+
+
+def _drive_notes(strategy: Strategy, job: Job) -> tuple[str, ...]:
+    if strategy.place != "nvme":
+        return ()
+    return (f"a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s is assumed; a run measures it before it starts",)
 
 
 def _notes_of(history: History, card: Card) -> tuple[str, ...]:
