@@ -28,7 +28,9 @@ def start(run: RunDirectory) -> int:
     """
     for path in (run.lock, run.worker_lock, run.log, run.process):
         if path.is_dir():
-            raise CommandError(f"{path} is a folder; it should be a file of the run", f"Delete it, then: finetune resume {run.path}")
+            raise CommandError(
+                f"{path} is a folder; it should be a file of the run", f"Delete it, then: finetune resume {run.path}"
+            )
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None

@@ -44,7 +44,8 @@ def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
 
 def test_a_run_is_asked_to_stop_once_however_often_stop_is_called(tmp_path):
     code = (
-        "import signal; numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGRTMIN}; signal.pthread_sigmask(signal.SIG_BLOCK, numbers); "
+        "import signal; numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGRTMIN}; "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, numbers); "
         "print('ready', flush=True)\nwhile (number := signal.sigwait(numbers)) != signal.SIGRTMIN: print(number, flush=True)"
     )
     process, run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True), RunDirectory(tmp_path)

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from conftest import adapter_hash
@@ -117,7 +118,7 @@ def test_the_result_is_on_disk_before_the_run_is_said_to_have_finished(twin, tra
                 file.write(f"{words}\n")
 
         def fsync(number):
-            tell(os.readlink(f"/proc/self/fd/{number}"))
+            tell(str(Path(f"/proc/self/fd/{number}").readlink()))
             sync(number)
 
         def emitted(self, event):
