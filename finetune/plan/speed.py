@@ -7,7 +7,7 @@ card correct them (history.py). Nothing here decides whether a plan fits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Batches:
     max_length: int
     packed: bool
     data: DataStatistics | None
+    _widths: dict[tuple[int, int | None], float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def longest(self) -> int:
@@ -58,7 +59,12 @@ class Batches:
         the expected longest of each micro-batch. Without `batch`, of a step of one micro-batch."""
         if self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
-        lengths, count = self.data.lengths, len(self.data.lengths)
+        if (rows, batch) not in self._widths:  # hundreds of strategies ask for a few
+            self._widths[rows, batch] = self._expected_width(self.data.lengths, rows, batch)
+        return self._widths[rows, batch]
+
+    def _expected_width(self, lengths: tuple[int, ...], rows: int, batch: int | None) -> float:
+        count = len(lengths)
         every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
         total, below = 0.0, 0.0
         for place in (*range(every, count, every), count):
