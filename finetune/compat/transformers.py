@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -18,6 +19,8 @@ _BALANCE = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_fun
 _LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
+_LOADED = "transformers.core_model_loading.set_param_for_module"
+_QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
 
 TOUCHED = (
     Touched(
@@ -106,6 +109,17 @@ TOUCHED = (
     ),
     Touched(
         "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
+    ),
+    Touched(
+        _LOADED, "patch", "a decoder layer that is loaded leaves memory for a file before the next one comes",
+        _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model",
+        "model target_name param_value loading_info hf_quantizer",
+    ),
+    Touched(
+        _QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
+        _READ_IN, "transformers.core_model_loading.WeightConverter.convert|"
+        "transformers.core_model_loading.WeightRenaming.convert",
+        "self input_dict full_layer_name model kwargs", needs="a card",
     ),
 )  # fmt: skip
 
@@ -203,11 +217,17 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
 
     `quantiser` replaces transformers' own for 4 bits.
     """
+    import torch
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
     quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[kind])(quantization, pre_quantized=False)
-    quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # of biases, as from_pretrained has it
+    try:
+        quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+    finally:
+        torch.set_default_dtype(before)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 
@@ -231,6 +251,47 @@ def loading_with(quantiser: type | None) -> Iterator[None]:
         yield
     finally:
         AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+
+
+@contextmanager
+def after_each_parameter(called: Callable[[Any, str], None]) -> Iterator[None]:
+    """Inside, loading calls `called(model, name)` after each parameter that it has set, and reads one tensor at a time."""
+    from transformers import core_model_loading
+
+    usual, switch = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
+
+    def put(model: Any, target_name: str, *rest: Any, **named: Any) -> None:
+        usual(model, target_name, *rest, **named)
+        called(model, target_name)
+
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        with replaced(_LOADED, put):
+            yield
+    finally:
+        os.environ.pop(switch)
+        if before is not None:
+            os.environ[switch] = before
+
+
+@contextmanager
+def quantised_on(device: Any) -> Iterator[None]:
+    """Inside, a model that is loaded into host memory has its 4-bit weights quantised on `device`, one after another."""
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    if device.type == "cpu":
+        yield
+        return
+    usual = Bnb4bitQuantize.convert
+
+    def convert(self: Any, input_dict: Any, *given: Any, **named: Any) -> Any:
+        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        made = usual(self, {name: value.to(device) for name, value in values.items()}, *given, **named)
+        return {name: value.to("cpu") for name, value in made.items()}
+
+    with replaced(_QUANTISE, convert):
+        yield
 
 
 @cache
