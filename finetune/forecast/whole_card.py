@@ -209,6 +209,10 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
     With FSDP and DeepSpeed: all local ranks, and local rank 0 gathers the model to save it.
     """
     launch, training = settings.launch, 0 if card.is_cpu else run.host_bytes
+    if training and settings.layer_offloading == "nvme":  # the layers are in a file, and pass through as many buffers
+        from finetune.model.layer_offloading import BUFFERS
+
+        training += BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
     if launch.strategy == "ddp":
         return PROCESS_BYTES + max(training, 2 * run.parameters)
     return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
@@ -220,7 +224,8 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
     With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
     """
     adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
-    return (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
+    layers = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
+    return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
 def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay | None) -> tuple[str, ...]:

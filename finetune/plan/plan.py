@@ -200,7 +200,10 @@ class Plan:
         """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
         values = _upgraded(values) if "version" not in values else dict(values)
         # a run from before there were any goes on without
-        before = {"lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False}
+        before = {
+            "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
+            "offloaded_layers": 1,
+        }  # fmt: skip
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
 

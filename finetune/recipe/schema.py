@@ -254,6 +254,12 @@ class Recipe(_Strict):
     offload_embeddings: AutoOr[bool] = _memory(
         AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
     )
+    layer_offloading: AutoOr[Literal[False, "cpu", "nvme"]] = _memory(
+        AUTO, COST, "Frozen weights of decoder layers: false (on the card), cpu (in host memory), nvme (in a file)."
+    )
+    offloaded_layers: AutoOr[Positive] = _memory(
+        AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the card."
+    )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     gpu: Text = _memory(
         AUTO,

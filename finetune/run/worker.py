@@ -159,7 +159,7 @@ class Worker:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
-        base = build_base(settings, load_config(settings), device=device, weights=True)
+        base = build_base(settings, load_config(settings), device=device, weights=True, offloads=True)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)
