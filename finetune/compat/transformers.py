@@ -21,7 +21,6 @@ _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 _SET = "transformers.core_model_loading.set_param_for_module"
 _WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
-_LOADED = "transformers.core_model_loading.set_param_for_module"
 _QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
 
 TOUCHED = (
@@ -120,11 +119,6 @@ TOUCHED = (
     ),
     Touched(
         "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
-    ),
-    Touched(
-        _LOADED, "patch", "a decoder layer that is loaded leaves memory for a file before the next one comes",
-        _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model",
-        "model target_name param_value loading_info hf_quantizer",
     ),
     Touched(
         _QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
@@ -287,28 +281,6 @@ def loading_with(quantiser: type | None) -> Iterator[None]:
         yield
     finally:
         AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
-
-
-@contextmanager
-def after_each_parameter(called: Callable[[Any, str], None]) -> Iterator[None]:
-    """Inside, loading calls `called(model, name)` after each parameter that it has set, and reads one tensor at a time."""
-    from transformers import core_model_loading
-
-    usual, switch = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
-
-    def put(model: Any, target_name: str, *rest: Any, **named: Any) -> None:
-        usual(model, target_name, *rest, **named)
-        called(model, target_name)
-
-    before = os.environ.get(switch)
-    os.environ[switch] = "1"
-    try:
-        with replaced(_LOADED, put):
-            yield
-    finally:
-        os.environ.pop(switch)
-        if before is not None:
-            os.environ[switch] = before
 
 
 @contextmanager

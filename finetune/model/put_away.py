@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.compat.transformers import after_each_parameter, quantised_on
+from finetune.compat.transformers import loading_in_order, quantised_on
 from finetune.errors import DiskFull
 from finetune.files import free_disk_bytes, write_text
 from finetune.model.build import build_base
 from finetune.model.configuration import resolve_model_path
+from finetune.model.layer_offloading import offload_layers
 from finetune.model.quantisation import quantization_config
 from finetune.model.quantised_files import folder, lock_of, remove_unfinished
 from finetune.model.quantised_store import (
@@ -52,7 +53,7 @@ _CLEAR = "`finetune cache clear` deletes what is kept of other models; FINETUNE_
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
-def open_store(settings: Settings, config: PretrainedConfig, device: torch.device | str, say: Say) -> Store:
+def open_store(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, say: Say) -> Store:
     """The model's file, every part of it checked; made first where there is none, and again where it is damaged.
 
     `device` quantises. One process of a machine does the work, others that want the same file wait for it. Raises DiskFull when
@@ -66,11 +67,14 @@ def open_store(settings: Settings, config: PretrainedConfig, device: torch.devic
         try:
             return _checked(path, parts)
         except FileNotFoundError:
-            say(f"its weights are quantised and kept in {path} ({format_bytes(file_bytes(parts))}), for every later start")
+            pass
         except NotThisModel as error:
             say(f"{error}; it is made again")
             path.unlink(missing_ok=True)
+        began = time.perf_counter()
         _make(path, parts, facts, settings, config, torch.device(device))
+        took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
+        say(f"the weights were quantised in {took} and are kept for later starts: {path}, {format_bytes(file_bytes(parts))}")
         _stamp(path)
         return Store(path)
 
@@ -164,7 +168,7 @@ def _make(
             f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there", f"Free some space: {_CLEAR}."
         )
     with _disk_errors(path), StoreWriter(path, parts) as writer:
-        with quantised_on(device), after_each_parameter(_PutAway(writer)):
+        with quantised_on(device), loading_in_order(_PutAway(writer)):
             base = build_base(settings, config, device="cpu", weights=True)
         for part in writer.missing:
             writer.write(part, {name: value_of(base, name) for name in part.parameters})
@@ -185,27 +189,33 @@ class _PutAway:
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
-        self._waits = {part.name: set(part.parameters) for part in writer.parts if part.name != OUTSIDE}
-        self._part_of = {name: part for part in writer.parts if part.name != OUTSIDE for name in part.parameters}
+        layers = [part for part in writer.parts if part.name != OUTSIDE]
+        self._waits = {part.name: set(part.parameters) for part in layers}
+        self._part_of = {name: part for part in layers for name in part.parameters}
+        self._paths: dict[torch.nn.Module, str] = {}
 
-    def __call__(self, model: torch.nn.Module, name: str) -> None:
-        part = self._part_of.get(name)
+    def __call__(self, model: torch.nn.Module, module: torch.nn.Module, name: str) -> None:
+        self._paths = self._paths or {part: path for path, part in model.named_modules()}
+        full = f"{self._paths[module]}.{name}"
+        part = self._part_of.get(full)
         if part is None:
             return
-        waits = self._waits[part.name]
-        waits.discard(name)
-        if waits:
-            return
-        with _disk_errors(self._writer.path):
-            self._writer.write(part, {name: value_of(model, name) for name in part.parameters})
-        for done in part.parameters:
-            path, _, attribute = done.rpartition(".")
-            module: Any = model.get_submodule(path)
-            empty = torch.nn.Parameter(torch.empty(0, dtype=module._parameters[attribute].dtype), requires_grad=False)
-            empty._is_hf_initialized = True  # type: ignore[attr-defined]  # read by transformers after loading
-            module._parameters[attribute] = empty
-            if hasattr(module, "quant_state"):
-                module.quant_state = None
+        self._waits[part.name].discard(full)
+        if not self._waits[part.name]:
+            with _disk_errors(self._writer.path):
+                self._writer.write(part, {one: value_of(model, one) for one in part.parameters})
+            for one in part.parameters:
+                _forget(model, one)
+
+
+def _forget(model: torch.nn.Module, name: str) -> None:
+    """Give the memory of a parameter back; transformers still finds it, loaded and of no size."""
+    path, _, attribute = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    parameter = module._parameters[attribute]
+    parameter.data = parameter.data.new_empty(0)
+    if hasattr(parameter, "quant_state"):
+        parameter.quant_state = module.quant_state = None
 
 
 def value_of(model: torch.nn.Module, name: str) -> Any:
@@ -217,12 +227,32 @@ def value_of(model: torch.nn.Module, name: str) -> Any:
     return value
 
 
-def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: torch.device | str) -> PreTrainedModel:
-    """The base model on `device` with the weights of its file, as `build_base` would load them."""
+def load_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, say: Say) -> PreTrainedModel:
+    """The base model on `device`, with layers offloaded as the recipe has it: of 4-bit weights through the model's file.
+
+    Without room for the file it is loaded from its checkpoint, which `say` is told.
+    """
+    if settings.layer_offloading is not False and settings.load_in_4bit is True:
+        try:
+            return base_from(open_store(settings, config, device, say), settings, config, device)
+        except (DiskFull, NotThisModel) as error:
+            say(f"{error}. Its weights are quantised again at every start instead.")
+    return build_base(settings, config, device=device, weights=True, offloads=True)
+
+
+def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: torch.device | str | int) -> PreTrainedModel:
+    """The base model on `device` with the weights of its file, as `build_base` would load them, with its offloaded layers."""
     base = build_base(settings, config, device=device, weights=False)
+    offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
     books = code_books(store, device)
-    for part in store.parts:
+    for part in [store.parts[-1], *store.parts[:-1]]:
         fill(base, store, part, books, device)
+        if offloading is not None:
+            for path, _, name in (parameter.rpartition(".") for parameter in part.parameters):
+                offloading.loaded(base.get_submodule(path), name)
+    if offloading is not None:
+        offloading.finish()
+        base.layer_offloading = offloading  # type: ignore[assignment]
     return finished(base, settings)
 
 
@@ -238,14 +268,14 @@ def finished(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     return base.eval()
 
 
-def code_books(store: Store, device: torch.device | str) -> dict[str, torch.Tensor]:
+def code_books(store: Store, device: torch.device | str | int) -> dict[str, torch.Tensor]:
     """The code books of the file's 4-bit weights; empty where it has none."""
     outside = store.parts[-1]
     return {entry.name: store.rows(outside, entry).to(device) for entry in outside.entries if entry.name in BOOKS}
 
 
 def fill(
-    base: torch.nn.Module, store: Store, part: Part, books: Mapping[str, torch.Tensor], device: torch.device | str
+    base: torch.nn.Module, store: Store, part: Part, books: Mapping[str, torch.Tensor], device: torch.device | str | int
 ) -> None:
     """Give the parameters and buffers of a part, which are on meta, their values on `device`, wherever the model has them."""
     places = places_of(base)

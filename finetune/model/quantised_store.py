@@ -277,12 +277,12 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb")
+        self.file = path.open("rb")
         try:
-            length = int.from_bytes(self._file.read(8), "little")
+            length = int.from_bytes(self.file.read(8), "little")
             if length > path.stat().st_size:
                 raise Damaged(f"{path} is cut off")
-            values = json.loads(self._file.read(length))
+            values = json.loads(self.file.read(length))
             metadata = values["__metadata__"]
             if metadata["format"] != FORMAT:
                 raise Damaged(f"{path} is of another version")
@@ -298,7 +298,7 @@ class Store:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise Damaged(f"{path} can't be read: {type(error).__name__}: {error}") from None
         self.size = 8 + length + sum(part.size for part in self.parts)
-        if os.fstat(self._file.fileno()).st_size != self.size:
+        if os.fstat(self.file.fileno()).st_size != self.size:
             raise Damaged(f"{path} is cut off")
 
     def verify(self) -> None:
@@ -318,13 +318,13 @@ class Store:
         return digest.hexdigest()
 
     def _read(self, begin: int, into: memoryview) -> None:
-        if read_at(self._file.fileno(), begin, into) < len(into):
+        if read_at(self.file.fileno(), begin, into) < len(into):
             raise Damaged(f"{self.path} is cut off")
 
     @cached_property
     def _mapped(self) -> torch.Tensor:
         """The file as bytes, mapped into memory: pages are read when they are used, and writing changes only this process's."""
-        return torch.frombuffer(mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
     def place(self, part: str) -> tuple[int, int]:
         """First byte in the file, and bytes, of a part."""
@@ -367,14 +367,14 @@ class Store:
         from bitsandbytes.functional import QuantState
 
         facts = self.states[name]
-        nested = None
+        code, nested = books["quant_map"].clone(), None
         if "nested_absmax" in tables:
             nested = QuantState(
                 absmax=tables["nested_absmax"], code=books["nested_quant_map"], blocksize=facts["nested_blocksize"],
                 dtype=getattr(torch, facts["nested_dtype"]),
             )  # fmt: skip
         return QuantState(
-            absmax=tables["absmax"], shape=torch.Size(facts["shape"]), code=books["quant_map"], blocksize=facts["blocksize"],
+            absmax=tables["absmax"], shape=torch.Size(facts["shape"]), code=code, blocksize=facts["blocksize"],
             quant_type=facts["quant_type"], dtype=getattr(torch, facts["dtype"]), offset=tables.get("nested_offset"),
             state2=nested,
         )  # fmt: skip

@@ -141,7 +141,7 @@ class Worker:
         from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import run_tokenizer
         from finetune.model.adapters import attach_adapters, prepare_for_training
-        from finetune.model.build import build_base
+        from finetune.model.put_away import load_base
         from finetune.model.quiet import quiet_libraries
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
@@ -159,7 +159,7 @@ class Worker:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
-        base = build_base(settings, load_config(settings), device=device, weights=True, offloads=True)
+        base = load_base(settings, load_config(settings), device, self._warn)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)
@@ -212,6 +212,9 @@ class Worker:
             memory_is="process" if self.plan.card.is_cpu else "card",
         ))  # fmt: skip
         self.events.emit(events.State(state="running"))
+
+    def _warn(self, message: str) -> None:
+        self.events.emit(events.RunWarning(message=message))
 
     def _open_card(self) -> None:
         """Open the card, limit it to the budget and try its kernels, before anything is loaded. Raises CardError."""
