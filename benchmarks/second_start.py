@@ -1,4 +1,4 @@
-"""Seconds and memory to load a random 4-bit model of 200M parameters: quantised at the first start, read from its file at others.
+"""Seconds and memory to load a random 4-bit model of 200M parameters: quantised at the first start, read at the second.
 
     python benchmarks/second_start.py            # on the processor; --device cuda
 
