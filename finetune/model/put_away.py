@@ -177,11 +177,14 @@ def _make(
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Raise errors of the disk as DiskFull; others would be taken for errors of the checkpoint."""
+    """Raise errors of the disk as DiskFull, and of another kind of model as NotThisModel: while a checkpoint is read they would
+    be taken for errors of its own."""
     try:
         yield
     except OSError as error:
         raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_CLEAR}.") from None
+    except (KeyError, AttributeError) as error:
+        raise NotThisModel(f"this model can't be kept in {path}: {type(error).__name__}: {error}") from error
 
 
 class _PutAway:
