@@ -287,7 +287,7 @@ def _simulated(
         from finetune.model.layer_offloading import offloaded_numbers
 
         offloaded, method = _simulated(config, resolved(settings, offloaded_layers=layers), batch, capability)
-        resident, _ = _simulated(config, resolved(settings, layer_offloading=False), batch, capability)
+        resident, _ = _simulated(config, resolved(settings, layer_offloading=False, offloaded_layers=0), batch, capability)
         return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
     key = cache.key_of(config=config.to_dict(), settings=_memory_settings(settings), batch=asdict(batch), capability=capability)
     if key not in _SIMULATED:

@@ -22,7 +22,7 @@ import torch
 from finetune.compat.peft import before_magnitudes
 from finetune.compat.torch import without_modes
 from finetune.compat.transformers import loading_in_order, wrap_checkpoint
-from finetune.errors import RecipeError
+from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
 from finetune.model import host_memory
 from finetune.model.checkpointing import base_of, decoder_layers
@@ -150,12 +150,19 @@ class FileRuns:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
     def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Write a run. Raises OSError on a full disk."""
+        """Write a run. Raises DiskFull."""
         self._stage(size, like)
         run = self._staging[0][:size]
         fill(run)
-        self._file.seek(self._end)
-        self._file.write(memoryview(run.numpy()))
+        try:
+            self._file.seek(self._end)
+            self._file.write(memoryview(run.numpy()))
+            self._file.flush()
+        except OSError as error:
+            raise DiskFull(
+                f"the offloaded layers can't be written to {cache_dir()}: {error}",
+                "Free some space there or set FINETUNE_CACHE to a folder on another drive, or set layer_offloading=cpu.",
+            ) from error
         self._spans[place] = (self._end, size)
         self._end += size
 
@@ -266,9 +273,9 @@ class LayerOffloading:
         self._arrive(self._slot(place))
 
     def have_module(self, module: torch.nn.Module) -> None:
-        """The same for the layer that a module is in, if that is offloaded."""
+        """The same for the layer that a module is in, if that is offloaded. A forecast's has no weights yet."""
         place = self._place_of.get(id(module))
-        if place is not None:
+        if place is not None and self.buffers:
             self.have(place)
 
     def _fetch(self, place: int) -> None:
@@ -343,11 +350,14 @@ class StoredRuns(FileRuns):
 
 
 def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
-    """What `settings` offload of a model whose weights are not loaded yet. Raises OSError where a file can't be made.
+    """What `settings` offload of a model whose weights are not loaded yet. Raises RecipeError for what it does not work with.
 
     Without `weights`, in a forecast, layers are always in host memory: on the card there is no difference. `store`: the file
     that the weights come from, where offloaded layers stay with `nvme`.
     """
+    if settings.torch_compile or settings.launch.strategy != "ddp":
+        other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
+        raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
     runs: Runs = HostRuns()
     if settings.layer_offloading == "nvme" and store is not None:
         runs = StoredRuns(store, offloaded_numbers(len(decoder_layers(model)), settings.offloaded_layers))

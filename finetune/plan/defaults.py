@@ -44,8 +44,6 @@ def choose_basics(
     choices = _choose_batch(choices, data)
     choices = choices.choose("lean_layers", *_lean(choices.recipe))
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
-    choices = choices.choose("layer_offloading", False, "every layer's weights stay on the card")
-    choices = choices.choose("offloaded_layers", shape.layers, "all of them, with layer_offloading")
     choices = choices.choose("gpu", card.name, card.reason).because("gpu", card.reason)
     return choices.choose(
         "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"

@@ -147,10 +147,12 @@ class Worker:
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
+        from finetune.run.layers import check_host_memory
         from finetune.run.training import RunTrainer, sft_config
 
         collect_as_usual()
         require_data(self.run)
+        check_host_memory(self.plan)
         settings = self.plan.settings
         quiet_libraries()
         set_seed(settings.seed)

@@ -19,7 +19,7 @@ MOST_TENSORS = 4 * 7
 
 
 def away(layers, how="cpu"):
-    return {"layer_offloading": how, "offloaded_layers": layers}
+    return {"layer_offloading": how, "offloaded_layers": layers} if how else {}
 
 
 def dry(layers, **changes):

@@ -1,6 +1,8 @@
 """Layers whose weights are on the card only while they run: the same numbers as resident ones, or a clear refusal."""
 
+import contextlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from finetune.model.layer_offloading import BUFFERS, offloaded_numbers, offloadi
 from finetune.model.offload import InOrder, SideStream
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
+from finetune.recipe.schema import LaunchRecipe
 
 KINDS = {"16-bit": {"dtype": "bfloat16"}, "nf4": {"dtype": "bfloat16", "load_in_4bit": True}}
 TECHNIQUES = {
@@ -133,6 +136,13 @@ def test_int8_weights_are_refused(saved):
         build_base(settings, load_config(settings), device="cpu", weights=True, offloads=True)
 
 
+@pytest.mark.parametrize("other", [{"torch_compile": True}, {"launch": LaunchRecipe(strategy="fsdp", num_processes=2)}])
+def test_what_was_not_tried_is_refused(saved, other):
+    settings = away(recomputed(saved(), dtype="bfloat16")).model_copy(update=other)
+    with pytest.raises(RecipeError, match="layer_offloading has not been shown to work with"):
+        build_base(settings, load_config(settings), device="cpu", weights=False, offloads=True)
+
+
 @pytest.mark.parametrize(("layers", "count", "numbers"), [(4, 9, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 2, [2, 4]), (3, 1, [2])])
 def test_offloaded_layers_are_spread_evenly(layers, count, numbers):
     assert offloaded_numbers(layers, count) == numbers
@@ -151,18 +161,8 @@ def test_a_copy_that_a_thread_issues_waits_only_for_what_was_issued_before_the_r
         def record_event(self):
             return f"event {len(log)}"
 
-    class Cuda:
-        Stream = Stream
-
-        @staticmethod
-        def current_stream(_):
-            return Stream()
-
-        @staticmethod
-        def stream(_):
-            return torch.no_grad()
-
-    copies, target = SideStream(torch.device("cpu"), Cuda), torch.zeros(2)
+    cuda = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: contextlib.nullcontext())
+    copies, target = SideStream(torch.device("cpu"), cuda), torch.zeros(2)
     mark = copies.mark()
     assert copies.copy(target, torch.ones(2), after=mark) == "event 1"
     assert log == ["waits for event 0"] and target.tolist() == [1, 1]
