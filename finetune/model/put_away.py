@@ -267,7 +267,7 @@ def finished(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     base.name_or_path = base.config.name_or_path = path
     if base.can_generate():
         with contextlib.suppress(OSError):  # there need not be any
-            base.generation_config = GenerationConfig.from_pretrained(path, revision=settings.model_revision)
+            base.generation_config = GenerationConfig.from_pretrained(path, revision=settings.model_revision or "main")
     return base.eval()
 
 

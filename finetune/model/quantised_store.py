@@ -290,7 +290,7 @@ class Store:
             self.facts: dict[str, Any] = json.loads(metadata["facts"])
             self.states: dict[str, dict[str, Any]] = json.loads(metadata["states"])
             self.parts = tuple(
-                Part(name, tuple(Entry(*entry[:3], tuple(entry[3]), entry[4]) for entry in entries), size)
+                Part(name, tuple(Entry(own, table, dtype, tuple(shape), at) for own, table, dtype, shape, at in entries), size)
                 for name, size, _, entries in layout
             )
             self._hashes = {name: digest for name, _, digest, _ in layout}
