@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ WINDOWS = sys.platform == "win32"
 _IN_USE_S = 5.0
 #: Seconds for which somebody who only looks may hold a lock.
 _LOOK_S = 0.05
+#: Held by the thread that moves a file's place, where reading moves it.
+_READING = threading.Lock()
 
 
 def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
@@ -127,6 +130,24 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_at(descriptor: int, begin: int, into: memoryview) -> int:
+    """Fill `into` with a file's bytes from `begin`; returns how many there were. Raises OSError."""
+    done = 0
+    while done < len(into):
+        if sys.platform == "win32":  # which has no read at a place; a duplicate would share it, too
+            with _READING:
+                os.lseek(descriptor, begin + done, os.SEEK_SET)
+                data = os.read(descriptor, min(len(into) - done, 2**24))
+            into[done : done + len(data)] = data
+            count = len(data)
+        else:
+            count = os.preadv(descriptor, [into[done:]], begin + done)
+        if not count:
+            break
+        done += count
+    return done
 
 
 def sync_folder(path: Path) -> None:

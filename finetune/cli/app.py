@@ -256,7 +256,7 @@ def cache(
     verb: Annotated[str, typer.Argument(help="list, or clear.")] = "list",
     json: Json = False,
 ) -> None:
-    """Show or clear the tokenised rows on disk.
+    """Show or clear tokenised rows and quantised models on disk.
 
     They are made again when they are needed.
 

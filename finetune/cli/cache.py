@@ -1,4 +1,4 @@
-"""`finetune cache`: the size of the tokenised rows on disk, and their deletion."""
+"""`finetune cache`: the size of tokenised rows and quantised models on disk, and their deletion."""
 
 from __future__ import annotations
 
@@ -13,21 +13,33 @@ from finetune.units import format_bytes
 
 
 def use_cache(verb: str, *, as_json: bool) -> None:
-    """Show or clear the tokenised rows. Raises DiskFull when they can't be deleted."""
+    """Show or clear tokenised rows and quantised models. Raises DiskFull when they can't be deleted."""
     if verb not in ("list", "clear"):
         raise RecipeError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
     from finetune.data.token_cache import folder
+    from finetune.model import quantised_files
 
-    root = folder()
+    root, models = folder(), quantised_files.folder()
     entries = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
     size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    quantised, quantised_bytes = quantised_files.kept(), quantised_files.size_bytes()
     try:
         for entry in entries if verb == "clear" else ():
             shutil.rmtree(entry)
+        if verb == "clear":
+            quantised_files.clear()
     except OSError as error:
-        raise DiskFull(f"{root} can't be deleted: {error.strerror}", "Check its permissions.") from None
+        raise DiskFull(f"{error.filename or root} can't be deleted: {error.strerror}", "Check its permissions.") from None
     if as_json:
-        print_json({"folder": str(root), "files_of_rows": len(entries), "bytes": size, "cleared": verb == "clear"})
+        print_json({
+            "folder": str(root), "files_of_rows": len(entries), "bytes": size, "models_folder": str(models),
+            "quantised_models": len(quantised), "quantised_bytes": quantised_bytes, "cleared": verb == "clear",
+        })  # fmt: skip
         return
-    what = f"tokenised rows of {len(entries):,} file(s), {format_bytes(size)}, in {escape(str(root))}"
-    out.print(f"cleared: {what}" if verb == "clear" else f"{what}\nTo delete them:  finetune cache clear", soft_wrap=True)
+    for what in (
+        f"tokenised rows of {len(entries):,} file(s), {format_bytes(size)}, in {root}",
+        f"{len(quantised):,} quantised model(s), {format_bytes(quantised_bytes)}, in {models}",
+    ):
+        out.print(escape(f"cleared: {what}" if verb == "clear" else what), soft_wrap=True)
+    if verb != "clear":
+        out.print("To delete them:  finetune cache clear")

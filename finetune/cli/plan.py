@@ -179,7 +179,7 @@ def _print_suggestions(plan: Plan) -> None:
 def _print_many_cards(needs: ManyCards) -> None:
     cards, room = needs.cards, needs.budget_bytes
     out.print(f"\n[bold]{cards} cards with {format_bytes(room)} each are not one card with {format_bytes(cards * room)}[/]")
-    out.print("Each card keeps its own activations, and the whole model while loading. With this plan's settings:")
+    out.print("Each card keeps its own activations; all but fsdp in 4 bit load the whole model. With this plan's settings:")
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
     for row in needs.rows:
         sizes = (_bytes(size) for size in (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes))

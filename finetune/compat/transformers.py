@@ -21,6 +21,7 @@ _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
 _SET = "transformers.core_model_loading.set_param_for_module"
 _WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
+_QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
 
 TOUCHED = (
     Touched(
@@ -119,6 +120,12 @@ TOUCHED = (
     Touched(
         "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
     ),
+    Touched(
+        _QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
+        _READ_IN, "transformers.core_model_loading.WeightConverter.convert|"
+        "transformers.core_model_loading.WeightRenaming.convert",
+        "self input_dict full_layer_name model kwargs", needs="a card",
+    ),
 )  # fmt: skip
 
 
@@ -215,11 +222,17 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
 
     `quantiser` replaces transformers' own for 4 bits.
     """
+    import torch
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
     quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[kind])(quantization, pre_quantized=False)
-    quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # of biases, as from_pretrained has it
+    try:
+        quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+    finally:
+        torch.set_default_dtype(before)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 
@@ -268,6 +281,25 @@ def loading_with(quantiser: type | None) -> Iterator[None]:
         yield
     finally:
         AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+
+
+@contextmanager
+def quantised_on(device: Any) -> Iterator[None]:
+    """Inside, a model that is loaded into host memory has its 4-bit weights quantised on `device`, one after another."""
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    if device.type == "cpu":
+        yield
+        return
+    usual = Bnb4bitQuantize.convert
+
+    def convert(self: Any, input_dict: Any, *given: Any, **named: Any) -> Any:
+        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        made = usual(self, {name: value.to(device) for name, value in values.items()}, *given, **named)
+        return {name: value.to("cpu") for name, value in made.items()}
+
+    with replaced(_QUANTISE, convert):
+        yield
 
 
 @cache

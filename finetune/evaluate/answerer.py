@@ -17,8 +17,8 @@ from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
 from finetune.files import sha256_of
-from finetune.model.build import build_base
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
+from finetune.model.put_away import load_base
 from finetune.model.quiet import quiet_libraries
 from finetune.model.transformers_config import load_config
 from finetune.plan.plan import read_plan
@@ -142,7 +142,7 @@ def longest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
 
 def _load(plan: Plan, folder: Any, device: str) -> Any:
     settings = plan.settings
-    base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True, offloads=True)
+    base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, say=lambda _: None)
     try:
         model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.forecast.shard_units import EMBEDDING, HEAD, REST
+from finetune.recipe.compatibility import reads_own_rows
 
 if TYPE_CHECKING:
     from finetune.forecast.ledger import DryRun
@@ -35,7 +36,7 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
     """
     launch = settings.launch
     if launch.strategy == "fsdp":
-        sharded = _fsdp(units, launch.num_processes, launch.offload)
+        sharded = _fsdp(units, settings)
     elif launch.strategy == "deepspeed":
         sharded = _deepspeed(units, settings)
     else:
@@ -48,8 +49,8 @@ class Sharded:
     """Memory of one rank under a strategy, in bytes.
 
     `kept`: (frozen, trained) bytes of each unit on the card; `states`: share of the optimizer states on the card; `masters`:
-    fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `loading`: shards beside the
-    full model while it is sharded; `host`: host memory of each rank.
+    fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `loading`: parameters while the
+    model is loaded and sharded; `own_rows`: no rank loads more; `host`: host memory of each rank.
     """
 
     kept: dict[str, tuple[int, int]]
@@ -58,27 +59,49 @@ class Sharded:
     gathered: int
     loading: int
     host: int
+    own_rows: bool = False
 
 
-def _fsdp(units: tuple[Unit, ...], cards: int, offload: str) -> Sharded:
+def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
+    cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
     # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
     # parameters and are not sharded (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param).
     shards = {unit.name: _sums(unit, lambda parameter: _shard_rows(parameter, cards)) for unit in units}
     # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     gathered = gathered_by_fsdp(units, cards) + 2 * max(cards * trained for _, trained in shards.values())
-    if offload == "none":
-        # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param). Each rank loads
-        # the full model and keeps its shards beside it until all is sharded (accelerate/utils/fsdp_utils.py,
-        # fsdp2_prepare_model, original_sd).
-        return Sharded(shards, _share(units, shards), 0, gathered, sum(map(sum, shards.values())), 0)
+    # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
+    # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps what was before
+    # the sharding until all is sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
+    before = _adapters(units) if own_rows else _all_bytes(units)
+    if settings.launch.offload == "none":
+        # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
+        loading = max(before + sum(map(sum, shards.values())), _quantising(units) if own_rows else 0)
+        return Sharded(shards, _share(units, shards), 0, gathered, loading, 0, own_rows)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
     trained = sum(part for _, part in shards.values())
     host = sum(_pinned(_shard_rows(parameter, cards)) for unit in units for parameter in unit.parameters)
     arriving = 2 * max(map(sum, shards.values()))
-    return Sharded(nothing, 0.0, 0, gathered + arriving, 0, host + 3 * trained)
+    loading = max(before + trained, _quantising(units)) if own_rows else before
+    return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows)
+
+
+def _all_bytes(units: tuple[Unit, ...]) -> int:
+    """Bytes of all parameters, whole."""
+    return sum(sum(_sums(unit, lambda parameter: parameter.size_bytes)) for unit in units)
+
+
+def _adapters(units: tuple[Unit, ...]) -> int:
+    """Bytes of the trained parameters, whole."""
+    return sum(_sums(unit, lambda parameter: parameter.size_bytes)[1] for unit in units)
+
+
+def _quantising(units: tuple[Unit, ...]) -> int:
+    """Bytes of the largest matrix in 16 bit beside its codes, which are a column of 4 to an element of 16 bits."""
+    codes = [p.size_bytes for unit in units for p in unit.parameters if p.row_bytes == p.item_bytes and not p.trained]
+    return 5 * max(codes, default=0)
 
 
 def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
@@ -117,7 +140,7 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
     buffers = 2 * hidden * hidden * item + (0 if offload else part)
     if launch.zero_stage == 2:
-        return Sharded(full, states, masters, buffers, 0, host)
+        return Sharded(full, states, masters, buffers, _all_bytes(units), host)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
     shards = {unit.name: _sums(unit, lambda parameter: _shard_elements(parameter, cards)) for unit in units}
     own, all_bytes = sum(map(sum, shards.values())), sum(map(sum, full.values()))
@@ -132,14 +155,15 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     fetched = max(map(sum, full.values())) + round(0.9 * hidden * hidden) * item
     gathered = min(all_bytes, persistent + MOST_LIVE * item + fetched) + buffers
     if not offload:
-        # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off
-        # (finetune/distributed/configuration.py, accelerate_configuration).
-        return Sharded(shards, states, masters, gathered, own, host)
+        # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
+        # transformers leaves quantised models out of it (finetune/distributed/configuration.py, accelerate_configuration;
+        # transformers/modeling_utils.py, PreTrainedModel.get_init_context).
+        return Sharded(shards, states, masters, gathered, all_bytes + own, host)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving = 2 * max(map(sum, shards.values()))
     host += sum(_pinned(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
     host += NVME_BUFFERS * item if launch.offload == "nvme" else 0
-    return Sharded(dict.fromkeys(shards, (0, 0)), states, masters, gathered + arriving, 0, host)
+    return Sharded(dict.fromkeys(shards, (0, 0)), states, masters, gathered + arriving, all_bytes, host)
 
 
 def _hidden_size(units: tuple[Unit, ...]) -> int:
@@ -160,14 +184,17 @@ def _applied(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: S
     # Bytes saved in every phase: each phase's peak falls by them.
     less = run.allocated_bytes - sum(parts.values())
     peaks = {phase: size - less if size else 0 for phase, size in run.peaks.items()}
-    loaded = sum(map(sum, full.values())) + sharded.loading
+    tables = run.parts["weights"] - sum(
+        frozen for frozen, _ in full.values()
+    )  # of 4-bit weights: no parameters, so not sharded
+    loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
     layers = {
         name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
     }
     layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
     here = settings.launch.num_processes // settings.launch.num_machines
     return dataclasses.replace(
-        run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": max(run.peaks["load"], loaded)},
+        run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
         host_bytes=here * (run.host_bytes + sharded.host), notes=(*run.notes, _note(settings)),
     )  # fmt: skip
 

@@ -196,7 +196,7 @@ def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run:
 def _least_peak(run: DryRun, alone: DryRun) -> int:
     """Lower bound of the peak: without all-gathered parameters, and without shards beside the full model while loading."""
     least = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
-    return max({**least, "load": alone.peaks["load"]}.values())
+    return max({**least, "load": min(run.peaks["load"], alone.peaks["load"])}.values())
 
 
 def _buckets(run: DryRun, settings: Settings) -> int:

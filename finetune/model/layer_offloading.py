@@ -29,6 +29,7 @@ from finetune.model.checkpointing import base_of, decoder_layers
 from finetune.model.offload import Copies, InOrder, SideStream
 
 if TYPE_CHECKING:
+    from finetune.model.quantised_store import Store
     from finetune.recipe import Settings
 
 #: Layers on the card at a time: one that computes and one that arrives.
@@ -150,9 +151,7 @@ class FileRuns:
 
     def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
         """Write a run. Raises DiskFull."""
-        if not self._staging or len(self._staging[0]) < size:
-            self._staging = [host_memory.host_run(size, like) for _ in range(BUFFERS)]
-            self._copied = [None] * BUFFERS
+        self._stage(size, like)
         run = self._staging[0][:size]
         fill(run)
         try:
@@ -166,6 +165,11 @@ class FileRuns:
             ) from error
         self._spans[place] = (self._end, size)
         self._end += size
+
+    def _stage(self, size: int, like: torch.Tensor) -> None:
+        if not self._staging or len(self._staging[0]) < size:
+            self._staging = [host_memory.host_run(size, like) for _ in range(BUFFERS)]
+            self._copied = [None] * BUFFERS
 
     def fetch(self, place: int, into: torch.Tensor, copies: Copies) -> Future[Any]:
         """Start to read, and then to copy."""
@@ -349,16 +353,32 @@ class _Recomputed:
         return outputs
 
 
-def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool) -> LayerOffloading:
+class StoredRuns(FileRuns):
+    """Runs that are in the file of quantised weights already; nothing is written."""
+
+    def __init__(self, store: Store, numbers: list[int]) -> None:
+        super().__init__(store.file)
+        self._places = [store.place(f"layers.{number}")[0] for number in numbers]
+
+    def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
+        """Note where a run is: the matrices and their tables are the beginning of the layer's run in the file."""
+        self._spans[place] = (self._places[place], size)
+        self._stage(size, like)
+
+
+def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
     """What `settings` offload of a model whose weights are not loaded yet. Raises RecipeError for what it does not work with.
 
-    Without `weights`, in a forecast, layers are always in host memory: on the card there is no difference.
+    Without `weights`, in a forecast, layers are always in host memory: on the card there is no difference. `store`: the file
+    that the weights come from, where offloaded layers stay with `nvme`.
     """
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
         raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
     runs: Runs = HostRuns()
-    if settings.layer_offloading == "nvme" and weights:
+    if settings.layer_offloading == "nvme" and store is not None:
+        runs = StoredRuns(store, offloaded_numbers(len(decoder_layers(model)), settings.offloaded_layers))
+    elif settings.layer_offloading == "nvme" and weights:
         folder = cache_dir() / "layers"
         folder.mkdir(parents=True, exist_ok=True)
         runs = FileRuns(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - open as long as the model lives

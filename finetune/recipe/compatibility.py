@@ -13,6 +13,7 @@ from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import LaunchRecipe, Recipe
+    from finetune.recipe.settings import Settings
 
 AUTO = "auto"
 #: Optimizers that work on sharded parameters; those of bitsandbytes and of this project need whole ones.
@@ -34,6 +35,14 @@ def is_zero3(launch: LaunchRecipe) -> bool:
 def shards_weights(launch: LaunchRecipe) -> bool:
     """Whether the weights are sharded."""
     return launch.strategy == "fsdp" or is_zero3(launch)
+
+
+def reads_own_rows(settings: Settings) -> bool:
+    """Whether each rank reads its own rows of the weights, and none ever holds the model: FSDP with 4-bit weights.
+
+    DoRA's magnitudes are computed from whole weights.
+    """
+    return settings.launch.strategy == "fsdp" and settings.load_in_4bit is True and not settings.use_dora
 
 
 def problems(recipe: Recipe) -> Iterator[str]:

@@ -19,7 +19,7 @@ from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
 from finetune.garbage import collect_as_usual, collect_rarely, leave_all
 from finetune.model.weights import weights_fingerprint
-from finetune.recipe.compatibility import shards_weights
+from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
 from finetune.run.best import in_words, save_result
@@ -141,8 +141,9 @@ class Worker:
         from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import run_tokenizer
         from finetune.model.adapters import attach_adapters, prepare_for_training
-        from finetune.model.build import build_base
+        from finetune.model.put_away import load_base
         from finetune.model.quiet import quiet_libraries
+        from finetune.model.sharded_loading import sharded_base
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
@@ -161,7 +162,8 @@ class Worker:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
-        base = build_base(settings, load_config(settings), device=device, weights=True, offloads=True)
+        load = sharded_base if reads_own_rows(settings) else load_base
+        base = load(settings, load_config(settings), device, self._warn)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)
@@ -214,6 +216,9 @@ class Worker:
             memory_is="process" if self.plan.card.is_cpu else "card",
         ))  # fmt: skip
         self.events.emit(events.State(state="running"))
+
+    def _warn(self, message: str) -> None:
+        self.events.emit(events.RunWarning(message=message))
 
     def _open_card(self) -> None:
         """Open the card, limit it to the budget and try its kernels, before anything is loaded. Raises CardError."""

@@ -40,8 +40,9 @@ def hand_run():
     return DryRun(parts, peaks, layers, host_bytes=7, parameters=1, method="by hand")
 
 
-def on_cards(cards, **launch):
-    return shard(hand_run(), MODEL, settings(launch={"num_processes": cards, **launch}))
+def on_cards(cards, model=MODEL, four_bit=False, dora=False, **launch):
+    chosen = settings(load_in_4bit=four_bit, use_dora=dora, launch={"num_processes": cards, **launch})
+    return shard(hand_run(), model, chosen)
 
 
 def test_fsdp_on_two_cards_by_hand():
@@ -54,6 +55,21 @@ def test_fsdp_on_two_cards_by_hand():
     assert made.peaks["train"] == hand_run().peaks["train"] - saved == made.allocated_bytes
     assert made.peaks["save"] == 2400 * KIB - saved and made.peaks["eval"] == 0
     assert made.peaks["load"] == (2160 + 1080) * KIB  # the full model, and one rank's shards
+
+
+@pytest.mark.parametrize(("offload", "kept_kib"), [("none", 1080), ("cpu", 2 * 8)])
+def test_of_4_bit_weights_each_card_loads_its_own_rows_beside_the_whole_adapters(offload, kept_kib):
+    made = on_cards(2, four_bit=True, strategy="fsdp", offload=offload)
+    assert made.peaks["load"] == (kept_kib + 32 + 100) * KIB  # its rows, or in host memory; adapters; what is not sharded
+    assert on_cards(8, four_bit=True, strategy="fsdp", offload=offload).peaks["load"] < made.peaks["load"]
+    dora = on_cards(2, four_bit=True, dora=True, strategy="fsdp", offload=offload)  # computed from whole weights
+    assert dora.peaks["load"] == on_cards(2, strategy="fsdp", offload=offload).peaks["load"]
+
+
+def test_the_first_start_has_one_matrix_in_16_bit_on_a_card():
+    codes = Parameter(2**20, 2, 2, False)  # a column of four codes to an element
+    made = on_cards(2, (Unit("layers.0", (codes,)), *MODEL[2:]), four_bit=True, strategy="fsdp", offload="cpu")
+    assert made.peaks["load"] == (2 + 8) * MIB + hand_run().parts["weights"] - codes.size_bytes - 2 * 64 * KIB
 
 
 def test_rows_that_do_not_divide_are_padded_on_every_card():

@@ -1,0 +1,32 @@
+"""Undocumented names of accelerate that are patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from finetune.compat.touched import Touched, replace
+
+_READ_IN = "1.15.0"
+_PREPARE = "accelerate.accelerator.fsdp2_prepare_model"
+
+TOUCHED = (
+    Touched(
+        _PREPARE, "patch", "a model without weights is sharded first, then each rank reads its own rows",
+        _READ_IN, "accelerate.accelerator.Accelerator._prepare_fsdp2", "accelerator model", needs="cards",
+    ),
+)  # fmt: skip
+
+
+def shard_with(prepared: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> None:
+    """Let accelerate shard models by `prepared(its own function, accelerator, model)` from now on."""
+    from accelerate import accelerator
+
+    usual = accelerator.fsdp2_prepare_model
+    usual = getattr(usual, "usual", usual)
+
+    def prepare(accelerator: Any, model: Any) -> Any:
+        return prepared(usual, accelerator, model)
+
+    prepare.usual = usual  # type: ignore[attr-defined]
+    replace(_PREPARE, prepare)

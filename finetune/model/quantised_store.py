@@ -1,0 +1,385 @@
+"""A base model as it is trained, 4-bit weights and all, in one safetensors file: each decoder layer is one run of bytes.
+
+The file has a tensor of bytes for each decoder layer (`layers.0`, ...) and one for everything else (`outside`). In a run the
+matrices come first, each 4-bit one followed by its tables, then biases and norms. A tensor begins at a multiple of ALIGN, a run
+at a multiple of PAGE, so that a run can be copied to a card, or read without the page cache, as it is. Each run's SHA-256 is in
+the metadata. A file has its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.quantised_files import unfinished
+from finetune.system import read_at, replace, sync_folder
+
+#: Raised when the layout changes: files of other versions are not read.
+FORMAT = "finetune-1"
+#: Bytes. CUDA's kernels read 16 at a time, a file opened past the page cache is read in pages.
+ALIGN, PAGE = 256, 4096
+OUTSIDE = "outside"
+#: Names of the code books, which all 4-bit weights share.
+BOOKS = ("quant_map", "nested_quant_map")
+_NESTED_BLOCK = 256
+_CHUNK = 2**23
+_THREADS = 4
+_ZEROS = "0" * 64
+
+
+class NotThisModel(Exception):
+    """A file, or what was loaded, is laid out in another way than the model that is built."""
+
+
+class Damaged(NotThisModel):
+    """A file is cut off, or a part of it is not what was written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a run: of a parameter or buffer `name`, or (`table`) of a 4-bit weight's tables. `start`: its first byte."""
+
+    name: str
+    table: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def key(self) -> str:
+        """The name under which `Store.tensors` has it."""
+        return f"{self.name}.{self.table}" if self.table else self.name
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run: a decoder layer, or everything outside. `size` in bytes, a multiple of PAGE."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    size: int
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of what is read from a checkpoint or made by the model, without tables and code books."""
+        return {entry.name for entry in self.entries if not entry.table and entry.name not in BOOKS}
+
+
+def parts_of(model: torch.nn.Module) -> tuple[Part, ...]:
+    """The parts of a base model on meta: its decoder layers in order, then what is outside them; tied weights once."""
+    paths = {module: path for path, module in model.named_modules()}
+    taken: set[int] = set()
+
+    def new(prefix: str, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+        found = [(prefix + name, value) for name, value in module.named_parameters() if id(value) not in taken]
+        taken.update(id(value) for _, value in found)
+        return sorted(found, key=lambda each: each[1].dim() < 2)
+
+    parts = [
+        _laid_out(f"layers.{number}", _described(new(f"{paths[layer]}.", layer)))
+        for number, layer in enumerate(decoder_layers(model))
+    ]
+    outside = _described(new("", model))
+    outside += [(name, "", value.dtype, tuple(value.shape)) for name, value in _made_by_the_model(model)]
+    if any(entry.table for part in parts for entry in part.entries) or any(table for _, table, *_ in outside):
+        outside += [(name, "", torch.float32, (size,)) for name, size in zip(BOOKS, (16, 256), strict=True)]
+    return (*parts, _laid_out(OUTSIDE, outside))
+
+
+def _made_by_the_model(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers, and tensors that are plain attributes, such as rotary embeddings' frequencies."""
+    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value
+
+
+def _described(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, torch.dtype, tuple[int, ...]]]:
+    """Name, table, dtype and shape of each tensor that loaded parameters consist of."""
+    from bitsandbytes.nn import Params4bit
+
+    found = []
+    for name, value in parameters:
+        if not isinstance(value, Params4bit):
+            found.append((name, "", value.dtype, tuple(value.shape)))
+            continue
+        # bitsandbytes.functional.quantize_4bit: two codes in a byte, a scale for each block, and scales of the scales
+        storage, blocks = value.quant_storage, -(-value.numel() // value.blocksize)
+        found.append((name, "", storage, (-(-value.numel() // 2) // storage.itemsize, 1)))
+        if not value.compress_statistics:
+            found.append((name, "absmax", torch.float32, (blocks,)))
+            continue
+        found.append((name, "absmax", torch.uint8, (blocks,)))
+        found.append((name, "nested_offset", torch.float32, ()))
+        found.append((name, "nested_absmax", torch.float32, (-(-blocks // _NESTED_BLOCK),)))
+    return found
+
+
+def _laid_out(name: str, tensors: list[tuple[str, str, torch.dtype, tuple[int, ...]]]) -> Part:
+    entries, end = [], 0
+    for owner, table, dtype, shape in tensors:
+        entries.append(Entry(owner, table, str(dtype).removeprefix("torch."), shape, _rounded(end, ALIGN)))
+        end = entries[-1].start + entries[-1].size
+    return Part(name, tuple(entries), _rounded(end, PAGE))
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def file_bytes(parts: tuple[Part, ...]) -> int:
+    """Bytes of the file of these parts, before any of it is written."""
+    return _room(parts) + sum(part.size for part in parts)
+
+
+def _room(parts: tuple[Part, ...]) -> int:
+    """Bytes kept for the header, which is written last, when all is known."""
+    weights = sum(entry.table == "absmax" for part in parts for entry in part.entries)
+    return _rounded(len(_header(parts, {}, {}, {})) + 256 * weights + 4096, PAGE)
+
+
+def _header(parts: tuple[Part, ...], facts: Mapping[str, Any], hashes: Mapping[str, str], states: Mapping[str, Any]) -> bytes:
+    """The header of a safetensors file (https://github.com/huggingface/safetensors#format), without its length."""
+    layout = [
+        [part.name, part.size, hashes.get(part.name, _ZEROS), [dataclasses.astuple(entry) for entry in part.entries]]
+        for part in parts
+    ]
+    metadata = {"format": FORMAT, "facts": json.dumps(facts), "layout": json.dumps(layout), "states": json.dumps(states)}
+    values: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for part in parts:
+        values[part.name] = {"dtype": "U8", "shape": [part.size], "data_offsets": [end, end + part.size]}
+        end += part.size
+    return json.dumps(values).encode()
+
+
+class StoreWriter:
+    """Writes a file's parts in any order; it gets its name when it is whole and on disk. A context: on an error nothing stays.
+
+    Raises OSError when the disk is full, NotThisModel for tensors that are not as the part says.
+    """
+
+    def __init__(self, path: Path, parts: tuple[Part, ...]) -> None:
+        self.path, self.parts = path, parts
+        self._room = _room(parts)
+        self._begins, end = {}, self._room
+        for part in parts:
+            self._begins[part.name] = end
+            end += part.size
+        self._hashes: dict[str, str] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        self._books: dict[str, torch.Tensor] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._building = unfinished(path, os.getpid())
+        self._file = self._building.open("wb")
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # a full disk, once more
+            self._file.close()
+        self._building.unlink(missing_ok=True)
+
+    def write(self, part: Part, values: Mapping[str, Any]) -> None:
+        """Write the tensors of a part, and hash them. `values`: each parameter or buffer by its name, as loaded."""
+        digest, end = hashlib.sha256(), 0
+        self._file.seek(self._begins[part.name])
+        for entry in part.entries:
+            tensor = self._tensor(entry, values)
+            if str(tensor.dtype) != f"torch.{entry.dtype}" or tuple(tensor.shape) != entry.shape:
+                raise NotThisModel(f"{entry.key} is {tensor.dtype} {tuple(tensor.shape)}, not {entry.dtype} {entry.shape}")
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            for piece in (bytes(entry.start - end), data):
+                self._file.write(piece)
+                digest.update(piece)
+            end = entry.start + entry.size
+        padding = bytes(part.size - end)
+        self._file.write(padding)
+        digest.update(padding)
+        self._hashes[part.name] = digest.hexdigest()
+
+    def _tensor(self, entry: Entry, values: Mapping[str, Any]) -> torch.Tensor:
+        if entry.name in BOOKS:
+            return self._books[entry.name]
+        value = values[entry.name]
+        state = getattr(value, "quant_state", None)
+        if state is None:
+            if entry.table:
+                raise NotThisModel(f"{entry.name} was not quantised")
+            return value
+        if not entry.table:
+            self._remember(entry.name, state)
+            return value.data
+        found = {"absmax": state.absmax, "nested_offset": state.offset}
+        return state.state2.absmax if entry.table == "nested_absmax" else found[entry.table]
+
+    def _remember(self, name: str, state: Any) -> None:
+        """Note what a quantisation state has besides tables, and the code books."""
+        facts: dict[str, Any] = {
+            "shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch."), "blocksize": state.blocksize,
+            "quant_type": state.quant_type,
+        }  # fmt: skip
+        books = {"quant_map": state.code}
+        if state.nested:
+            nested = state.state2
+            facts |= {"nested_blocksize": nested.blocksize, "nested_dtype": str(nested.dtype).removeprefix("torch.")}
+            books["nested_quant_map"] = state.state2.code
+        self._states[name] = facts
+        for book, values in books.items():
+            if not torch.equal(self._books.setdefault(book, values.cpu()), values.cpu()):
+                raise NotThisModel(f"{name} has another {book} than the weights before it")
+        self._books.setdefault("nested_quant_map", torch.zeros(256))
+
+    @property
+    def missing(self) -> list[Part]:
+        """Parts that are not written yet."""
+        return [part for part in self.parts if part.name not in self._hashes]
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Write the header, wait until all is on disk, and give the file its name. `facts`: what it was made from."""
+        header = _header(self.parts, facts, self._hashes, self._states)
+        assert not self.missing and len(header) <= self._room - 8
+        self._file.seek(0)
+        self._file.write((self._room - 8).to_bytes(8, "little") + header.ljust(self._room - 8))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        replace(self._building, self.path)
+        sync_folder(self.path.parent)
+
+
+class Store:
+    """A whole file, open for reading. Raises Damaged for one that is cut off or no such file, FileNotFoundError for none.
+
+    The file that is open stays the same when another process replaces it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.open("rb")
+        try:
+            length = int.from_bytes(self.file.read(8), "little")
+            if length > path.stat().st_size:
+                raise Damaged(f"{path} is cut off")
+            values = json.loads(self.file.read(length))
+            metadata = values["__metadata__"]
+            if metadata["format"] != FORMAT:
+                raise Damaged(f"{path} is of another version")
+            layout = json.loads(metadata["layout"])
+            self.facts: dict[str, Any] = json.loads(metadata["facts"])
+            self.states: dict[str, dict[str, Any]] = json.loads(metadata["states"])
+            self.parts = tuple(
+                Part(name, tuple(Entry(own, table, dtype, tuple(shape), at) for own, table, dtype, shape, at in entries), size)
+                for name, size, _, entries in layout
+            )
+            self._hashes = {name: digest for name, _, digest, _ in layout}
+            self._begins = {part.name: 8 + length + values[part.name]["data_offsets"][0] for part in self.parts}
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise Damaged(f"{path} can't be read: {type(error).__name__}: {error}") from None
+        self.size = 8 + length + sum(part.size for part in self.parts)
+        if os.fstat(self.file.fileno()).st_size != self.size:
+            raise Damaged(f"{path} is cut off")
+
+    def verify(self) -> None:
+        """Hash every part. Raises Damaged, which names the first part that is not as it was written."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for part, found in zip(self.parts, pool.map(self._hash, self.parts), strict=True):
+                if found != self._hashes[part.name]:
+                    raise Damaged(f"{self.path}: {part.name} has changed since it was written")
+
+    def _hash(self, part: Part) -> str:
+        digest, buffer, done = hashlib.sha256(), bytearray(min(_CHUNK, part.size)), 0
+        while done < part.size:
+            piece = memoryview(buffer)[: part.size - done]
+            self._read(self._begins[part.name] + done, piece)
+            digest.update(piece)
+            done += len(piece)
+        return digest.hexdigest()
+
+    def _read(self, begin: int, into: memoryview) -> None:
+        if read_at(self.file.fileno(), begin, into) < len(into):
+            raise Damaged(f"{self.path} is cut off")
+
+    @cached_property
+    def _mapped(self) -> torch.Tensor:
+        """The file as bytes, mapped into memory: pages are read when they are used, and writing changes only this process's."""
+        return torch.frombuffer(mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+    def place(self, part: str) -> tuple[int, int]:
+        """First byte in the file, and bytes, of a part."""
+        return self._begins[part], next(each.size for each in self.parts if each.name == part)
+
+    def run(self, part: str) -> torch.Tensor:
+        """A part as bytes of the mapped file."""
+        begin, size = self.place(part)
+        return self._mapped[begin : begin + size]
+
+    def tensors(self, part: str) -> dict[str, torch.Tensor]:
+        """The tensors of a part by their keys, as views into the mapped file. `W.absmax` is 4-bit weight W's table."""
+        run, entries = self.run(part), next(each.entries for each in self.parts if each.name == part)
+        return {entry.key: view(run, entry) for entry in entries}
+
+    def layers(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Each decoder layer's number and tensors, in order, as views into the mapped file.
+
+        For layer offloading: names are those of the base model's parameters (`model.layers.0.mlp.up_proj.weight`), those of a
+        4-bit weight's tables have `.absmax`, `.nested_absmax` and `.nested_offset` behind it, and `states` has the rest of its
+        quantisation state. The order is that of the run (`run(f"layers.{number}")`), whose first bytes are all matrices with
+        their tables: one copy takes them to pinned memory or to a card, and `view(copy, entry)` are the tensors there. For
+        reading past this mapping, `place` says where in the file a run is.
+        """
+        for number in range(len(self.parts) - 1):
+            yield number, self.tensors(f"layers.{number}")
+
+    def rows(self, part: Part, entry: Entry, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Rows of a tensor, read into memory of their own; all of it without `count`. The rest of the file is not read."""
+        shape = entry.shape if count is None else (count, *entry.shape[1:])
+        made = torch.empty(shape, dtype=getattr(torch, entry.dtype))
+        row = entry.size // entry.shape[0] if entry.shape and entry.shape[0] else 0
+        if made.numel():
+            begin = self._begins[part.name] + entry.start + first * row
+            self._read(begin, made.view(-1).view(torch.uint8).numpy().data)
+        return made
+
+    def quant_state(self, name: str, tables: Mapping[str, torch.Tensor], books: Mapping[str, torch.Tensor]) -> Any:
+        """bitsandbytes' QuantState of a weight, from its tables by their names and the code books."""
+        from bitsandbytes.functional import QuantState
+
+        facts = self.states[name]
+        code, nested = books["quant_map"].clone(), None
+        if "nested_absmax" in tables:
+            nested = QuantState(
+                absmax=tables["nested_absmax"], code=books["nested_quant_map"], blocksize=facts["nested_blocksize"],
+                dtype=getattr(torch, facts["nested_dtype"]),
+            )  # fmt: skip
+        return QuantState(
+            absmax=tables["absmax"], shape=torch.Size(facts["shape"]), code=code, blocksize=facts["blocksize"],
+            quant_type=facts["quant_type"], dtype=getattr(torch, facts["dtype"]), offset=tables.get("nested_offset"),
+            state2=nested,
+        )  # fmt: skip
+
+
+def view(run: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A tensor of a run of bytes, wherever the run is."""
+    return run[entry.start : entry.start + entry.size].view(getattr(torch, entry.dtype)).view(entry.shape)

@@ -1,0 +1,129 @@
+"""FSDP2 without the whole model on any rank: the model is sharded without weights, then each rank reads its own rows.
+
+The rows come from the model's file of quantised weights, which one process of a machine makes on the first start. Until then
+each frozen parameter is a stand-in: one element in memory, with the shape and dtype that PEFT, TRL and accelerate look at. The
+adapters are made as usual, so that they are those of a run that loads everything. The tables of 4-bit weights are no parameters
+and are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.compat.accelerate import shard_with
+from finetune.errors import DiskFull
+from finetune.model.build import build_base
+from finetune.model.put_away import code_books, finished, open_store, places_of, put
+from finetune.model.quantised_store import BOOKS, Entry, NotThisModel, Part, Store
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from finetune.model.put_away import Say
+    from finetune.recipe import Settings
+
+
+def sharded_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, say: Say) -> PreTrainedModel:
+    """The base model without weights, until accelerate has sharded it: then each rank reads its own.
+
+    Where its file of weights can't be made, the first start, every rank loads the whole model, which `say` is told.
+    """
+    try:
+        store = open_store(settings, config, device, say)
+    except (DiskFull, NotThisModel) as error:
+        say(f"{error}. Every process loads the whole model before it is sharded instead.")
+        return build_base(settings, config, device=device, weights=True)
+    base = build_base(settings, config, device=device, weights=False)
+    shard_with(Shards(base, store, device, offload=settings.launch.offload == "cpu").prepare)
+    return finished(base, settings)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """A frozen parameter: where it is in the model and in the file."""
+
+    part: Part
+    entry: Entry
+    places: list[tuple[Any, str]]
+
+
+class Shards:
+    """The frozen parameters of a base on meta. At once they become stand-ins on `device`, and the buffers get their values.
+
+    `offload`: the rows stay in host memory.
+    """
+
+    def __init__(self, base: torch.nn.Module, store: Store, device: torch.device | str | int, *, offload: bool) -> None:
+        self._store, self._device, self._home = store, device, "cpu" if offload else device
+        self._frozen: list[_Frozen] = []
+        places, packed = places_of(base), {}
+        for part in store.parts:
+            for entry in part.entries:
+                if entry.table or entry.name in BOOKS:
+                    continue
+                path, _, attribute = entry.name.rpartition(".")
+                old = base.get_submodule(path)._parameters.get(attribute)
+                if old is None:
+                    put(base, entry.name, store.rows(part, entry).to(device), None, places)
+                else:
+                    self._frozen.append(_Frozen(part, entry, places[id(old)]))
+                    packed[entry.name] = old
+        for frozen in self._frozen:
+            _set(frozen, _stand_in(packed[frozen.entry.name], frozen.entry, device))
+
+    def prepare(self, usual: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
+        """Shard `model` with accelerate's own function while its frozen parameters are on meta, then read this rank's rows."""
+        for frozen in self._frozen:
+            entry = frozen.entry
+            empty = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            _set(frozen, torch.nn.Parameter(empty, requires_grad=False))
+        prepared = usual(accelerator, model)
+        books = code_books(self._store, self._device)
+        for frozen in self._frozen:
+            self._fill(frozen, books)
+        return prepared
+
+    def _fill(self, frozen: _Frozen, books: dict[str, torch.Tensor]) -> None:
+        owner, attribute = frozen.places[0]
+        _set(frozen, self._rows(frozen, owner._parameters[attribute]))
+        if frozen.entry.name in self._store.states:
+            tables = {
+                entry.table: self._store.rows(frozen.part, entry).to(self._device)
+                for entry in frozen.part.entries if entry.name == frozen.entry.name and entry.table
+            }  # fmt: skip
+            owner.quant_state = self._store.quant_state(frozen.entry.name, tables, books)
+
+    def _rows(self, frozen: _Frozen, empty: Any) -> torch.nn.Parameter:
+        """This rank's rows of a parameter that is sharded on meta: as many behind each other as torch.chunk gives it."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not isinstance(empty, DTensor):
+            return torch.nn.Parameter(self._store.rows(frozen.part, frozen.entry).to(self._device), requires_grad=False)
+        mesh, rows = empty.device_mesh, frozen.entry.shape[0]
+        assert tuple(empty.placements) == (Shard(0),)
+        each = -(-rows // mesh.size())
+        first = min(rows, mesh.get_local_rank() * each)
+        own = self._store.rows(frozen.part, frozen.entry, first, min(rows - first, each)).to(self._home)
+        whole = DTensor.from_local(
+            own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+        )  # fmt: skip
+        return torch.nn.Parameter(whole, requires_grad=False)
+
+
+def _stand_in(old: Any, entry: Entry, device: torch.device | str | int) -> torch.nn.Parameter:
+    """A parameter of one element on `device` that looks like the one to come; a 4-bit one counts as quantised."""
+    from bitsandbytes.nn import Params4bit
+
+    value = torch.empty(1, dtype=getattr(torch, entry.dtype), device=device).expand(entry.shape)
+    if isinstance(old, Params4bit):
+        return Params4bit(value, requires_grad=False, **{**vars(old), "bnb_quantized": True})
+    return torch.nn.Parameter(value, requires_grad=False)
+
+
+def _set(frozen: _Frozen, value: torch.nn.Parameter) -> None:
+    for module, name in frozen.places:
+        module._parameters[name] = value

@@ -1,0 +1,120 @@
+"""One of two ranks that read their own rows of a 4-bit model: `torchrun own_rows_process.py MODEL OUT`. Not a test.
+
+The model is sharded without weights by accelerate's preparation, as in fsdp_process.py, and compared with a whole one.
+"""
+
+import gc
+import json
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin, accelerator
+from torch.distributed.tensor import DTensor
+from transformers import trainer
+
+from finetune.compat.transformers import keep_fsdp_wrap_policy
+from finetune.model.adapters import attach_adapters, prepare_for_training
+from finetune.model.build import build_base
+from finetune.model.quantised_files import kept
+from finetune.model.sharded_loading import sharded_base
+from finetune.model.techniques import apply_techniques
+from finetune.model.transformers_config import load_config
+from finetune.recipe import load_recipe, resolved
+
+
+class Peak:
+    """Most anonymous memory of this process above that at the beginning, in bytes; mapped files are the page cache's."""
+
+    def __enter__(self):
+        gc.collect()
+        self.base = self.top = self.now()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+        self.bytes = max(self.top, self.now()) - self.base
+
+    def watch(self):
+        while not self.ended.wait(0.005):
+            self.top = max(self.top, self.now())
+
+    @staticmethod
+    def now():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def settings_for(model):
+    recipe = load_recipe(
+        "tiny-cpu",
+        [
+            "gpu=auto", f"model_name_or_path={model}", "per_device_train_batch_size=1", "launch.num_processes=2",
+            "launch.strategy=fsdp",
+        ],
+    )  # fmt: skip
+    return resolved(
+        recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16", activation_checkpointing=True,
+        activation_checkpointing_every_n_layers=1, layer_offloading=False, lean_layers=False,
+    )  # fmt: skip
+
+
+def trained(base):
+    """A base with adapters, as the worker makes it; B is not zero, so that A decides the loss, too."""
+    torch.manual_seed(0)
+    model = attach_adapters(base, settings)
+    apply_techniques(model, settings)
+    prepare_for_training(model, settings)
+    drawn = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=drawn))
+    return model
+
+
+def sharded(model):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    as_run = SimpleNamespace(
+        state=state, is_main_process=dist.get_rank() == 0, mixed_precision="no", device=torch.device("cpu"),
+        torch_device_mesh=None,
+    )  # fmt: skip
+    keep_fsdp_wrap_policy()
+    trainer.update_fsdp_plugin_peft(model, as_run)
+    plugin.mixed_precision_policy = None
+    return accelerator.fsdp2_prepare_model(as_run, model)
+
+
+def loss_and_norm(model):
+    rows = torch.randint(5, 500, (1, 32), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
+    return loss.item(), sum(float(one.double().square().sum()) for one in whole) ** 0.5
+
+
+dist.init_process_group("gloo")
+trained(build_base(settings := settings_for("tiny"), load_config(settings), device="cpu", weights=True))  # imports and pools
+settings, said = settings_for(sys.argv[1]), []
+with Peak() as peak:
+    model = sharded(trained(sharded_base(settings, load_config(settings), "cpu", said.append)))
+parameters = list(model.parameters())
+loss, norm = loss_and_norm(model)
+whole_loss, whole_norm = loss_and_norm(trained(build_base(settings, load_config(settings), device="cpu", weights=True)))
+values = {
+    "loss": loss, "whole_loss": whole_loss, "norm": norm, "whole_norm": whole_norm, "peak_bytes": peak.bytes,
+    "model_bytes": kept()[0].stat().st_size, "said": said, "parameters": len(parameters),
+    "split_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
+}  # fmt: skip
+(Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(values))
+dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""FSDP2 with 4-bit weights: no process ever holds the model, and together they compute what one computes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
+#: Memory that is freed goes back to the system at once, so that what is measured is what is used.
+AT_ONCE = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def two_processes(model, out):
+    script = str(Path(__file__).with_name("own_rows_process.py"))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, script, str(model), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **AT_ONCE})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_processes_compute_what_one_computes_at_the_first_start_and_the_second(tmp_path):
+    for start in ("first", "second"):
+        seen = two_processes("tiny", tmp_path)
+        assert sum(len(each["said"]) for each in seen) == (start == "first")  # one of them quantises
+        for each in seen:
+            assert each["split_parameters"] == each["parameters"]
+            assert each["loss"] == pytest.approx(each["whole_loss"], rel=1e-6)
+            assert each["norm"] == pytest.approx(each["whole_norm"], rel=1e-4)
+
+
+def test_each_process_takes_less_than_the_model_while_it_is_loaded(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    for _ in ("first start", "second"):
+        for each in two_processes(tmp_path / "model", tmp_path):
+            assert each["model_bytes"] > 60e6
+            if not each["said"]:  # who quantises on a processor has bitsandbytes' distances to 16 codes for each element, too
+                assert each["peak_bytes"] < 0.8 * each["model_bytes"]
+            assert each["loss"] == pytest.approx(each["whole_loss"], rel=1e-6)
