@@ -27,7 +27,8 @@ class ByteLevel:
         """`lengths` in bytes by id; `trimmed`: spaces before and after that the tokenizer's offsets leave out."""
         self._backend, self._lengths, self._normalises = backend, lengths, normalises
         self._trims = trimmed is not None
-        self._before, self._after = trimmed if trimmed is not None else (lengths, lengths)
+        self._before: np.ndarray = lengths if trimmed is None else trimmed[0]
+        self._after: np.ndarray = lengths if trimmed is None else trimmed[1]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
