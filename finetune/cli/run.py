@@ -214,8 +214,8 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
         name = escape(typed([str(run.path)]))
-        if (run.data / "eval").is_dir():
-            out.print(f"Score it:    finetune eval {name}")
+        held_out = "" if (run.data / "eval").is_dir() else " --data FILE"
+        out.print(f"Score it:    finetune eval {name}{held_out}")
         out.print(f"Chat:        finetune chat {name}\nMerge:       finetune merge {name}")
     elif state.state in ("stopped", "paused") and "finetune resume" not in state.message:
         out.print(f"Go on:       finetune resume {escape(typed([str(run.path)]))}")

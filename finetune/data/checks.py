@@ -8,6 +8,8 @@ from typing import Any
 
 #: Limit of one row in characters: about a million tokens, more than any card here trains on, and tokenised in seconds.
 ROW_LIMIT = 4 * 2**20
+#: Names of splits, as keys of one file or values of its column `split`.
+SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known

@@ -68,8 +68,11 @@ def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     """The sources of the training rows and of the held-out ones, checked to exist. Raises DataError and RecipeError."""
     _check_holdout(dataset)
-    train = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
-    return train, _eval_sources(dataset, train)
+    only = bool(dataset.eval_split) or "split" in dataset.model_fields_set
+    train = find_sources(
+        dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision, only=only, weights=dataset.weights
+    )
+    return train, _eval_sources(dataset)
 
 
 def held_out(asked: Sequence[int], size: float, seed: int) -> list[bool]:
@@ -105,20 +108,23 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
     ways = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
     if len(ways) > 1:
         raise RecipeError(f"dataset.{ways[0]} and dataset.{ways[1]} both choose the held-out rows", "Keep one of them.")
+    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
+    if dataset.weights and len(dataset.weights) != len(paths):
+        raise RecipeError(
+            f"dataset.weights has {len(dataset.weights)} number(s) for {len(paths)} path(s)",
+            "Give one for each path, in order.",
+        )
     if size >= 1 and size != int(size):
         raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
 
-def _eval_sources(dataset: DatasetRecipe, train: list[Source]) -> list[Source]:
+def _eval_sources(dataset: DatasetRecipe) -> list[Source]:
     if dataset.eval_path:
         return find_sources(dataset.eval_path, side="eval", config=dataset.name, split=dataset.split, revision=dataset.revision)
     if dataset.eval_split:
-        local = [source.name for source in train if source.path is not None]
-        if local:
-            raise RecipeError(
-                f"dataset.eval_split names a split of a hub dataset; {local[0]} is a local file", "Use dataset.eval_path."
-            )
-        return [replace(source, split=dataset.eval_split) for source in train]
+        return find_sources(
+            dataset.path, config=dataset.name, split=dataset.eval_split, revision=dataset.revision, only=True, has_splits=True
+        )
     return [] if dataset.test_split_size else bundled_eval(dataset.path)
 
 
@@ -232,11 +238,11 @@ class Reading:
     @property
     def is_refused(self) -> bool:
         """Whether `finish` will raise: no later row needs tokens."""
-        return bool(self._unused.rows)
+        return self._unused.is_refused
 
     def finish(self) -> None:
         """Raise DataError when columns or fields that change the meaning aren't used."""
-        self._unused.refuse()
+        self._unused.refuse(self.read)
 
 
 def _decided(name: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> HowToRead:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from finetune.data.report import Finding, places
 from finetune.data.shards import Stored
+from finetune.data.tokenizer import is_replaced
+
+if TYPE_CHECKING:
+    from finetune.data.tokens import Encoder
 
 #: Share of truncated rows, and of rows with the same answer, from which it is said.
 _CUT, _SAME_ANSWER = 0.01, 0.9
-#: Rows from which answers can be called always the same.
+#: Rows from which answers can be called always the same, or all of them damaged, cut or known.
 _ENOUGH = 20
+#: Share of rows that say nearly the same as an earlier one from which it is said.
+_NEAR = 0.01
 #: Damage in a row's texts -> the same.
 _DAMAGE = {
     "replaced": (
@@ -57,33 +64,51 @@ def find(
     *,
     duplicates: np.ndarray,
     leaked: tuple[int, list[tuple[str, int]]],
+    held_out: int,
     truncated: np.ndarray,
-    writes_today: bool,
+    encoder: Encoder,
 ) -> Iterator[Finding]:
     """The findings of one split. `used`, `truncated`: rows as a mask; `duplicates`: their numbers; `leaked`: how many rows of
-    the other split, and the first places."""
+    the other split, and the first places; `held_out`: all rows of the other split.
+
+    Those that block say that nearly nothing right can be learnt, or measured, of the data.
+    """
     say = _Sayer(stored)
     if leaked[0]:
         text = "{rows} that are held out have the prompt of a training row; their scores say little"
         fix = "Take them out of one of the files, or hold out with dataset.test_split_size."
-        yield Finding("leak", text, leaked[0], (places(leaked[1]),), fix)
+        yield Finding("leak", text, leaked[0], (places(leaked[1]),), fix, blocks=leaked[0] == held_out >= _ENOUGH)
     if len(duplicates):
         text = "{rows} are duplicates; they are kept, so they count more than once"
         yield say("duplicates", text, duplicates, "Remove them if that isn't meant.")
+    alike, compared = stored.near(used)
+    if len(alike) > _NEAR * compared:
+        among = f" of the first {compared:,}" if compared < used.sum() else ""
+        text = f"{{rows}}{among} say nearly the same as an earlier one; what they say counts more than once"
+        yield say("near duplicates", text, alike, "Look at some, and remove them if that isn't meant.")
     if truncated.any() and truncated.sum() > _CUT * used.sum():
         text = f"{{rows}} of {used.sum():,} are cut at max_length, and their end is not learnt"
-        yield say("truncated", text, truncated, "Raise max_length, or leave them out: excess_length=drop")
+        answers = used & (stored.has("conversation") | stored.has("pair"))
+        no_end = bool(answers.sum() >= _ENOUGH) and not (answers & ~truncated).any()
+        yield say("truncated", text, truncated, "Raise max_length, or leave them out: excess_length=drop", blocks=no_end)
     for name, (text, fix) in _DAMAGE.items():
         if (rows := used & stored.has(name)).any():
-            yield say(name, text, rows, fix)
+            yield say(name, text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _ENOUGH))
     answers, counts = np.unique(stored.answer[used & (stored.answer != 0)], return_counts=True)
     if len(counts) and counts.max() >= _ENOUGH and counts.max() >= _SAME_ANSWER * counts.sum():
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
-        yield say("same answer", text, used & (stored.answer == answers[counts.argmax()]), "Add rows with other answers.")
+        same = used & (stored.answer == answers[counts.argmax()])
+        yield say("same answer", text, same, "Add rows with other answers.")
+    if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
+        text = "the system prompt of {rows} is learnt, too: the model will write it itself"
+        yield say("system", text, rows, "Set train_on_inputs=false.")
+    if encoder.template is not None and is_replaced(encoder.tokenizer):
+        text = "chat_template is not the template that the base model was trained with, in {rows}"
+        yield Finding("template", text, int((used & stored.has("conversation")).sum()), (), "")
     for note, (text, fix) in _NOTES.items():
         if (rows := used & (stored.count > 1 if note == "unrolled" else stored.has(note))).any():
             yield say(note, text, rows, fix)
-    if writes_today:
+    if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"
         yield Finding("today", text, int(used.sum()), (), "")
 
@@ -94,6 +119,6 @@ class _Sayer:
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
 
-    def __call__(self, kind: str, text: str, rows: np.ndarray, fix: str) -> Finding:
+    def __call__(self, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
         numbers = np.flatnonzero(rows) if rows.dtype == bool else rows
-        return Finding(kind, text, len(numbers), (places([self._stored.place(n) for n in numbers[:4]]),), fix)
+        return Finding(kind, text, len(numbers), (places([self._stored.place(n) for n in numbers[:4]]),), fix, blocks)

@@ -43,6 +43,13 @@ class Example:
         """All its texts."""
         return [*(message["content"] for message in self.messages), *filter(None, (self.prompt, self.completion, self.text))]
 
+    def said(self) -> list[str]:
+        """Its texts without those of the system."""
+        return [
+            *(message["content"] for message in self.messages if message["role"] not in ("system", "developer")),
+            *filter(None, (self.prompt, self.completion, self.text)),
+        ]
+
     def reference(self) -> str | None:
         """The last answer of the row; None for plain text, and where the answer is only a call of a tool."""
         if not self.messages:

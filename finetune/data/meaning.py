@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.data.checks import BadRow, is_missing, parsed_if_text
+from finetune.data.checks import SPLITS, BadRow, is_missing, parsed_if_text
 from finetune.data.report import shown
 from finetune.errors import DataError
 
@@ -17,6 +17,7 @@ _WEIGHT = "how much a row or message counts"
 _SCORE = "how good an answer is"
 _CONTEXT = "a part of the prompt"
 _TOOLS = "tools or calls of them"
+_SPLIT = "which rows are held out"
 
 #: Name of a column, in lower case -> what it says. Names that are read are not looked up.
 MEANINGS: dict[str, str] = {
@@ -34,11 +35,12 @@ MEANINGS: dict[str, str] = {
     **dict.fromkeys(("score", "scores", "rating", "ratings", "reward", "rewards", "score_chosen", "score_rejected"), _SCORE),
     **dict.fromkeys(("system", "system_prompt", "context", "input", "history", "documents"), _CONTEXT),
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call", "function_calls"), _TOOLS),
+    "split": _SPLIT,
 }  # fmt: skip
 #: Scores, weights and reasoning beside plain text, as corpora from the web have, don't change it.
 _NOT_OF_TEXT = (_SCORE, _CONTEXT, _REASONING)
 #: What a message may say that isn't in its text.
-_OF_MESSAGES = {name for name, what in MEANINGS.items() if what != _CONTEXT}
+_OF_MESSAGES = {name for name, what in MEANINGS.items() if what not in (_CONTEXT, _SPLIT)}
 _PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 _MEDIA_COLUMNS = tuple(name for name, what in MEANINGS.items() if what == _MEDIA)
 #: Weights that say nothing.
@@ -79,10 +81,19 @@ class Unused:
         what = MEANINGS.get(column.lower()) if isinstance(column, str) else None
         if what is None or (self._format == "text" and what in _NOT_OF_TEXT):
             return False
+        if what == _SPLIT:
+            return value in SPLITS and value != SPLITS[0]
         return not _says_nothing(value) and not (what == _WEIGHT and value in _WHOLE)
 
-    def refuse(self) -> None:
-        """Raise DataError that names each of them, with what can be done."""
+    @property
+    def is_refused(self) -> bool:
+        """Whether `refuse` will raise, whatever follows."""
+        return stop(self.rows)
+
+    def refuse(self, read: int) -> None:
+        """Raise DataError that names each of them, with what can be done. `read`: all rows; all of one split is no mixture."""
+        if len(self.rows.get("split", ())) == read:
+            self.rows.pop("split", None)
         if not self.rows:
             return
         problems = []
@@ -97,6 +108,11 @@ class Unused:
         raise DataError(problems, "\n".join([*ways, f"To leave it out on purpose:  dataset.ignore_columns=[{names}]"]))
 
 
+def stop(rows: Iterable[str]) -> bool:
+    """Whether these unused columns stop a run whatever follows. Of `split` it takes two values, which may be far apart."""
+    return bool(set(rows) - {"split"})
+
+
 _WAYS = {
     _LABEL: "To train on good answers only, keep those rows:  jq -c 'select(.label)' FILE > good.jsonl",
     _CONTEXT: "To use it, name the field it is, for example  dataset.columns={input: context}  (fields of alpaca: instruction, "
@@ -105,6 +121,7 @@ _WAYS = {
     "or as reasoning_content in the messages.",
     _WEIGHT: "Messages may have train: true or false, or weight: 0 or 1. Rows have no weights here: repeat or remove rows.",
     _SCORE: "Keep the rows that are good enough, then leave the score out.",
+    _SPLIT: "To hold rows out:  dataset.eval_split=test  (the others are those of dataset.split, train)",
     _TOOLS: "Tools are a column `tools` beside messages or conversations; calls are `tool_calls` of an assistant's message.",
 }
 

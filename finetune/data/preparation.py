@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from finetune.data.examples import held_out, sources_of
 from finetune.data.findings import find
 from finetune.data.formats import Example
-from finetune.data.report import DataReport, Refused, percentiles, refusal_lines
+from finetune.data.report import DataReport, Finding, Refused, percentiles, refusal_lines
 from finetune.data.shards import Part, Stored, StoredExamples
 from finetune.data.sources import Source
 from finetune.data.token_cache import Facts, tokenised
@@ -85,9 +86,12 @@ class Side:
 
 
 class LimitedSide:
-    """One split under a max_length: its rows as masks, and its sequences."""
+    """One split under a max_length: its rows as masks, and its sequences.
 
-    def __init__(self, side: Side, max_length: int | None, excess: str) -> None:
+    `weighted`: rows are used as often as `dataset.weights` says, those for a fraction of it chosen by `seed`.
+    """
+
+    def __init__(self, side: Side, max_length: int | None, excess: str, *, weighted: bool = False, seed: int = 0) -> None:
         self.side, self.max_length = side, max_length
         self._limit = _NO_LIMIT if max_length is None else max_length
         stored = self.stored = side.stored
@@ -95,24 +99,38 @@ class LimitedSide:
         long = side.mine & (stored.longest > self._limit)
         nothing = np.zeros(len(stored), dtype=bool)
         cut_away = long & self._begins_after_the_limit() if excess == "truncate" and long.any() else nothing
-        self.too_long = long & ~cut_away
+        is_text = ~(stored.has("conversation") | stored.has("pair"))
+        self.chunked = long & is_text if excess == "chunk" else nothing
+        self.too_long = long & ~cut_away & ~self.chunked
         self.truncated = self.too_long if excess == "truncate" else nothing
-        self.used = side.mine & ~bad & ~cut_away & (~self.too_long | self.truncated)
+        usable = side.mine & ~bad & ~cut_away & (~self.too_long | self.truncated)
+        self.passes = _passes(stored, usable, seed) if weighted else [usable]
+        self.used = self.passes[0]
+        self.left_out = int((usable & ~self.used).sum())
         refused = [stored.refusal(index) for index in np.flatnonzero(bad).tolist()]
         self.refused = [*side.unread, *refused, *(self._cut_away(index) for index in np.flatnonzero(cut_away).tolist())]
         over = stored.length[np.repeat(self.too_long, stored.count)].astype(np.int64)
         self.tokens_dropped = int(np.maximum(over - (self._limit if excess == "truncate" else 0), 0).sum())
-        self.sequences = np.repeat(self.used, stored.count)
-        self.lengths = np.minimum(stored.length[self.sequences], self._limit)
+        self.sequences = [np.repeat(rows, stored.count) for rows in self.passes]
+        self._in_chunks = np.repeat(self.chunked, stored.count) & (stored.length > self._limit)
+        self.lengths = np.concatenate([self._lengths_of(which) for which in self.sequences])
+
+    def _lengths_of(self, which: np.ndarray) -> np.ndarray:
+        """Tokens of each sequence that the stored ones `which` become."""
+        length, chunked = self.stored.length[which], self._in_chunks[which]
+        return _chunk_lengths(length, self._limit) if chunked.any() else np.minimum(length, self._limit)
 
     @cached_property
     def trained_tokens(self) -> int:
         """Trained tokens of the rows used."""
-        cut = self.sequences & (self.stored.length > self._limit)
-        count = int(self.stored.trained[self.sequences & ~cut].sum(dtype=np.int64))
-        for table, keep, _ in self.stored.pieces(cut) if cut.any() else ():
-            for labels in table["labels"].filter(keep):
-                count += int((labels.values.to_numpy()[: self._limit] != NOT_TRAINED).sum())
+        count = 0
+        for which in self.sequences:
+            cut = which & (self.stored.length > self._limit) & ~self._in_chunks
+            count += int(self.stored.trained[which & ~cut].sum(dtype=np.int64))
+            count -= len(self._lengths_of(which)) - int(which.sum())  # the first token of a sequence is not trained
+            for table, keep, _ in self.stored.pieces(cut) if cut.any() else ():
+                for labels in table["labels"].filter(keep):
+                    count += int((labels.values.to_numpy()[: self._limit] != NOT_TRAINED).sum())
         return count
 
     def examples(self) -> StoredExamples:
@@ -137,11 +155,14 @@ class LimitedSide:
 
     def _pieces(self, schema: pa.Schema) -> Iterator[pa.Table]:
         made: list[pa.Table] = []
-        for table, keep, numbers in self.stored.pieces(self.sequences):
+        for table, keep, numbers in (piece for which in self.sequences for piece in self.stored.pieces(which)):
             over = bool((keep & (self.stored.length[numbers] > self._limit)).any())
             as_stored = bool(keep.all()) and not over
             if not as_stored:
-                made.append((_shortened(table.filter(keep), self._limit) if over else table.filter(keep)).cast(schema))
+                kept = table.filter(keep)
+                if over and self._in_chunks.any():
+                    kept = _in_chunks(kept, _chunk_lengths(self.stored.length[numbers][keep], self._limit))
+                made.append((_shortened(kept, self._limit) if over else kept).cast(schema))
             if as_stored or sum(one.nbytes for one in made) > _IN_MEMORY_BYTES:
                 yield from _in_file(made) if sum(one.nbytes for one in made) > _IN_MEMORY_BYTES else made
                 made = []
@@ -165,6 +186,40 @@ class LimitedSide:
             f"no trained token is left after truncation to {self._limit:,} tokens: the answer begins at token {place + 1:,}"
         )
         return Refused(*self.stored.place(index), None, reason)
+
+
+def _passes(stored: Stored, usable: np.ndarray, seed: int) -> list[np.ndarray]:
+    """The rows of each pass over the data in an epoch: those of weight 2.5 are in two, and half of them in a third."""
+    weights, sources = stored.weights, stored.source
+    passes = []
+    for number in range(max(1, math.ceil(weights.max(initial=1.0)))):
+        rows = usable & (weights >= number + 1)
+        for source in np.unique(sources[usable & (weights > number) & (weights < number + 1)]):
+            mine = np.flatnonzero(usable & (sources == source))
+            wanted = round((stored.parts[source].weight - number) * len(mine))
+            rows[np.random.default_rng([seed, int(source)]).permutation(mine)[:wanted]] = True
+        passes.append(rows)
+    return passes
+
+
+def _chunk_lengths(length: np.ndarray, limit: int) -> np.ndarray:
+    """Lengths of the pieces, as equal as can be and none over the limit, of sequences of these lengths."""
+    count = -(-length // limit)
+    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(length // count, count) + (place < np.repeat(length % count, count))
+
+
+def _in_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
+    """The same tokens as sequences of these lengths; the first of each is not trained."""
+    import pyarrow as pa
+
+    ends = np.cumsum(lengths)
+    offsets = pa.array(np.append(0, ends), pa.int32())
+    values = {name: table[name].combine_chunks().flatten() for name in table.column_names}
+    labels = values["labels"].to_numpy(zero_copy_only=False).copy()
+    labels[ends - lengths] = NOT_TRAINED
+    values["labels"] = pa.array(labels)
+    return pa.table({name: pa.ListArray.from_arrays(offsets, column) for name, column in values.items()})
 
 
 def _shortened(table: pa.Table, limit: int) -> pa.Table:
@@ -209,7 +264,11 @@ class EncodedRows:
 
     def within(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
         """The rows used under this max_length; None is no limit."""
-        sides = [LimitedSide(side, max_length, recipe.excess_length) for side in self.sides]
+        weighted = bool(recipe.dataset.weights)
+        sides = [
+            LimitedSide(side, max_length, recipe.excess_length, weighted=weighted and number == 0, seed=recipe.seed)
+            for number, side in enumerate(self.sides)
+        ]
         return SelectedRows(self, recipe, max_length, sides)
 
 
@@ -237,9 +296,31 @@ class SelectedRows:
         """Number of held-out sequences."""
         return len(self.sides[1].lengths) if len(self.sides) > 1 else 0
 
+    @cached_property
+    def findings(self) -> list[tuple[Finding, ...]]:
+        """What is worth knowing about each side's rows; that held-out rows are known is with the training rows."""
+        return [
+            tuple(
+                find(
+                    one.stored,
+                    one.used,
+                    duplicates=one.stored.repeated(one.side.mine),
+                    leaked=self.encoded.leaked if number == 0 else (0, []),
+                    held_out=int(self.sides[-1].side.mine.sum()),
+                    truncated=one.truncated,
+                    encoder=self.encoded.encoder,
+                )
+            )
+            for number, one in enumerate(self.sides)
+        ]
+
     def refuse(self) -> None:
         """Raise DataError with every reason why this data can't be trained on."""
         _refuse(self.sides, self.recipe, self.max_length)
+        blocking = [one for one in self.findings[0] if one.blocks and one.kind not in self.recipe.dataset.accept_findings]
+        if blocking:
+            kinds = ", ".join(one.kind for one in blocking)
+            raise DataError([str(one) for one in blocking], f"To train on it as it is:  dataset.accept_findings=[{kinds}]")
 
     def prepared(self) -> PreparedData:
         """The trainer's datasets and their report."""
@@ -249,8 +330,8 @@ class SelectedRows:
         return PreparedData(
             train=train.dataset(f"{fingerprint}-train"),
             eval=held.dataset(f"{fingerprint}-eval") if held else None,
-            report=_report(train, encoder, self.encoded.leaked),
-            eval_report=_report(held, encoder, (0, [])) if held else None,
+            report=_report(train, self.findings[0]),
+            eval_report=_report(held, self.findings[1]) if held else None,
             fingerprint=fingerprint,
             lengths=train.lengths.tolist(),
             eval_lengths=held.lengths.tolist() if held else [],
@@ -260,16 +341,24 @@ class SelectedRows:
         )
 
 
-def encode(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, progress: Progress | None = None) -> EncodedRows:
+def facts_of(dataset: DatasetRecipe) -> dict[Source, Facts]:
+    """What is known of the dataset's files before they are read: their content's hash. Raises DataError and RecipeError."""
+    return {source: Facts.of(source) for sources in sources_of(dataset) for source in sources}
+
+
+def encode(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, facts: dict[Source, Facts] | None = None,
+    progress: Progress | None = None,
+) -> EncodedRows:  # fmt: skip
     """Read and tokenise the recipe's dataset, or find its tokens in the cache. `progress(done, total)` counts rows;
-    the total is None where only reading tells it.
+    the total is None where only reading tells it. `facts`: those of its files, where they are known already.
 
     Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
     """
     dataset = recipe.dataset
     sources, eval_sources = sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs)
-    facts = {source: Facts.of(source) for source in (*sources, *eval_sources)}
+    facts = facts_of(dataset) if facts is None else facts
     counted = _Counted(progress, facts.values(), dataset.max_rows)
     train = _stored(sources, facts, dataset, dataset.max_rows, encoder, counted)
     held = _stored(eval_sources, facts, dataset, None, encoder, counted)
@@ -358,12 +447,13 @@ def _refuse(sides: list[LimitedSide], recipe: Recipe, max_length: int | None) ->
         fixes.append(
             "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
         )
-    if too_long and recipe.excess_length == "raise":
+    if too_long and recipe.excess_length in ("raise", "chunk"):
         longest = sorted((entry for side in sides for entry in side.longest(5)), key=lambda entry: -entry[1])
         problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
         problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
         fixes.append(
             f"Raise max_length (up to {longest[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
+            + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
         )
     if not problems and any(not len(side.lengths) for side in sides):
         problems += (
@@ -380,10 +470,9 @@ def _refuse(sides: list[LimitedSide], recipe: Recipe, max_length: int | None) ->
         raise DataError(problems, "\n".join(fixes))
 
 
-def _report(limited: LimitedSide, encoder: Encoder, leaked: tuple[int, list[tuple[str, int]]]) -> DataReport:
-    side, stored = limited.side, limited.stored
-    parts = stored.parts
-    repeated = stored.repeated(side.mine)
+def _report(limited: LimitedSide, findings: tuple[Finding, ...]) -> DataReport:
+    side = limited.side
+    parts = limited.stored.parts
     return DataReport(
         files=side.files,
         format=", ".join(dict.fromkeys(part.format for part in parts)),
@@ -393,30 +482,27 @@ def _report(limited: LimitedSide, encoder: Encoder, leaked: tuple[int, list[tupl
         rows_held_out=side.held_out,
         rows_too_long=int(limited.too_long.sum()),
         rows_truncated=int(limited.truncated.sum()),
+        rows_chunked=int((limited.chunked & limited.used).sum()),
+        rows_left_out=limited.left_out,
+        rows_repeated=int(sum(rows.sum() for rows in limited.passes[1:])),
         tokens_dropped=limited.tokens_dropped,
-        duplicate_rows=len(repeated),
+        duplicate_rows=sum(one.rows for one in findings if one.kind == "duplicates"),
         sequences=len(limited.lengths),
         total_tokens=int(limited.lengths.sum(dtype=np.int64)),
         trained_tokens=limited.trained_tokens,
         lengths=percentiles(limited.lengths),
         unused_columns=() if side.split_off else tuple(dict.fromkeys(one for part in parts for one in part.unused_columns)),
         columns={} if side.split_off else {name: column for part in parts for name, column in part.columns.items()},
-        findings=tuple(
-            find(
-                stored,
-                limited.used,
-                duplicates=repeated,
-                leaked=leaked,
-                truncated=limited.truncated,
-                writes_today=encoder.template is not None and encoder.template.writes_today,
-            )
-        ),
+        findings=findings,
     )
 
 
 def _fingerprint(sides: list[LimitedSide], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
     """sha256 of the rows used, the settings that change their tokens, the chat template and the tokenizer."""
-    settings = [max_length, recipe.excess_length, recipe.train_on_inputs, encoder.template and encoder.template.source]
+    template = encoder.template and encoder.template.source
+    settings: list[Any] = [max_length, recipe.excess_length, recipe.train_on_inputs, template]
+    if recipe.dataset.weights:
+        settings += [recipe.dataset.weights, recipe.seed]
     identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
     hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
     for side in sides:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from finetune.data.checks import SPLITS
 from finetune.data.report import Refused, shown
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError
 
 #: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory that reading takes.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
@@ -25,7 +26,8 @@ _MOST_VALUES = 1_000_000
 #: Endings after that of the kind of file.
 COMPRESSED = (".gz", ".zst")
 _ROW_LISTS = ("data", "rows", "examples", "train", "instances", "items")
-_SPLITS = ("train", "test", "validation", "valid", "eval", "dev")
+#: Kinds whose bytes are not text.
+TABLES = (".parquet", ".arrow")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
 
 
@@ -38,16 +40,19 @@ class Row:
     values: dict[str, Any]
 
 
-def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
+def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bool = False) -> Iterator[Row | Refused]:
     """The rows of a file of a kind in READERS, also compressed with gzip or zstd; `name` is its name in problems.
 
+    `split`: of a file with splits (keys of a .json file, or a column `split`) only this one; `has_splits`: it must have them.
     Raises DataError when it is empty, incomplete, not UTF-8 or not of its type.
     """
     count = 0
     try:
-        if kind_of_file(path) != ".parquet":
+        if kind_of_file(path) not in TABLES:
             _check_text(path, name)
-        for count, row in enumerate(READERS[kind_of_file(path)](path, name), 1):  # noqa: B007 - counted for after the loop
+        read = READERS[kind_of_file(path)]
+        rows = read(path, name) if split is None else _of_split(split, path, name, has_splits)
+        for count, row in enumerate(rows, 1):  # noqa: B007 - counted for after the loop
             yield row
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
@@ -55,6 +60,37 @@ def read_file(path: Path, name: str) -> Iterator[Row | Refused]:
         ) from None
     if not count:
         raise DataError(f"{name}: has no rows", 'Write one row per line, for example {"prompt": "2+2=", "completion": "4"}')
+
+
+def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[Row | Refused]:
+    """The rows of one split. A file without splits is a whole: its rows are those of any split, unless it must have them."""
+    if kind_of_file(path) == ".json" and (value := _splits_of(path, name)):
+        if split not in value:
+            raise DataError(f"{name}: has no split {shown(split)}; it has {', '.join(value)}", "Name one of them.")
+        yield from (_object(item, name, number) for number, item in enumerate(value[split], 1))
+        return
+    for row in READERS[kind_of_file(path)](path, name):
+        if isinstance(row, Refused):
+            yield row
+        elif "split" not in row.values:
+            if has_splits:
+                raise RecipeError(
+                    f"dataset.eval_split names a split of a hub dataset, of a folder of save_to_disk, or of rows with a column "
+                    f"'split'; {name} has none",
+                    "Use dataset.eval_path, or hold rows out with dataset.test_split_size.",
+                )
+            yield row
+        elif row.values["split"] == split:
+            yield Row(name, row.number, {key: value for key, value in row.values.items() if key != "split"})
+
+
+def _splits_of(path: Path, name: str) -> dict[str, list[Any]]:
+    """Rows by split of a .json file that has more than one; nothing for any other."""
+    if _begins_with_lines(path):
+        return {}
+    value = _whole_value(path, name)
+    splits = {key: value[key] for key in SPLITS if isinstance(value.get(key), list)} if isinstance(value, dict) else {}
+    return splits if len(splits) > 1 else {}
 
 
 def kind_of_file(path: Path) -> str:
@@ -98,13 +134,15 @@ def _check_text(path: Path, name: str) -> None:
 
 def _json(path: Path, name: str) -> Iterator[Row | Refused]:
     """JSON Lines, an array of rows, one row, or {"data": [rows]}: the content decides, not the extension."""
+    return _json_lines(path, name) if _begins_with_lines(path) else _whole_json(path, name)
+
+
+def _begins_with_lines(path: Path) -> bool:
     with _open(path) as file:
         chunks = (chunk.removeprefix(b"\xef\xbb\xbf").strip() for chunk in iter(lambda: file.readline(LINE_LIMIT), b""))
         first, second = [*itertools.islice(filter(None, chunks), 2), b"", b""][:2]
     a_value_and_more = bool(second) and _parses(first)
-    if a_value_and_more or (kind_of_file(path) in (".jsonl", ".ndjson") and not first.startswith(b"[")):
-        return _json_lines(path, name)
-    return _whole_json(path, name)
+    return a_value_and_more or (kind_of_file(path) in (".jsonl", ".ndjson") and not first.startswith(b"["))
 
 
 def _parses(chunk: bytes) -> bool:
@@ -177,6 +215,13 @@ def _object(value: Any, name: str, number: int) -> Row | Refused:
 
 
 def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
+    value = _whole_value(path, name)
+    if value is not None:
+        yield from (_object(item, name, number) for number, item in enumerate(_rows_in(value, name), 1))
+
+
+def _whole_value(path: Path, name: str) -> Any:
+    """The value of a file of JSON; None without any. Raises DataError."""
     with _open(path) as file:
         data = file.read(JSON_LIMIT + 1)
     if len(data) > JSON_LIMIT:
@@ -186,7 +231,7 @@ def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
         )
     text = data.decode("utf-8-sig", "surrogateescape")
     if not text.strip():
-        return
+        return None
     try:
         value = _loads(text)
     except _TwiceError as twice:
@@ -200,7 +245,7 @@ def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
         raise DataError(f"{name}: is nested too deeply to be rows", "Write a list of flat objects.") from None
     except ValueError:
         raise DataError(f"{name}: has a number with too many digits", "Write it as text.") from None
-    yield from (_object(item, name, number) for number, item in enumerate(_rows_in(value, name), 1))
+    return [value] if value is None else value
 
 
 def _rows_in(value: Any, name: str) -> list[Any]:
@@ -210,12 +255,11 @@ def _rows_in(value: Any, name: str) -> list[Any]:
         raise DataError(
             f"{name}: is a single value, not a list of rows", 'Write a list: [{"prompt": ..., "completion": ...}, ...]'
         )
-    splits = [key for key in _SPLITS if isinstance(value.get(key), list)]
+    splits = [key for key in SPLITS if isinstance(value.get(key), list)]
     if len(splits) > 1:
         raise DataError(
             f"{name}: has the splits {', '.join(splits)} in one file",
-            f"Write a file for each:  jq '.{splits[0]}' {shlex.quote(name)} > {splits[0]}.json  "
-            f"and name the held-out rows with dataset.eval_path={splits[1]}.json",
+            f"Hold out the second:  dataset.eval_split={splits[1]}  or train on the first alone:  dataset.split={splits[0]}",
         )
     lists = [key for key in _ROW_LISTS if isinstance(value.get(key), list)]
     if len(lists) == 1:
@@ -329,6 +373,37 @@ def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
         ) from None
 
 
+def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
+    """Arrow's stream, as datasets writes it, or its file format."""
+    import pyarrow as pa
+
+    if not path.stat().st_size:
+        raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
+    try:
+        with pa.memory_map(str(path)) as file:
+            number = 0
+            for batch in _batches(file):
+                batch.validate(full=True)
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield _table_row(batch.slice(index, 1), name, number)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).split("\n")[0][:200]
+        raise DataError(
+            f"{name}: can't be read as Arrow: {shown(reason, 200)}", "Check that it was written or downloaded completely."
+        ) from None
+
+
+def _batches(file: Any) -> Iterator[Any]:
+    import pyarrow as pa
+
+    if file.read(6) == b"ARROW1":
+        table = pa.ipc.open_file(file)
+        return (table.get_batch(number) for number in range(table.num_record_batches))
+    file.seek(0)
+    return iter(pa.ipc.open_stream(file))
+
+
 def _rows_at_once(facts: Any, name: str) -> int:
     """Rows to read at a time. Raises DataError where a few bytes stand for rows that would fill the memory."""
     groups = [facts.row_group(index) for index in range(facts.num_row_groups)]
@@ -355,4 +430,5 @@ def without_nothing(value: Any) -> Any:
 
 READERS = {
     ".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _text, ".parquet": _parquet,
+    ".arrow": _arrow,
 }  # fmt: skip

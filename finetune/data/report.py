@@ -26,13 +26,17 @@ class Refused:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about the data before training on it. `text` says what, `first` are the first three places."""
+    """Something to know about the data before training on it. `text` says what, `first` are the first three places.
+
+    `blocks`: a run is refused unless the recipe accepts it.
+    """
 
     kind: str
     text: str
     rows: int
     first: tuple[str, ...]
     fix: str
+    blocks: bool = False
 
     def __str__(self) -> str:
         where = f" (first: {'; '.join(self.first)})" if self.first else ""
@@ -43,7 +47,8 @@ class Finding:
 class DataReport:
     """The rows of one split (training or held out). Lengths and token counts are after truncating and dropping rows.
 
-    rows_read = rows_used + rows_refused + rows_held_out + rows dropped for their length (rows_too_long - rows_truncated).
+    rows_read = rows_used + rows_refused + rows_held_out + rows_left_out + rows dropped for their length (rows_too_long -
+    rows_truncated).
     """
 
     files: tuple[str, ...]
@@ -54,6 +59,9 @@ class DataReport:
     rows_held_out: int = 0
     rows_too_long: int = 0
     rows_truncated: int = 0
+    rows_chunked: int = 0  # of plain text, cut into several sequences
+    rows_left_out: int = 0  # by dataset.weights
+    rows_repeated: int = 0  # used more often than once, by dataset.weights; each more counts
     tokens_dropped: int = 0  # in rows dropped or truncated for their length
     duplicate_rows: int = 0  # equal to an earlier row; kept
     sequences: int = 0  # more than rows_used where a chat template needs one per answer
@@ -83,7 +91,11 @@ class DataReport:
             parts.append(f"{self.rows_dropped:,} dropped (longer than max_length)")
         if self.rows_held_out:
             parts.append(f"{self.rows_held_out:,} held out")
-        return f"{self.rows_read:,} rows read: {', '.join(parts)}"
+        if self.rows_left_out:
+            parts.append(f"{self.rows_left_out:,} left out (dataset.weights)")
+        more = f"; {self.rows_repeated:,} times a row is used again (dataset.weights)" if self.rows_repeated else ""
+        more += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all" if self.rows_chunked else ""
+        return f"{self.rows_read:,} rows read: {', '.join(parts)}{more}"
 
     @property
     def trained_token_share(self) -> float | None:
@@ -100,9 +112,10 @@ def percentiles(lengths: np.ndarray) -> dict[str, int]:
     """p50, p95, p99 (nearest rank) and max of `lengths`; empty for no lengths."""
     if not len(lengths):
         return {}
-    ordered = sorted(lengths.tolist())
-    ranks = {f"p{share}": ordered[-(-len(ordered) * share // 100) - 1] for share in (50, 95, 99)}
-    return {**ranks, "max": ordered[-1]}
+    ordered = lengths.copy()
+    ordered.sort()
+    ranks = {f"p{share}": int(ordered[-(-len(ordered) * share // 100) - 1]) for share in (50, 95, 99)}
+    return {**ranks, "max": int(ordered[-1])}
 
 
 def refusal_lines(refused: list[Refused], read: int, shown: int = 10) -> list[str]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from finetune.data.checks import BadRow
 from finetune.data.formats import Example
+from finetune.data.near import HASHES, MOST_ROWS, near, sketches
 from finetune.data.report import Refused
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 #: What a row's bits say: notes of its tokens, damage in its texts, and its kind. Their order is in the files.
 FLAGS = (
     "unprompted", "altered", "endless", "literal", "control", "unknown", "replaced", "mojibake", "conversation", "pair",
+    "system",
 )  # fmt: skip
 _BIT = {name: 1 << place for place, name in enumerate(FLAGS)}
 #: UTF-8 that was read as Windows-1252 or Latin-1: an accented letter, a quotation mark, an emoji.
@@ -60,6 +62,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "asked": pa.array([asked(example) for example in examples], pa.uint64()),
         "answer": pa.array([_answer(example) for example in examples], pa.uint64()),
         "flags": pa.array(map(_flags, examples, sequences), pa.uint32()),
+        "sketch": pa.array(map(np.ndarray.tobytes, sketches(examples)), pa.binary(4 * HASHES)),
         "example": pa.array(written, pa.large_binary()),
         "bad_field": pa.array([one and one.field for one in bad], pa.string()),
         "bad_reason": pa.array([one and one.reason for one in bad], pa.string()),
@@ -85,6 +88,7 @@ def _answer(example: Example) -> int:
 
 def _flags(example: Example, sequences: list[Encoded]) -> int:
     bits = (_BIT["conversation"] if example.messages else 0) | (_BIT["pair"] if example.prompt is not None else 0)
+    bits |= _BIT["system"] if example.messages and example.messages[0]["role"] in ("system", "developer") else 0
     for one in sequences:
         for note in one.notes:
             bits |= _BIT[note]
@@ -116,6 +120,7 @@ class Part:
     read: int = 0
     refused: list[Refused] = field(default_factory=list)
     tables: list[pa.Table] = field(default_factory=list)
+    weight: float = 1.0  # how often each of its rows is used in an epoch
 
 
 class Stored:
@@ -141,13 +146,22 @@ class Stored:
     @cached_property
     def content(self) -> np.ndarray:
         """The 16 bytes of each row's digest."""
-        flat = [
-            np.frombuffer(chunk.buffers()[1], np.uint8)[16 * chunk.offset : 16 * (chunk.offset + len(chunk))]
-            for table in self.tables
-            for chunk in table["content"].chunks
-            if len(chunk)
-        ]
-        return self._join(flat, np.uint8).reshape(-1, 16)
+        return self._bytes("content", 16)
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        """The number of each row's part."""
+        return np.repeat(np.arange(len(self.parts)), [sum(one.num_rows for one in part.tables) for part in self.parts])
+
+    @property
+    def weights(self) -> np.ndarray:
+        """How often each row is used in an epoch."""
+        return np.array([part.weight for part in self.parts])[self.source]
+
+    def near(self, mine: np.ndarray) -> tuple[np.ndarray, int]:
+        """Numbers of the rows among `mine` that say nearly the same as an earlier one, and how many were compared."""
+        rows = np.flatnonzero(mine)[:MOST_ROWS]
+        return rows[near(self._bytes("sketch", 4 * HASHES).view(np.uint32)[rows], self.content[rows])], len(rows)
 
     def repeated(self, mine: np.ndarray) -> np.ndarray:
         """Numbers of the rows among `mine` that equal an earlier one of them; told by 8 bytes of the digests."""
@@ -210,6 +224,15 @@ class Stored:
 
     def _table(self, index: int) -> int:
         return int(np.searchsorted(self.starts, index, side="right")) - 1
+
+    def _bytes(self, name: str, width: int) -> np.ndarray:
+        flat = [
+            np.frombuffer(chunk.buffers()[1], np.uint8)[width * chunk.offset : width * (chunk.offset + len(chunk))]
+            for table in self.tables
+            for chunk in table[name].chunks
+            if len(chunk)
+        ]
+        return self._join(flat, np.uint8).reshape(-1, width)
 
     def _column(self, name: str, kind: Any) -> np.ndarray:
         return self._join([table[name].to_numpy() for table in self.tables], kind)

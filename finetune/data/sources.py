@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import difflib
 import glob
+import json
 import os
 import re
 import shlex
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from finetune.data.readers import READERS, Row, kind_of_file, read_file
+from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, kind_of_file, read_file
 from finetune.data.report import Refused, shown
 from finetune.errors import DataError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_OTHER_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".arrow", ".yaml", ".yml", ".md", ".pkl")
+_OTHER_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
 
 
 #: Files that a folder is read for; a .txt there is as often a licence as data.
@@ -26,34 +28,52 @@ _IN_FOLDERS = tuple(kind for kind in READERS if kind != ".txt")
 
 @dataclass(frozen=True)
 class Source:
-    """One place with rows: a local `path`, or (path None) the `split` of the hub dataset `name`."""
+    """One place with rows: a local `path`, or (path None) the `split` of the hub dataset `name`.
+
+    `only`: of a local file with splits only `split` is read; `has_splits`: it must have them.
+    `weight`: how often each of its rows is used in an epoch.
+    """
 
     name: str
     path: Path | None = None
     config: str | None = None
     split: str = "train"
     revision: str | None = None
+    only: bool = False
+    has_splits: bool = False
+    weight: float = 1.0
 
     def rows(self) -> Iterator[Row | Refused]:
         """Its rows in order, with the unreadable ones. Raises DataError when the whole source can't be read."""
         if self.path is not None:
-            return read_file(self.path, self.name)
+            return read_file(self.path, self.name, self.split if self.only else None, has_splits=self.has_splits)
         from finetune.data.hub_datasets import read_hub
 
         return read_hub(self.name, self.config, self.split, self.revision)
 
 
 def find_sources(
-    paths: str | list[str], *, side: str = "train", config: str | None = None, split: str = "train", revision: str | None = None
-) -> list[Source]:
+    paths: str | list[str], *, side: str = "train", config: str | None = None, split: str = "train",
+    revision: str | None = None, only: bool = False, has_splits: bool = False, weights: list[float] | None = None,
+) -> list[Source]:  # fmt: skip
     """The sources that `paths` names, checked to exist. `side` (train, eval) chooses the file of a bundled dataset.
 
+    `only`: the recipe names `split`, so that of local files with splits it alone is read; `has_splits`: they must have them.
+    `weights`: one for each path.
     Raises DataError with the problem of every path that is missing, a directory, not readable or of an unknown kind.
     """
     sources, problems, fixes = [], [], []
-    for text in [one for path in ([paths] if isinstance(paths, str) else paths) for one in _expanded(path)]:
+    names = [paths] if isinstance(paths, str) else paths
+    for text, weight in zip(names, weights or [1.0] * len(names), strict=True):
         try:
-            sources.append(_find(text, side) or Source(text, None, config, split, revision))
+            saved = _saved(text, split if only else None)
+            if saved:
+                sources += [Source(shown(str(file), 200), file, weight=weight) for file in saved]
+                continue
+            for one in _expanded(text):
+                found = replace(_find(one, side) or Source(one, None, config, split, revision), weight=weight)
+                local = found.path is not None and only
+                sources.append(replace(found, split=split, only=True, has_splits=has_splits) if local else found)
         except DataError as error:
             problems += error.problems
             fixes += [error.fix] if error.fix not in fixes else []
@@ -91,6 +111,57 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
+def _saved(text: str, split: str | None) -> list[Path]:
+    """The Arrow files of a folder that `save_to_disk` wrote, in order; none for anything else.
+
+    `split`: of a dictionary of splits this one; None where the recipe names none. Raises DataError.
+    """
+    folder = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    try:
+        if not folder.is_dir() or not _is_saved(folder):
+            return []
+    except (OSError, ValueError):
+        return []
+    name = shown(text, 200)
+    if (folder / "dataset_dict.json").is_file():
+        splits = [one for one in _list_in(folder / "dataset_dict.json", "splits") if (folder / one / "state.json").is_file()]
+        if split is None and len(splits) > 1:
+            others = [one for one in splits if one != "train"]
+            raise DataError(
+                f"{name}: was written by save_to_disk with the splits {', '.join(map(shown, splits))}",
+                f"Hold one out:  dataset.eval_split={others[0]}  or train on one alone:  dataset.split={splits[0]}",
+            )
+        if splits and split not in (None, *splits):
+            raise DataError(
+                f"{name}: has no split {shown(str(split))}; it has {', '.join(map(shown, splits))}", "Name one of them."
+            )
+        folder = folder / (split or splits[0]) if splits else folder
+    names = [one.get("filename") for one in _list_in(folder / "state.json", "_data_files") if isinstance(one, dict)]
+    files = [folder / one for one in names if isinstance(one, str) and Path(one).name == one and (folder / one).is_file()]
+    if not files or len(files) != len(names):
+        code = f"from datasets import load_from_disk; load_from_disk({text!r}).to_parquet('train.parquet')"
+        raise DataError(
+            f"{name}: was written by save_to_disk, and its state.json doesn't name its data files, or one is missing",
+            f"Save it again, or where datasets reads it, write a file:  python -c {shlex.quote(code)}",
+        )
+    return files
+
+
+def _list_in(path: Path, key: str) -> list[Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def is_here(text: str) -> bool:
+    """Whether a path of a recipe is on this machine: a file, a folder, a pattern with files, or a bundled dataset."""
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    return path.exists() or bool(_bundled(text)) or _expanded(text) != [text]
+
+
 def _find(text: str, side: str) -> Source | None:
     """The local or bundled source, None for a hub id. Raises DataError."""
     name = shown(text, 200)
@@ -106,12 +177,6 @@ def _find(text: str, side: str) -> Source | None:
         return _regular(path, name)
     if files := _bundled(text):
         return Source(text, files[side])
-    if mode is not None and stat.S_ISDIR(mode) and _is_saved(path):
-        part = "['train']" if (path / "dataset_dict.json").is_file() else ""
-        code = f"from datasets import load_from_disk; load_from_disk({text!r}){part}.to_parquet('train.parquet')"
-        raise DataError(
-            f"{name}: was written by save_to_disk, which is not read", f"Write a file:  python -c {shlex.quote(code)}"
-        )
     if mode is not None and stat.S_ISDIR(mode):
         raise DataError(
             f"{name}: is a directory without data files",
@@ -129,7 +194,8 @@ def _find(text: str, side: str) -> Source | None:
 
 
 def _regular(path: Path, name: str) -> Source:
-    if kind_of_file(path) not in READERS or path.name.lower().endswith((".parquet.gz", ".parquet.zst")):
+    packed_table = kind_of_file(path) in TABLES and path.suffix.lower() in COMPRESSED
+    if kind_of_file(path) not in READERS or packed_table:
         ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no extension"
         raise DataError(
             f"{name}: {ending}, which is not supported",

@@ -13,6 +13,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from finetune.data.examples import HowToRead, Reading
+from finetune.data.meaning import stop
 from finetune.data.readers import kind_of_file
 from finetune.data.report import Refused
 from finetune.data.shards import Part, table_of
@@ -40,8 +42,13 @@ Progress = Callable[[int], None]
 #: Smaller files are tokenised in memory each time.
 SMALL_BYTES = 2**20
 #: Settings of `dataset` that choose among rows or name files; all others decide how rows are read.
-_CHOOSE = ("path", "eval_path", "eval_split", "split", "name", "revision", "on_bad_rows", "test_split_size", "max_rows")
+_CHOOSE = (
+    "path", "eval_path", "eval_split", "split", "name", "revision", "on_bad_rows", "accept_findings", "test_split_size",
+    "max_rows", "weights",
+)  # fmt: skip
 _AT_ONCE = 256
+#: Threads that check files.
+_CHECKERS = 4
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
@@ -71,7 +78,7 @@ class Facts:
             raise DataError(
                 f"{source.name}: can't be read: {error.strerror or error}", "Check the file and its disk."
             ) from None
-        return cls(state, digest.hexdigest(), lines if path.suffix.lower() in _LINES else None)
+        return cls(state, digest.hexdigest(), lines if path.suffix.lower() in _LINES and not source.only else None)
 
 
 def tokenised(
@@ -81,10 +88,18 @@ def tokenised(
 
     `progress` counts them. Raises DataError when it can't be read, DiskFull when the cache can't be written.
     """
+    part = _tokenised(source, facts, dataset, limit, encoder, progress)
+    part.weight = source.weight
+    return part
+
+
+def _tokenised(
+    source: Source, facts: Facts, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
+) -> Part:
     path = source.path
     if path is None or facts.state is None or facts.state[0] < SMALL_BYTES:
         return _in_memory(Reading(source, dataset, limit), encoder, progress)
-    entry = Entry(folder() / _key(facts, path, dataset, limit, encoder))
+    entry = Entry(folder() / _key(facts, source, dataset, limit, encoder))
     part = entry.read(source.name)
     if part is None:
         part = _prepared(entry, Reading(source, dataset, limit), encoder, progress)
@@ -166,7 +181,7 @@ class _Work:
     ) -> tuple[int, dict[str, list[int]]]:
         """Rows done, and those that stop the run: for them nothing is written."""
         parsed = self.how.parse(batch)
-        if wanted and not parsed.unused:
+        if wanted and not stop(parsed.unused):
             table = table_of(parsed.examples, _encoded(self.encoder, parsed.examples, 0, progress))
             self.entry.write(number, table, parsed.refused)
         return len(batch), parsed.unused
@@ -192,8 +207,9 @@ class Entry:
         if values is None:
             return None
         part = Part(name, values["format"], values["columns"], tuple(values["unused_columns"]), values["read"])
-        for number in range(values["shards"]):
-            shard = self.shard(number, name)
+        with ThreadPoolExecutor(_CHECKERS) as pool:  # their checksums take longer than to map them
+            shards = list(pool.map(lambda number: self.shard(number, name), range(values["shards"])))
+        for shard in shards:
             if shard is None:
                 return None
             part.tables.append(shard[0])
@@ -303,11 +319,12 @@ def _state(path: Path) -> tuple[int, ...]:
     return about.st_size, about.st_mtime_ns, about.st_ino
 
 
-def _key(facts: Facts, path: Path, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:
+def _key(facts: Facts, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:
     """Digest of all that decides the tokens of a file: its content, how it is read, tokenizer, template, and this code."""
     settings = {name: value for name, value in dataset.model_dump(mode="json").items() if name not in _CHOOSE}
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(encoder.tokenizer.chat_template) else None
-    kind = [kind_of_file(path), path.suffix.lower()]
+    path = source.path or Path()
+    kind = [kind_of_file(path), path.suffix.lower(), source.split if source.only else None]
     parts = [facts.sha256, kind, settings, limit, encoder.identity, today, _code()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

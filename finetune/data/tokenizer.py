@@ -20,6 +20,8 @@ _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
+#: Attribute of a tokenizer whose own chat template the recipe has replaced.
+_REPLACED = "_replaced_template"
 #: Usual pad tokens, best first; used only if in the vocabulary.
 _PAD_NAMES = (
     "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|PAD_TOKEN|>", "<|endoftext|>", "<|end_of_text|>",
@@ -48,9 +50,15 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _RESAVE)
     if recipe.chat_template is not None:
-        tokenizer.chat_template = _read_template(recipe.chat_template)
+        own, tokenizer.chat_template = tokenizer.chat_template, _read_template(recipe.chat_template)
+        vars(tokenizer)[_REPLACED] = bool(own) and own != tokenizer.chat_template
     choose_pad(tokenizer)
     return tokenizer
+
+
+def is_replaced(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the recipe's chat template has replaced another one of the model's own."""
+    return bool(vars(tokenizer).get(_REPLACED))
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:

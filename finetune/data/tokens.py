@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.byte_level import ByteLevel, overlapping
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
 from finetune.data.formats import Example
 from finetune.data.literal import Literal
-from finetune.data.template import Rendered, Span, Template
+from finetune.data.template import Rendered, Template
 from finetune.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -156,22 +157,43 @@ class Encoder:
         for plain in (False, True):
             places = [place for place, (_, is_plain) in enumerate(flat) if is_plain == plain]
             texts = [flat[place][0] for place in places]
+            found = self._by_bytes(texts) if not plain else {}
+            done |= {places[number]: one for number, one in found.items()}
+            places = [place for number, place in enumerate(places) if number not in found]
+            texts = [flat[place][0] for place in places]
             for place, one, (ids, encoding) in zip(
                 places, texts, self._ids([one.text for one in texts], plain=plain), strict=True
             ):
                 trained = None
                 if one.literal:
                     ids, offsets = self._literal.ids(one.text, one.literal)
-                    trained = _overlapping(offsets, one.spans)
+                    trained = overlapping(offsets, one.spans)
                 elif encoding is None:
                     trained = self._by_prefix(ids, one, plain)
                 elif not plain:
                     trained = _between(encoding, one)
                 if trained is None and encoding is not None:
-                    trained = _overlapping(encoding.offsets, one.spans)
+                    trained = overlapping(encoding.offsets, one.spans)
                 assert trained is not None
                 done[place] = self._finished(ids, trained[-len(ids) :], one.notes, plain)
         return [done[place] for place in range(len(flat))]
+
+    def _by_bytes(self, texts: list[Rendered]) -> dict[int, Encoded]:
+        """The texts for which lengths of tokens tell what a tokenizer's offsets would; none unless it is byte-level."""
+        level, bos, found = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
+        if level is None:
+            return found
+        numbers = [number for number, one in enumerate(texts) if not one.literal]
+        for number, ids in zip(numbers, level.ids([texts[number].text for number in numbers]), strict=True):
+            one = texts[number]
+            trained = level.trained(ids, one.text, one.spans)
+            if trained is not None and (bos is None or ids[:2] != [bos, bos]):
+                found[number] = self._finished(ids, trained, one.notes, plain=False)
+        return found
+
+    @cached_property
+    def _byte_level(self) -> ByteLevel | None:
+        return ByteLevel.of(self.tokenizer)
 
     def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], Any]]:
         """Ids, without a second BOS at the start, and from fast tokenizers the encoding, which has it and each token's span."""
@@ -255,7 +277,7 @@ def _checked(sequences: list[Encoded], example: Example) -> list[Encoded] | BadR
 
 
 def _between(encoding: Any, one: Rendered) -> np.ndarray | None:
-    """The same as `_overlapping`, from two tokens of each span; None where tokens omit white space there."""
+    """The same as `overlapping`, from two tokens of each span; None where tokens omit white space there."""
     trained = np.zeros(len(encoding), dtype=bool)
     for begin, stop in one.spans:
         first = encoding.char_to_token(begin)
@@ -264,21 +286,6 @@ def _between(encoding: Any, one: Rendered) -> np.ndarray | None:
             return None
         starts_inside = last < len(encoding) and encoding.token_to_chars(last)[0] < stop
         trained[first : last + starts_inside] = True
-    return trained
-
-
-def _overlapping(offsets: list[Span], spans: list[Span]) -> np.ndarray:
-    """Whether each token overlaps a span.
-
-    Offsets may omit white space at a token's start, or be empty for a token of white space; such a token is taken to start at
-    the end of the one before.
-    """
-    start, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    before = np.append(0, np.maximum.accumulate(end)[:-1]) if len(end) else end
-    first = np.where(start < end, start, before)
-    trained = np.zeros(len(end), dtype=bool)
-    for begin, stop in spans:
-        trained |= (first < stop) & (end > begin)
     return trained
 
 

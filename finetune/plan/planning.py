@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.report import shown
@@ -85,7 +85,13 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
     from finetune.data.row_count import RowCount
 
     say("reading the data")
-    rows = data.encode(recipe, data.load_tokenizer(recipe), progress=RowCount(say))
+    from finetune.data.preparation import facts_of
+
+    with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
+        facts = pool.submit(facts_of, recipe.dataset)
+        tokenizer = data.load_tokenizer(recipe)
+        found = facts.result()
+    rows = data.encode(recipe, tokenizer, facts=found, progress=RowCount(say))
     _refuse_other_vocabulary(rows, recipe)
     return rows
 
@@ -114,13 +120,15 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """The planner's statistics of the rows."""
-    lengths = tuple(sorted(selected.lengths.tolist()))
+    ordered = selected.lengths.copy()
+    ordered.sort()
+    lengths = tuple(ordered.tolist())
     return DataStatistics(len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths)
 
 
 def _missing_paths(recipe: Recipe) -> list[str]:
     """Dataset paths of the recipe that are not on this machine."""
-    from finetune.bundled import dataset_paths
+    from finetune.data.sources import is_here
 
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
-    return [path for path in paths if not (Path(path).exists() or dataset_paths(path))]
+    return [path for path in paths if not is_here(path)]

@@ -66,10 +66,11 @@ class Batches:
     def _expected_width(self, lengths: tuple[int, ...], rows: int, batch: int | None) -> float:
         count = len(lengths)
         every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
+        quantiles = ((lengths[place - 1], place) for place in (*range(every, count, every), count))
         total, below = 0.0, 0.0
-        for place in (*range(every, count, every), count):
+        for length, place in self.data.ends if every == 1 else quantiles:
             upto = _longest_below(place / count, rows, batch or rows)
-            total += min(lengths[place - 1], self.max_length) * (upto - below)
+            total += min(length, self.max_length) * (upto - below)
             below = upto
         return total
 

@@ -125,8 +125,8 @@ class DatasetRecipe(_Strict):
     )
     eval_path: str | list[str] | None = _data(None, TOKENS, "Held-out rows: local file(s), or none.")
     name: str | None = _data(None, TOKENS | RESULT, "Configuration of a hub dataset.")
-    split: str = _data("train", TOKENS | RESULT, "Split of a hub dataset to train on.")
-    eval_split: str | None = _data(None, TOKENS, "Split of a hub dataset to hold out.")
+    split: str = _data("train", TOKENS | RESULT, "Split to train on, of a hub dataset, a saved folder, a file with splits.")
+    eval_split: str | None = _data(None, TOKENS, "Split to hold out, of the same dataset, folder or file.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
     format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text"]] = _data(
         AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns."
@@ -134,11 +134,17 @@ class DatasetRecipe(_Strict):
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
     )
+    weights: list[Annotated[float, Field(gt=0, le=100)]] | None = _data(
+        None, TOKENS | RESULT, "How often each row of each path is used in an epoch: 0.5 a half of them, by seed; 2 all twice."
+    )
     ignore_columns: list[str] = _data(
         [], TOKENS | RESULT, "Columns and fields of messages to leave out on purpose, e.g. [label, reasoning_content]."
     )
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
+    )
+    accept_findings: list[Literal["leak", "truncated", "replaced", "mojibake"]] = _data(
+        [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
     )
     test_split_size: float | int = _data(
         0, TOKENS | RESULT, "Rows to hold out from the training file: a fraction below 1 or a count; 0 holds none out.", ge=0
@@ -189,8 +195,10 @@ class Recipe(_Strict):
     # -- data
     dataset: DatasetRecipe = Field(description="Training and held-out rows.")
     max_length: AutoOr[Annotated[int, Field(ge=8, le=2**24)]] = _data(AUTO, TOKENS | COST | RESULT, "Longest row, in tokens.")
-    excess_length: Literal["drop", "truncate", "raise"] = _data(
-        "raise", TOKENS | RESULT, "Rows longer than max_length: drop, truncate, or raise an error; always counted."
+    excess_length: Literal["drop", "truncate", "chunk", "raise"] = _data(
+        "raise",
+        TOKENS | RESULT,
+        "Rows longer than max_length: drop, truncate, chunk (plain text into several), or raise an error.",
     )
     train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
     chat_template: str | None = _data(

@@ -59,3 +59,13 @@ def test_a_plan_of_a_careless_name_names_the_hub_id_and_the_assumed_rows(monkeyp
     assert code == 0 and plan["plan"]["model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     notes = " ".join(plan["forecast"]["notes"])
     assert "smollm2:135m -> HuggingFaceTB/SmolLM2-135M-Instruct" in notes and "rows of 512 tokens" in notes
+
+
+@pytest.mark.slow
+def test_a_7b_model_is_planned_for_a_4090_without_a_recipe_data_or_a_network(monkeypatch, capsys):
+    from finetune.cli import main
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("sys.argv", ["finetune", "plan", "Qwen/Qwen2.5-7B-Instruct", "--gpu", "4090"])
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fits on rtx-4090: needs ")

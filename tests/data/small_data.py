@@ -62,6 +62,8 @@ def recipe(path, **settings):
         "columns",
         "ignore_columns",
         "on_bad_rows",
+        "accept_findings",
+        "weights",
         "test_split_size",
         "max_rows",
         "split",

@@ -1,12 +1,14 @@
 """What the data doctor finds, with its count, its first places and what to do; and nothing in clean data."""
 
 import json
+import random
 
 import pytest
-from small_data import build_tokenizer, recipe, talk
+from small_data import CHATML_MARKED, build_tokenizer, recipe, talk
 
-from finetune.data import prepare
+from finetune.data import load_tokenizer, prepare
 from finetune.data.report import Refused, refusal_lines
+from finetune.errors import DataError
 
 CLEAN = [talk(f"Question {n}?", f"Answer {n}, à la carte.") for n in range(30)]
 
@@ -79,3 +81,48 @@ def test_refused_rows_are_counted_by_reason_whatever_their_number():
     assert lines[:2] == ["115 of 300 row(s) can't be trained on:", "  100 x text: is empty (a.jsonl, row 1, 2, 3, ...)"]
     assert lines[-1] == "  and 6 other reason(s), for 6 row(s)"
     assert len(lines) <= 12
+
+
+SAME = " ".join(
+    f"The parcel number {n * n} with {n + 3} tents left the depot on day {7 * n} and comes by lorry." for n in range(12)
+)
+
+
+def test_rows_that_say_nearly_the_same_are_found_and_others_are_not(write):
+    towns = ["Lyon", "Kyoto", "Quito", "Turin", "Oslo", "Cairo"]
+    rows = [talk(f"Where is it, {town}?", SAME + town) for town in towns]
+    near = {finding.kind: finding.rows for finding in report_of(write, rows).findings}
+    assert near == {"near duplicates": len(towns) - 1}
+    words = [f"{one}{two}" for one in ("river", "city", "small", "people") for two in ("bank", "gate", "wall", "side")]
+    others = [talk(f"{n}?", " ".join(random.Random(n).choices(words, k=60))) for n in range(40)]
+    assert report_of(write, others).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "settings"),
+    [
+        ("replaced", [talk(f"Question {n}?", f"A caf\ufffd, {n}.") for n in range(30)], {}),
+        ("mojibake", [talk(f"Question {n}?", f"A cafÃ©, {n}.") for n in range(30)], {}),
+        ("leak", CLEAN, {"eval_path": "rows.jsonl"}),
+        ("truncated", [talk("?", f"{n} long " * 80) for n in range(30)], {"excess_length": "truncate"}),
+    ],
+)
+def test_data_that_nothing_right_is_learnt_of_stops_a_run_until_it_is_accepted(write, tmp_path, kind, rows, settings):
+    path = write("rows.jsonl", rows)
+    settings = {name: str(tmp_path / value) if name == "eval_path" else value for name, value in settings.items()}
+    with pytest.raises(DataError) as error:
+        prepare(recipe(path, **settings), build_tokenizer(), max_length=64)
+    assert f"dataset.accept_findings=[{kind}]" in error.value.fix and "row" in error.value.problems[0]
+    accepted = prepare(recipe(path, **settings, accept_findings=[kind]), build_tokenizer(), max_length=64)
+    assert kind in [finding.kind for finding in accepted.report.findings if finding.blocks]
+
+
+def test_a_learnt_system_prompt_and_another_template_are_told(write, tmp_path):
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.jinja").write_text(CHATML_MARKED)
+    path = write("rows.jsonl", [talk(f"Question {n}?", f"Answer {n}.", system="Be brief.") for n in range(3)])
+    settings = {"model_name_or_path": str(tmp_path / "model"), "chat_template": str(tmp_path / "mine.jinja")}
+    tokenizer = load_tokenizer(recipe(path, **settings))
+    report = prepare(recipe(path, train_on_inputs=True, **settings), tokenizer, max_length=None).report
+    assert [(finding.kind, finding.rows) for finding in report.findings] == [("system", 3), ("template", 3)]
+    assert prepare(recipe(path), build_tokenizer(), max_length=None).report.findings == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,30 @@ def test_dataset_info_becomes_the_dataset_section():
     few = text.replace("identity", "identity,alpaca_en_demo") + "max_samples: 50\n"
     with pytest.raises(RecipeError, match="for each dataset there"):
         parse_source(few, "x", folder=HERE)
+
+
+def test_a_list_of_datasets_keeps_their_formats_and_numbers_of_rows(tmp_path):
+    info = {
+        "a": {"file_name": "a.json", "num_samples": 1},
+        "b": {"file_name": "b.jsonl", "formatting": "sharegpt", "num_samples": 6},
+        "c": {"file_name": "c.json"},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "x", "output": "y"}] * 4))
+    (tmp_path / "b.jsonl").write_text('{"conversations": []}\n' * 4)
+    text = f"model_name_or_path: x/y\nfinetuning_type: lora\nstage: sft\ntemplate: empty\ndataset_dir: {tmp_path}\ndataset: "
+    both = parse_source(f"{text}a,b,c", "x", folder=tmp_path).recipe.dataset
+    assert [Path(path).name for path in both.path] == ["a.json", "b.jsonl", "c.json"]
+    assert (both.format, both.weights) == ("auto", [0.25, 1.5, 1.0])
+    assert parse_source(f"{text}c", "x", folder=tmp_path).recipe.dataset.weights is None
+
+
+def test_axolotls_datasets_of_two_formats_are_told_apart_by_their_columns():
+    text = "base_model: x/y\nadapter: lora\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: alpaca}, "
+    dataset = parse_source(f"{text}{{path: b.jsonl, type: completion}}]", "x.yml").recipe.dataset
+    assert (dataset.path, dataset.format) == (["a.jsonl", "b.jsonl"], "auto")
+    with pytest.raises(RecipeError, match="different columns"):
+        parse_source(f"{text}{{path: b.jsonl, type: completion, field: body}}]", "x.yml")
 
 
 def test_a_recipe_with_other_tools_words_stays_a_recipe():

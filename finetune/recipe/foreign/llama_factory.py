@@ -243,6 +243,11 @@ def _described(name: str, info: dict[str, Any], folder: Path) -> dict[str, Any] 
         if tags.get(tag, roles[0]) not in roles:
             return f"{name} calls a role {tags[tag]}; finetune knows {' and '.join(roles)}"
     described: dict[str, Any] = {"path": str(entry.get("hf_hub_url") or folder / str(entry.get("file_name")))}
+    if (wanted := entry.get("num_samples")) is not None:
+        rows = _rows(Path(described["path"]))
+        if not rows:
+            return f"{name} has num_samples {wanted}, and its rows can't be counted here; use dataset.weights"
+        described["weights"] = [wanted / rows]
     hub = {"name": entry.get("subset"), "split": entry.get("split")} if entry.get("hf_hub_url") else {}
     return {**described, **{key: value for key, value in hub.items() if value}, **_format(entry, columns, tags)}
 

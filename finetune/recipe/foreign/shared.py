@@ -170,15 +170,23 @@ def read_targets(reading: Reading, key: str) -> None:
     reading.keep(key, "target_modules", "all-linear" if everything else names)
 
 
-OF_ONE_KIND = "the datasets have different formats or columns; use those of one kind"
+OF_ONE_KIND = "the datasets have different columns or splits; use those of one kind"
 
 
 def one_dataset(datasets: list[dict[str, Any]]) -> dict[str, Any]:
-    """Datasets that differ in nothing but their paths as one, `path` first; empty where they differ in more."""
+    """Datasets as one, `path` first; empty where they differ in more than their paths and weights.
+
+    Where formats differ, each file's is told by its columns, unless these have other names.
+    """
     paths = [path for dataset in datasets for path in paths_of(dataset)]
-    rest = [{name: value for name, value in dataset.items() if name != "path"} for dataset in datasets]
-    alike = all(each == rest[0] for each in rest)
-    return {"path": paths[0] if len(paths) == 1 else paths, **rest[0]} if alike else {}
+    weights = [weight for dataset in datasets for weight in dataset.get("weights", [1.0] * len(paths_of(dataset)))]
+    rest = [{name: value for name, value in dataset.items() if name not in ("path", "weights")} for dataset in datasets]
+    if any(each != rest[0] for each in rest) and not any("columns" in each for each in rest):
+        rest = [{name: value for name, value in each.items() if name != "format"} for each in rest]
+    if any(each != rest[0] for each in rest):
+        return {}
+    together = {"path": paths[0] if len(paths) == 1 else paths, **rest[0]}
+    return {**together, "weights": weights} if set(weights) != {1.0} else together
 
 
 def paths_of(dataset: dict[str, Any]) -> list[str]:

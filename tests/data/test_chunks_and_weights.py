@@ -1,0 +1,77 @@
+"""Long texts in chunks, and several files with weights: no token lost, every row counted, the same again with the same seed."""
+
+import pytest
+from small_data import build_tokenizer, recipe, talk
+
+from finetune.data import prepare
+from finetune.errors import DataError, RecipeError
+
+TOKENIZER = build_tokenizer()
+
+
+def prepared(path, max_length=None, **settings):
+    return prepare(recipe(path, **settings), TOKENIZER, max_length=max_length)
+
+
+def ids_of(made):
+    return [row["input_ids"] for row in made.train]
+
+
+def test_a_long_text_is_cut_into_even_chunks_without_losing_a_token(write):
+    path = write("rows.jsonl", [{"text": f"{n} word " * n} for n in (90, 40, 1)])
+    whole, cut = prepared(path), prepared(path, 32, excess_length="chunk")
+    lengths = [len(ids) for ids in ids_of(cut)]
+    assert lengths == cut.lengths and max(lengths) <= 32 and min(lengths[:-1]) >= 16
+    assert sum(ids_of(cut), []) == sum(ids_of(whole), [])
+    assert all(row["labels"][0] == -100 and row["labels"][1:] == row["input_ids"][1:] for row in cut.train)
+    assert cut.report.trained_tokens == sum(label != -100 for row in cut.train for label in row["labels"])
+    assert (cut.report.rows_used, cut.report.rows_chunked, cut.report.sequences) == (3, 2, len(lengths))
+    assert "2 cut into chunks" in cut.report.account()
+
+
+def test_only_plain_text_is_cut_into_chunks(write):
+    path = write("rows.jsonl", [talk("Hi", "long " * 80)])
+    with pytest.raises(DataError, match="1 row.* longer than max_length 32") as error:
+        prepared(path, 32, excess_length="chunk")
+    assert "Only rows of plain text" in error.value.fix
+
+
+@pytest.fixture
+def files(write):
+    """Two files of 10 rows each."""
+    return [write(f"{name}.jsonl", [{"text": f"{name} {n}"} for n in range(10)]) for name in ("a", "b")]
+
+
+def counts(made):
+    texts = [TOKENIZER.decode(ids, skip_special_tokens=True).strip() for ids in ids_of(made)]
+    return [sum(text.startswith(name) for text in texts) for name in ("a", "b")], texts
+
+
+def test_weights_say_how_often_rows_are_used_and_every_row_is_counted(files):
+    made = prepared(files, weights=[0.3, 2.5], seed=1)
+    [few, many], texts = counts(made)
+    assert (few, many) == (3, 25) and len({text for text in texts if text.startswith("b")}) == 10
+    report = made.report
+    assert (report.rows_read, report.rows_used, report.rows_left_out, report.rows_repeated) == (20, 13, 7, 15)
+    assert "7 left out (dataset.weights)" in report.account() and "15 times a row is used again" in report.account()
+    assert made.lengths == [len(ids) for ids in ids_of(made)] and report.total_tokens == sum(made.lengths)
+    assert report.trained_tokens == sum(label != -100 for row in made.train for label in row["labels"])
+
+
+def test_the_same_seed_chooses_the_same_rows_and_another_seed_others(files):
+    first, again, other = (prepared(files, weights=[0.5, 1], seed=seed) for seed in (1, 1, 2))
+    assert ids_of(first) == ids_of(again) and first.fingerprint == again.fingerprint
+    assert counts(first)[1] != counts(other)[1] and first.fingerprint != other.fingerprint
+
+
+def test_held_out_rows_have_no_weight(files):
+    made = prepared(files, weights=[2, 2], test_split_size=4)
+    assert len(made.eval) == 4 and len(made.train) == 32
+
+
+def test_weights_are_one_for_each_path(files):
+    with pytest.raises(RecipeError, match=r"2 number\(s\) for 1 path"):
+        prepared(files[0], weights=[1, 2])
+    for weights in ([0, 1], [-1, 1], [101, 1]):
+        with pytest.raises(RecipeError, match="weights"):
+            prepared(files, weights=weights)

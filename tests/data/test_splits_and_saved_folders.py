@@ -1,0 +1,116 @@
+"""Rows in Arrow files, in folders of `save_to_disk`, and training and held-out rows in one file."""
+
+import json
+
+import pytest
+from small_data import recipe, talk
+
+from finetune.data import read_examples
+from finetune.errors import DataError, RecipeError
+
+ROWS = [{"prompt": f"Question {n}", "completion": f"Answer {n}"} for n in range(7)]
+TRAIN, TEST = ROWS[:5], ROWS[5:]
+MIXED = [{**row, "split": "train" if n < 5 else "test"} for n, row in enumerate(ROWS)]
+
+
+def prompts(rows):
+    return [example.prompt for example in rows.examples]
+
+
+def both(path, **settings):
+    found = read_examples(recipe(str(path), **settings).dataset)
+    return prompts(found.train), found.eval and prompts(found.eval)
+
+
+WANTED = [row["prompt"] for row in TRAIN], [row["prompt"] for row in TEST]
+
+
+@pytest.fixture
+def arrow(tmp_path):
+    """arrow(rows, name) -> a file as datasets writes it (a stream), or in Arrow's file format."""
+    import pyarrow as pa
+
+    def write(rows, name="rows.arrow", opened=pa.ipc.new_stream):
+        table = pa.Table.from_pylist(rows)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with pa.OSFile(str(tmp_path / name), "wb") as file, opened(file, table.schema) as writer:
+            for batch in table.to_batches(max_chunksize=3):
+                writer.write_batch(batch)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize("kind", ["new_stream", "new_file"])
+def test_arrow_files_are_read(arrow, kind):
+    import pyarrow as pa
+
+    path = arrow([talk(f"{n}?", "a") for n in range(7)], opened=getattr(pa.ipc, kind))
+    rows = read_examples(recipe(str(path)).dataset).train
+    assert [example.messages[0]["content"] for example in rows.examples] == [f"{n}?" for n in range(7)]
+
+
+def test_a_damaged_arrow_file_is_named(arrow):
+    path = arrow(ROWS)
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:20], b"not arrow at all"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"rows\.arrow: can't be read as Arrow"):
+            read_examples(recipe(str(path)).dataset)
+
+
+def test_a_folder_of_save_to_disk_is_read_in_its_order(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=3)
+    assert both(tmp_path / "saved") == ([row["prompt"] for row in ROWS], None)
+    next((tmp_path / "saved").glob("*.arrow")).unlink()
+    with pytest.raises(DataError, match="one is missing"):
+        both(tmp_path / "saved")
+
+
+def test_a_saved_dictionary_of_splits_trains_on_one_and_holds_out_another(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="with the splits train, test") as error:
+        both(tmp_path / "saved")
+    assert "dataset.eval_split=test" in error.value.fix
+    assert both(tmp_path / "saved", eval_split="test") == WANTED
+    assert both(tmp_path / "saved", split="test") == (WANTED[1], None)
+    with pytest.raises(DataError, match="has no split dev; it has train, test"):
+        both(tmp_path / "saved", eval_split="dev")
+
+
+def test_the_splits_of_one_json_file_are_used_where_they_are_named(write):
+    path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
+    assert both(path, eval_split="test") == WANTED
+    assert both(path, split="train") == (WANTED[0], None)
+    with pytest.raises(DataError, match="has no split dev; it has train, test"):
+        both(path, eval_split="dev")
+    with pytest.raises(DataError, match="has the splits train, test in one file") as error:
+        both(path)
+    assert "dataset.eval_split=test" in error.value.fix
+
+
+def test_a_column_that_says_the_split_holds_rows_out_or_stops_the_run(write):
+    path = write("rows.jsonl", MIXED)
+    assert both(path, eval_split="test") == WANTED
+    assert both(path, split="train") == (WANTED[0], None)
+    with pytest.raises(DataError, match="'split' isn't used, and it says which rows are held out: 2 row") as error:
+        both(path)
+    assert "dataset.eval_split=test" in error.value.fix
+    assert both(path, ignore_columns=["split"])[0] == [row["prompt"] for row in ROWS]
+
+
+@pytest.mark.parametrize("split", ["train", "test", "a sentence"])
+def test_a_split_that_all_rows_have_stops_nothing(write, split):
+    path = write("rows.jsonl", [{**row, "split": split} for row in ROWS])
+    assert len(both(path)[0]) == 7
+
+
+def test_a_split_that_a_file_without_splits_cannot_have_is_refused_but_train_is_the_whole(write):
+    path = write("rows.jsonl", ROWS)
+    assert len(both(path, split="train")[0]) == 7
+    with pytest.raises(RecipeError, match="rows.jsonl has none"):
+        both(path, eval_split="test")
