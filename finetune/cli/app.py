@@ -373,6 +373,29 @@ def merge(
     merge_run(run, output=output, max_shard_size=max_shard_size, check=check, as_json=json)
 
 
+@cli.command()
+def export(
+    run: RunArgument = "latest", json: Json = False,
+    to: Annotated[str, typer.Option(help="gguf, or gguf-adapter: base and adapter in two files.")] = "gguf",
+    kind: Annotated[str, typer.Option("--type", help="f16, q8_0 or q4_k_m.")] = "f16",
+    llama_cpp: Annotated[
+        str | None, typer.Option("--llama-cpp", envvar="FINETUNE_LLAMA_CPP", help="Checkout of llama.cpp, for its converter.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to write; default RUN/gguf-TYPE.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Answer this many held-out rows with the file.")] = 120,
+    data: Annotated[str | None, typer.Option("--data", help="Answer the rows of this file, not the held-out ones.")] = None,
+) -> None:  # fmt: skip
+    """Export to GGUF, tried in llama.cpp, with a Modelfile for Ollama.
+
+    Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.
+
+    Example:  finetune export latest --type q8_0 --llama-cpp ~/llama.cpp
+    """
+    from finetune.cli.export import export_run
+
+    export_run(run, to=to, kind=kind, llama_cpp=llama_cpp, output=output, rows=rows, data=data, as_json=json)
+
+
 @cli.command(name="report")
 def report_run(
     run: RunArgument = "latest", json: Json = False,

@@ -10,8 +10,9 @@ import torch
 
 from finetune.errors import OutOfMemory
 from finetune.evaluate.room import token_bytes
-from finetune.model.build import build_base
+from finetune.model.build import build_base, build_on_meta
 from finetune.model.language_model import text_config
+from finetune.model.quantisation import model_dtype
 from finetune.units import format_bytes
 
 #: The card's or the host's, for what is computed and for the CUDA context; the rest is for weights and cache.
@@ -42,7 +43,9 @@ def room(settings: Any, config: Any, *, on_cpu: bool, adapter_bytes: int = 0, co
     """
     model = build_base(settings, config, device="meta", weights=False)
     weights = sum(value.numel() * value.element_size() for value in (*model.parameters(), *model.buffers())) + adapter_bytes
-    each = token_bytes(model, "meta")
+    # the cache is the same without quantised layers, which compute nothing on meta
+    plain = build_on_meta(config, None, dtype=model_dtype(settings), attention=None, remote_code=settings.trust_remote_code)
+    each = token_bytes(plain, "meta")
     free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info()[0]
     limit = int(getattr(text_config(config), "max_position_embeddings", None) or 4096)
     wanted = min(limit, context or limit)
