@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -154,6 +155,14 @@ def sync_folder(path: Path) -> None:
     """Wait until a folder's names are on disk; Windows can't open folders, its file system logs names."""
     if not WINDOWS:
         sync_file(path)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A symbolic link, or a copy where links need a privilege, as on Windows."""
+    if WINDOWS:
+        shutil.copyfile(source, target)
+    else:
+        target.symlink_to(source)
 
 
 def port_socket(family: int = socket.AF_INET) -> socket.socket:

@@ -328,6 +328,31 @@ def chat(
 
 
 @cli.command()
+def serve(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Runs of one base model; default latest.")] = None,
+    json: Json = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 8000,
+    token: Annotated[
+        str | None, typer.Option(envvar="FINETUNE_SERVE_TOKEN", help="Token that clients send; default a random one.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt with its answer.")] = None,
+    commands: Annotated[bool, typer.Option("--commands", help="Only print the commands for vLLM and llama.cpp.")] = False,
+) -> None:  # fmt: skip
+    """Serve base and tuned models with OpenAI's interface.
+
+    Each run's adapter is a model by its name, `base` is one, too. Chat template and stop tokens are those of the training.
+
+    Example:  finetune serve latest
+
+    Example:  finetune serve first second --port 8080
+    """
+    from finetune.cli.serve import serve_runs
+
+    serve_runs(runs or ["latest"], host=host, port=port, token=token, context=context, only_commands=commands, as_json=json)
+
+
+@cli.command()
 def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
     """Show a run's memory: peaks by phase, forecast vs measured.
 
@@ -356,6 +381,29 @@ def merge(
     from finetune.cli.merge import merge_run
 
     merge_run(run, output=output, max_shard_size=max_shard_size, check=check, as_json=json)
+
+
+@cli.command()
+def export(
+    run: RunArgument = "latest", json: Json = False,
+    to: Annotated[str, typer.Option(help="gguf, or gguf-adapter: base and adapter in two files.")] = "gguf",
+    kind: Annotated[str, typer.Option("--type", help="f16, q8_0 or q4_k_m.")] = "f16",
+    llama_cpp: Annotated[
+        str | None, typer.Option("--llama-cpp", envvar="FINETUNE_LLAMA_CPP", help="Checkout of llama.cpp, for its converter.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to write; default RUN/gguf-TYPE.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Answer this many held-out rows with the file.")] = 120,
+    data: Annotated[str | None, typer.Option("--data", help="Answer the rows of this file, not the held-out ones.")] = None,
+) -> None:  # fmt: skip
+    """Export to GGUF, tried in llama.cpp, with a Modelfile for Ollama.
+
+    Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.
+
+    Example:  finetune export latest --type q8_0 --llama-cpp ~/llama.cpp
+    """
+    from finetune.cli.export import export_run
+
+    export_run(run, to=to, kind=kind, llama_cpp=llama_cpp, output=output, rows=rows, data=data, as_json=json)
 
 
 @cli.command(name="report")

@@ -44,7 +44,7 @@ class Answerer:
         require_data(run)
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
-        self.plain = bool(_report(run).get("plain"))
+        self.plain = is_plain(run)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
         self._tuned = folder is not None
@@ -84,13 +84,13 @@ class Answerer:
         return self.encoder.prompt_ids(messages[-1]["content"] if self.plain else messages)
 
 
-def _report(run: RunDirectory) -> dict[str, Any]:
-    """The data report of the run; empty where an earlier version wrote none."""
+def is_plain(run: RunDirectory) -> bool:
+    """Whether a run was trained on prompts without the chat template, by its data report; earlier versions wrote none."""
     try:
         found = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return False
+    return isinstance(found, dict) and bool(found.get("plain"))
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, needed: bool = True) -> Path | None:

@@ -91,7 +91,7 @@ def _by_shards(
 
     if getattr(config, "quantization_config", None):
         raise NotByShards("the base model is stored quantised")
-    source = _folder_of(settings)
+    source = folder_of(settings)
     tensors = stored_tensors(source)
     _check_disk(sum(stored.size for stored in tensors), folder)
     progress("reading the adapter")
@@ -125,14 +125,14 @@ def _whole(
     merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
     progress("writing")
     if is_multimodal(config):
-        write_merged_checkpoint(merged, _folder_of(settings), folder)
+        write_merged_checkpoint(merged, folder_of(settings), folder)
         return
     merged.save_pretrained(str(folder), safe_serialization=True, **({"max_shard_size": most} if most else {}))
     for path in folder.glob("*.safetensors"):  # which its library makes readable by their owner only
         shutil.copymode(folder / "config.json", path)
 
 
-def _folder_of(settings: Any) -> Path:
+def folder_of(settings: Any) -> Path:
     """The folder with the model's files, which for a model of the hub are in its cache or fetched now."""
     from huggingface_hub import snapshot_download
 

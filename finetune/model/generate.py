@@ -22,12 +22,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Streamed:
-    """An answer: its text, tokens and seconds, and whether it was stopped before its end."""
+    """An answer: its text, tokens and seconds, whether it was stopped before its end, and whether a stop token ended it."""
 
     text: str
     tokens: int
     seconds: float
     stopped: bool
+    ended: bool = False
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -98,7 +99,7 @@ def streamed_answer(
     new = made[0, len(question) :].tolist()
     text = pieces.finish(new)
     ended = bool(new) and new[-1] in _ends(model, stops)
-    return Streamed(text, len(new), time.perf_counter() - began, asked[0] and not ended)
+    return Streamed(text, len(new), time.perf_counter() - began, asked[0] and not ended, ended)
 
 
 def _ends(model: Any, stops: Collection[int]) -> list[int]:

@@ -12,7 +12,8 @@ LAYERS = (
     "finetune.errors", "finetune.units", "finetune.garbage", "finetune.system", "finetune.files", "finetune.serialise",
     "finetune.compat", "finetune.hub", "finetune.requirements", "finetune.events", "finetune.recipe", "finetune.bundled",
     "finetune.card", "finetune.data", "finetune.model", "finetune.forecast", "finetune.plan", "finetune.distributed",
-    "finetune.run", "finetune.evaluate", "finetune.export", "finetune.doctor", "finetune.jobs", "finetune.cli", "app",
+    "finetune.run", "finetune.evaluate", "finetune.export", "finetune.serve", "finetune.doctor", "finetune.jobs",
+    "finetune.cli", "app",
 )  # fmt: skip
 MOST_DEEP = 10
 

@@ -1,0 +1,56 @@
+"""`finetune export`: the tuned model as a file of another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from finetune.cli.app import print_json
+from finetune.cli.evaluate import see_its_card
+from finetune.cli.render import doing, out
+from finetune.errors import CommandError
+from finetune.run.directory import open_run
+
+_KINDS = ("f16", "q8_0", "q4_k_m")
+
+
+def export_run(
+    source: str, *, to: str, kind: str, llama_cpp: str | None, output: str | None, rows: int, data: str | None, as_json: bool
+) -> None:
+    """Export a run's model and print its file, what was compared, and what to type for llama.cpp and Ollama."""
+    if to not in ("gguf", "gguf-adapter"):
+        fix = "Use gguf or gguf-adapter; for a standard model folder: finetune merge RUN"
+        raise CommandError(f"--to {to[:40]!r} is not known", fix)
+    chosen: Any = kind.lower()
+    if chosen not in _KINDS:
+        raise CommandError(f"--type {kind[:40]!r} is not known", f"Use one of {', '.join(_KINDS)}.")
+    run = open_run(source)
+    if llama_cpp is None:
+        raise CommandError(
+            "llama.cpp's converter is needed, and --llama-cpp is not given",
+            "git clone --depth 1 https://github.com/ggml-org/llama.cpp  and  --llama-cpp llama.cpp, or set FINETUNE_LLAMA_CPP",
+        )
+    see_its_card(run)
+    from finetune.export.gguf import export_gguf
+
+    with doing(quiet=as_json) as say:
+        made = export_gguf(run, Path(output) if output else None, kind=chosen, separate=to == "gguf-adapter",
+                           llama_cpp=Path(llama_cpp).expanduser(), rows=rows, data=data, progress=say)  # fmt: skip
+    if as_json:
+        print_json({"run": str(run.path), "type": chosen, **made.as_json()})
+        return
+    same = made.same
+    out.print(f"[bold]{escape(str(made.file))}[/]")
+    out.print(
+        f"in llama.cpp: token ids of {same.prompts:,} prompts and {same.conversations:,} conversations are the training's, "
+        f"{same.same_answers:,} of {same.rows:,} answers are the adapter's"
+    )
+    adapter = f" --lora {escape(str(made.adapter))}" if made.adapter else ""
+    out.print(f"[dim]llama-server --model {escape(str(made.file))}{adapter} --jinja[/]", soft_wrap=True)
+    if made.modelfile:
+        name = run.path.resolve().name.lower()
+        out.print(f"[dim]ollama create {escape(name)} -f {escape(str(made.modelfile))}[/]", soft_wrap=True)
+    else:
+        out.print(f"no Modelfile: {escape(str(made.why_not))}")

@@ -1,0 +1,128 @@
+"""`finetune serve`: runs of one base model as an endpoint with OpenAI's interface."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from rich.markup import escape
+
+from finetune.cli.app import print_json
+from finetune.cli.evaluate import see_its_card
+from finetune.cli.render import doing, err, out
+from finetune.errors import CommandError, PackagesError
+from finetune.evaluate.answerer import adapter_folder
+from finetune.plan.plan import read_plan
+from finetune.run.directory import RunDirectory, open_run
+from finetune.system import port_socket
+
+_LEAST_TOKEN = 16
+
+
+def serve_runs(
+    sources: list[str], *, host: str, port: int, token: str | None, context: int | None, only_commands: bool, as_json: bool
+) -> None:
+    """Load the base model with each run's adapter and answer until Ctrl-C; with `only_commands` print those for others."""
+    runs = [open_run(source) for source in sources]
+    see_its_card(runs[0])
+    from finetune.serve.models import named
+
+    known = named(runs)
+    if only_commands:
+        _print_commands(known, context, as_json=as_json)
+        return
+    if find_spec("openai") is None:
+        raise PackagesError("serving needs openai, which is not installed", 'Install it: pip install "openai>=3.54,<4"')
+    key, bound = _token(token), _bound(host, port)
+    with doing(quiet=as_json) as say:
+        say("counting what fits")
+        fits = _room(known, context)
+        say(f"loading {fits.in_words}")
+        from finetune.serve.models import Models
+
+        models = Models(known)
+    shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
+    url = f"http://{shown}:{bound.getsockname()[1]}/v1"
+    if as_json:
+        print_json({"url": url, "token": key, "models": models.names, "tokens": fits.tokens, "weight_bytes": fits.weight_bytes,
+                    "kv_cache_bytes_per_token": fits.token_bytes})  # fmt: skip
+    else:
+        out.print(f"[bold]{url}[/]  models: {escape(', '.join(models.names))}  ({fits.in_words})", soft_wrap=True)
+        out.print(f"token: {escape(key)}", soft_wrap=True)
+        _print_commands(known, context, as_json=False)
+        err.print("[dim]One answer at a time. Ctrl-C ends the server.[/]")
+    _listen(models, fits.tokens, key, bound)
+
+
+def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
+    import uvicorn
+
+    from finetune.serve.api import build
+    from finetune.serve.engine import Engine
+
+    sys.stdout.flush()
+    engine = Engine(models, tokens)
+    config = uvicorn.Config(build(engine, key), log_level="warning", access_log=False, server_header=False,
+                            timeout_graceful_shutdown=2, ws="none")  # fmt: skip
+    try:
+        uvicorn.Server(config).run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        engine.close()
+
+
+def _room(runs: dict[str, RunDirectory], context: int | None) -> Any:
+    from finetune.model.quiet import quiet_libraries
+    from finetune.model.transformers_config import load_config
+    from finetune.serve.room import room
+
+    quiet_libraries()
+    plan = read_plan(next(iter(runs.values())).plan)
+    folders = [folder for run in runs.values() if (folder := adapter_folder(run))]
+    adapters = sum((folder / "adapter_model.safetensors").stat().st_size for folder in folders)
+    config = load_config(plan.settings)
+    return room(plan.settings, config, on_cpu=plan.card.is_cpu, adapter_bytes=adapters, context=context)
+
+
+def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_json: bool) -> None:
+    """Commands for other servers; what one of them can't serve is said in its place."""
+    from finetune.serve.elsewhere import llama_command, vllm_command
+
+    commands = {}
+    for name, command in (("vllm", lambda: vllm_command(runs, context)), ("llama.cpp", lambda: llama_command(runs))):
+        try:
+            commands[name] = command()
+        except CommandError as error:
+            commands[name] = f"# {error.problems[0]}. {error.fix}"
+    if as_json:
+        print_json(commands)
+        return
+    for name, words in commands.items():
+        out.print(f"[dim]{name}:[/] {escape(words)}", soft_wrap=True)
+
+
+def _token(given: str | None) -> str:
+    """The given token or a random one. Raises CommandError for a short one, or one that a header can't have."""
+    if given is None:
+        return secrets.token_urlsafe(32)
+    if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or " " in given:
+        raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", "Leave it out for a random one.")
+    return given
+
+
+def _bound(host: str, port: int) -> Any:
+    """A bound socket, before a model is loaded. Raises CommandError when it is taken."""
+    import socket
+
+    found = port_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.bind((host, port))
+        found.listen(128)  # who connects while the model is loaded waits
+    except OSError as error:
+        found.close()
+        reason = error.strerror or error
+        raise CommandError(f"can't listen on {host}, port {port}: {reason}", "Another port: finetune serve --port 0") from None
+    return found

@@ -1,0 +1,40 @@
+"""Runs llama.cpp's own converters: `python -m finetune.export.llama_converter LLAMA_CPP PRE SCRIPT ARGUMENTS...`.
+
+llama.cpp knows a pre-tokenizer by what it makes of one text, and refuses others. `PRE` (or `-`) is its name for the one that
+this tokenizer has; whether it is the same is proven later, on the tokens of the held-out rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Import the converter from its folder and let the script do its work."""
+    folder, pre, script, *arguments = sys.argv[1:]
+    sys.path[:0] = [folder, f"{folder}/gguf-py"]
+    converter: Any = importlib.import_module("convert_hf_to_gguf")
+    models: Any = sys.modules.get("conversion.base", converter)  # where newer versions have its classes
+    known = models.TextModel.get_vocab_base_pre
+
+    def name_of(self: Any, tokenizer: Any) -> str:
+        try:
+            return str(known(self, tokenizer))
+        except NotImplementedError:
+            if pre == "-":
+                raise
+            return pre
+
+    models.TextModel.get_vocab_base_pre = name_of
+    sys.argv = [script, *arguments]
+    if script == "convert_hf_to_gguf.py":
+        converter.main()
+    else:
+        runpy.run_path(f"{folder}/{script}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

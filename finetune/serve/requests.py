@@ -1,0 +1,107 @@
+"""What a client may ask: the fields of OpenAI's chat completions that are respected here; others that matter are refused."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune.model.generate import Sampling
+
+#: Fields that change nothing about an answer of this server.
+_IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice",
+            "safety_identifier", "prompt_cache_key", "verbosity"}  # fmt: skip
+#: Fields that would change the answer, and the values at which they don't.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
+    "top_logprobs": (0,), "tools": ([],), "functions": ([],), "modalities": (["text"],), "response_format": ({"type": "text"},),
+}  # fmt: skip
+
+
+class RequestError(Exception):
+    """A request that gets OpenAI's error object: HTTP `status`, message, the field, and the code."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+    def as_trained(self) -> dict[str, str]:
+        """Role and text as the rows of the training data have them."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Asked(BaseModel):
+    """A request for an answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts before which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Longest answer asked for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        """As asked, with the interface's own defaults: temperature 1, and another seed each time."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p or 1.0, seed)
+
+
+def read_request(body: Any) -> Asked:
+    """The request in a JSON body. Raises RequestError that names the first field that can't be respected."""
+    if not isinstance(body, dict):
+        raise RequestError("The body must be a JSON object.")
+    body = {name: value for name, value in body.items() if value is not None}
+    try:
+        asked = Asked.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or None
+        raise RequestError(f"{name}: {first['msg']}", param=name, code="invalid_value") from None
+    for name, value in (asked.model_extra or {}).items():
+        if name in _IGNORED or value in _WITHOUT_EFFECT.get(name, ()):
+            continue
+        raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
+    if not all(asked.stops):
+        raise RequestError("stop: an empty text would end every answer", param="stop", code="invalid_value")
+    return asked
