@@ -24,6 +24,7 @@ import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 import forecast_accuracy as accuracy
+from finetune.card.allocator import AllocatorSettings
 from finetune.compat.torch import backward
 from finetune.forecast.caching_allocator import CachingAllocator
 from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
@@ -67,7 +68,7 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
         accuracy.model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"})
     )
     trace = _steps(row, config)
-    allocator = CachingAllocator(expandable=False, limit=T4_LIMIT)
+    allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT)
     player = Player(allocator, trace.kept)
     player.play([(-2 - number, size) for number, size in _loading(row, config)])
     player.play(trace.parts["step 0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -60,6 +61,14 @@ def release_cached() -> None:
     import torch
 
     torch.cuda.empty_cache()
+
+
+def warm_up(size: int) -> None:
+    """Allocate and free a block of `size` bytes, whose segment stays cached for smaller ones; nothing where it has no room."""
+    import torch
+
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def reset_peak() -> None:

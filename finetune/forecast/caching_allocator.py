@@ -1,15 +1,17 @@
 """torch's CUDA caching allocator as a program without a card: what a sequence of allocations and releases makes it reserve.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, as of torch 2.7 (the version that was read);
-the sizes are those of c10/core/AllocatorConfig.h in torch 2.13. Names of its functions stand beside each rule. Two things are
-not in that file: addresses of new segments descend, as the driver hands them out (it only decides between free blocks of equal
-size), and frees take effect at once, as they do for tensors that are used on one stream.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, as of torch 2.7 (the version that was read),
+those of `AllocatorSettings` included; the sizes are those of c10/core/AllocatorConfig.h in torch 2.13. Names of its functions
+stand beside each rule. Two things are not in that file: addresses of new segments descend, as the driver hands them out (it
+only decides between free blocks of equal size), and frees take effect at once, as they do for tensors that are used on one
+stream.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from finetune.card.allocator import AllocatorSettings
 from finetune.units import GIB, MIB
 
 #: kMinBlockSize: requests are rounded up to multiples of this (`round_size`).
@@ -18,6 +20,9 @@ MIN_BLOCK = 512
 SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
 #: kMinLargeAlloc: smaller ones share segments of `large_segment_size`; others are rounded up to kRoundLarge.
 LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+#: An oversize block may be this much larger than the request it serves (`max_non_split_rounding_size`).
+SPARE_OVERSIZE = 20 * MIB
+NO_LIMIT = 1 << 62
 #: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
 _ADDRESSES = 1 << 45
 
@@ -35,11 +40,12 @@ class OutOfMemory(Exception):
 class Block:
     """A piece of a segment: allocated, free, or address space without memory (`mapped` False)."""
 
-    __slots__ = ("address", "base", "free", "mapped", "next", "pool", "prev", "size")
+    __slots__ = ("address", "base", "free", "freed_at", "mapped", "next", "pool", "prev", "size")
 
     def __init__(self, size: int, address: int, pool: Pool, base: int) -> None:
         self.size, self.address, self.pool, self.base = size, address, pool, base
         self.free = self.mapped = True
+        self.freed_at = 0
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -77,8 +83,11 @@ class CachingAllocator:
     that were given back to the driver. `segments` is their number, which torch does not count where they are expandable.
     """
 
-    def __init__(self, *, expandable: bool, limit: int | None = None) -> None:
-        self.expandable, self.limit = expandable, limit
+    def __init__(self, settings: AllocatorSettings, *, limit: int | None = None) -> None:
+        self.expandable, self.limit = settings.expandable_segments, limit
+        self._divisions, self._most_split = settings.roundup_power2_divisions, settings.max_split_size_mb * MIB or NO_LIMIT
+        self._collect_above = round(settings.garbage_collection_threshold * limit) if limit is not None else 0
+        self._searches = 0  # among large blocks
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = self.returned = 0
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
@@ -97,14 +106,14 @@ class CachingAllocator:
         if requested == 0:
             self.live[name] = None
             return
-        size = -(-requested // MIN_BLOCK) * MIN_BLOCK
+        size = rounded(requested, self._divisions) if self._divisions else -(-requested // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_REQUEST
         pool = self.pools.get((stream, small))
         if pool is None:
             pool = self.pools[(stream, small)] = Pool(small)
-        block = self._best_fit(pool, size) or self._new_block(pool, size) or self._after_freeing_all(pool, size)
+        block = self._best_fit(pool, size) or self._made(pool, size)
         rest = block.size - size
-        if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_REQUEST:  # should_split
+        if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_REQUEST and size < self._most_split:  # should_split
             remaining = Block(rest, block.address + size, pool, block.base)
             after = block.next
             remaining.prev, remaining.next = block, after
@@ -126,6 +135,7 @@ class CachingAllocator:
         self.allocated -= block.size
         block.free = True
         self._merge(block)
+        block.freed_at = self._searches
         insort(block.pool.free, (block.size, block.address, block))
 
     def empty_cache(self) -> None:
@@ -135,13 +145,13 @@ class CachingAllocator:
                 if self.expandable:
                     self._unmap(block)
                 elif block.prev is None and block.next is None:
-                    pool.remove(block)
-                    self.segments -= 1
-                    self._return(block.size)
+                    self._free_segment(block)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         """`get_free_block`: the smallest free block that is large enough. One that can grow counts as large as it can grow."""
         free = pool.free
+        if not pool.is_small:
+            self._searches += 1
         at = bisect_left(free, (size,))
         if at == len(free):
             return None
@@ -150,8 +160,55 @@ class CachingAllocator:
             while following < len(free) and _room(free[following][2]) < room:
                 at, room, following = following, _room(free[following][2]), following + 1
         block = free[at][2]
+        if block.size >= self._most_split and (size < self._most_split or block.size >= size + SPARE_OVERSIZE):
+            return None
         del free[at]
         return block
+
+    def _made(self, pool: Pool, size: int) -> Block:
+        """New memory for a request that no free block serves, in the order in which `malloc` tries."""
+        if self._collect_above:
+            self._collect()
+        block = self._new_block(pool, size)
+        if block is None and self._most_split < NO_LIMIT and self._free_oversize(pool, size):
+            block = self._new_block(pool, size)
+        return block or self._after_freeing_all(pool, size)
+
+    def _collect(self) -> None:
+        """`garbage_collect_cached_blocks`: free whole segments at least as old as their mean, until enough is free."""
+        wanted = self.reserved - int(self._collect_above)
+        if wanted <= 0:
+            return
+        whole = [
+            block for pool in self.pools.values() if not pool.is_small for _, _, block in pool.free
+            if block.prev is None and block.next is None
+        ]  # fmt: skip
+        while wanted > 0 and whole:
+            mean = sum(self._searches - block.freed_at for block in whole) / len(whole)
+            old = [block for block in whole if self._searches - block.freed_at >= mean]
+            whole = [block for block in whole if self._searches - block.freed_at < mean]
+            wanted -= sum(block.size for block in old)
+            for block in old:
+                self._free_segment(block)
+
+    def _free_oversize(self, pool: Pool, size: int) -> bool:
+        """`release_available_cached_blocks`: free one oversize block that is large enough, or the largest ones."""
+        wanted = max(size, self._most_split)
+        at = bisect_left(pool.free, (wanted,))
+        if at < len(pool.free):
+            self._free_segment(pool.free[at][2])
+            return True
+        while wanted > 0 and pool.free and pool.free[-1][0] >= self._most_split:
+            block = pool.free[-1][2]
+            wanted -= block.size
+            self._free_segment(block)
+        return wanted <= 0
+
+    def _free_segment(self, block: Block) -> None:
+        """`release_block`: a segment that is one free block goes back to the driver."""
+        block.pool.remove(block)
+        self.segments -= 1
+        self._return(block.size)
 
     def _after_freeing_all(self, pool: Pool, size: int) -> Block:
         self.retries += 1
@@ -263,6 +320,14 @@ class CachingAllocator:
         self._return(block.size)
         self._merge(block)
         pool.add(block)
+
+
+def rounded(requested: int, divisions: int) -> int:
+    """`round_size`: multiples of 512 bytes, or with `divisions` the next of that many parts of a power of two."""
+    if divisions > 1 and requested > MIN_BLOCK * divisions:
+        part = (1 << requested.bit_length() - 1) // divisions
+        return -(-requested // part) * part
+    return -(-requested // MIN_BLOCK) * MIN_BLOCK
 
 
 def segment_bytes(size: int) -> int:

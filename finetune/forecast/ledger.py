@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
+from finetune.forecast.allocator_choice import clearly_less
 from finetune.forecast.caching_allocator import OutOfMemory
 from finetune.forecast.forecast import PARTS
 from finetune.forecast.reserved import Replay, replay
@@ -22,6 +24,7 @@ from finetune.recipe.schema import Decides, settings_that_decide
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from finetune.card.allocator import AllocatorSettings
     from finetune.forecast.simulate import Batch, Simulation
     from finetune.forecast.tracker import Peak
     from finetune.recipe import Settings
@@ -123,7 +126,12 @@ def replayed(
         kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
         expandable=expandable, limit=limit,
     )  # fmt: skip
-    made = _cached(key, lambda: _replay(values, settings, shape, capability, expandable, limit))
+
+    def make() -> dict[str, Any] | None:
+        held = _replay(values, settings, shape, capability, expandable, limit)
+        return asdict(held) if held else None
+
+    made = _cached(key, make)
     return Replay(**made) if made else None
 
 
@@ -134,32 +142,47 @@ def grown(
     tokens: int,
     capability: tuple[int, int],
     lengths: Sequence[int],
-    expandable: bool,
-) -> Growth | None:
-    """What torch reserves over steps of rows of these `lengths`, by a replay; cached on disk. None where it can't be had."""
+    tried: Sequence[AllocatorSettings],
+    limit: int | None = None,
+) -> list[Growth | None]:
+    """What torch reserves over steps of rows of these `lengths` with each of the allocator's settings that are `tried`, by
+    replays; cached on disk. None for those that don't reserve clearly less than the first. Empty where there can be no replay.
+
+    `limit`: most bytes that torch may reserve, for settings that depend on it.
+    """
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     widths = widths_of(lengths, micro, tokens, accumulation)
     key = cache.key_of(
         kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, None),
-        capability=capability, expandable=expandable, widths=widths, accumulation=accumulation,
+        capability=capability, tried=[asdict(one) for one in tried], limit=limit, widths=widths, accumulation=accumulation,
     )  # fmt: skip
-    made = _cached(key, lambda: _grown(config, settings, tokens, capability, widths, expandable))
-    return Growth(**{**made, "by_step": tuple(made["by_step"])}) if made else None
+
+    def make() -> list[dict[str, Any] | None]:
+        made = _grown(config, settings, tokens, capability, widths, tried, limit)
+        return [asdict(one) if one else None for one in made]
+
+    known: list[dict[str, Any] | None] = _cached(key, make)
+    return [Growth(**{**made, "by_step": tuple(made["by_step"])}) if made else None for made in known]
 
 
-def _cached(key: str, make: Callable[[], Replay | Growth | None]) -> dict[str, Any] | None:
-    """The fields of what `make` returns, from the disk after the first time."""
+def _cached(key: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, JSON values, from the disk after the first time."""
     known = cache.read(key)
     if known is None:
-        made = make()
-        known = {"made": asdict(made) if made else None}
+        known = {"made": make()}
         cache.write(key, known)
     return known["made"]
 
 
 def _grown(
-    values: dict[str, Any], settings: Settings, tokens: int, capability: tuple[int, int], widths: list[int], expandable: bool
-) -> Growth | None:
+    values: dict[str, Any],
+    settings: Settings,
+    tokens: int,
+    capability: tuple[int, int],
+    widths: list[int],
+    tried: Sequence[AllocatorSettings],
+    limit: int | None,
+) -> list[Growth | None]:
     from finetune.forecast.simulate import Batch
     from finetune.model.transformers_config import config_from
 
@@ -170,13 +193,22 @@ def _grown(
             _simulated(config, settings, Batch(**_shape(settings, micro, width, None)), capability)[0].trace()
             for width in (tokens, narrow)
         ]
-        if traces[0] is None or traces[1] is None:
-            return None
+        wide, other = traces
+        if wide is None or other is None:
+            return []
         try:
-            known = Widths(traces[0], tokens, traces[1], narrow)
+            known = Widths(wide, tokens, other, narrow)
         except NotRepeated:
-            return None
-        return replay_uneven(traces[0], known, widths, settings.gradient_accumulation_steps, expandable=expandable)
+            return []
+
+        grown: list[Growth | None] = []
+        for one in tried:
+            usual = grown[0] if grown else None
+            grown.append(replay_uneven(
+                wide, known, widths, settings.gradient_accumulation_steps, one,
+                limit=limit if one.garbage_collection_threshold else None, most=clearly_less(usual) if usual else math.inf,
+            ))  # fmt: skip
+        return grown
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from finetune.card.allocator import AllocatorSettings
 from finetune.forecast.caching_allocator import CachingAllocator
 from finetune.forecast.trace import RELEASED, Event, Trace
 
@@ -33,7 +34,7 @@ class Replay:
 
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """The run on a card with this allocator. Raises OutOfMemory when it does not fit `limit`."""
-    allocator = CachingAllocator(expandable=expandable, limit=limit)
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable), limit=limit)
     player = Player(allocator, trace.kept)
     peaks = _Peaks(allocator)
     player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])

@@ -6,17 +6,19 @@ be fixed, linear or a square of the width (scores of eager attention, masks of p
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.forecast.caching_allocator import CachingAllocator
+from finetune.forecast.caching_allocator import CachingAllocator, OutOfMemory
 from finetune.forecast.reserved import WARM_UP, Player, states_of
 from finetune.forecast.trace import RELEASED, Event, NotRepeated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from finetune.card.allocator import AllocatorSettings
     from finetune.forecast.trace import Trace
 
 
@@ -26,11 +28,17 @@ LATER_MICRO_BATCHES, MOST_MICRO_BATCHES = 16, 64
 
 @dataclass(frozen=True)
 class Growth:
-    """Peaks of a run with these widths, bytes, and what was reserved at the end of each step."""
+    """Peaks of a run with these widths, bytes, and what was reserved at the end of each step.
+
+    `retries`: how often cached blocks had to be freed to stay within the limit; `returned_bytes`: what went back to the driver
+    after loading.
+    """
 
     allocated_bytes: int
     reserved_bytes: int
     by_step: tuple[int, ...]
+    retries: int = 0
+    returned_bytes: int = 0
 
 
 class Widths:
@@ -66,21 +74,45 @@ def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, flo
 
 
 def widths_of(lengths: Sequence[int], rows: int, longest: int, accumulation: int, seed: int = 0) -> list[int]:
-    """Widths of the first micro-batches of `rows` rows in random order, each padded to its longest row. As in a run, the second
-    longest row starts the first step and the longest ends the second one."""
+    """Widths of the first micro-batches, each padded to its longest row. As in a run a step's rows are random ones, sorted.
+
+    The first step runs from the second longest of all down, the others up; the longest of all ends step 2.
+    """
     rng, known = random.Random(seed), sorted(min(length, longest) for length in lengths)
-    widths = [max(rng.choices(known, k=rows)) for _ in range(min(MOST_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES))]
-    widths[0], widths[min(2 * accumulation, len(widths)) - 1] = known[-2:][0], known[-1]
-    return widths
+    count, batch = min(MOST_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES), rows * accumulation
+    widths: list[int] = []
+    for step in range(-(-count // accumulation)):
+        drawn = rng.choices(known, k=batch)
+        if step < 2:
+            drawn[0] = known[-2:][step]
+        drawn.sort(reverse=step == 0)
+        widths += [max(drawn[start : start + rows]) for start in range(0, batch, rows)]
+    return widths[:count]
 
 
-def replay_uneven(trace: Trace, known: Widths, widths: Sequence[int], accumulation: int, *, expandable: bool) -> Growth:
-    """The run up to the end of these micro-batches, `accumulation` to a step. No limit: what it would like to reserve."""
-    allocator = CachingAllocator(expandable=expandable)
+def replay_uneven(
+    trace: Trace,
+    known: Widths,
+    widths: Sequence[int],
+    accumulation: int,
+    settings: AllocatorSettings,
+    *,
+    limit: int | None = None,
+    most: float = math.inf,
+) -> Growth | None:
+    """The run up to the end of these micro-batches, `accumulation` to a step. Without a limit: what it would like to reserve.
+
+    None as soon as more than `most` bytes are reserved, or when the run does not fit `limit`.
+    """
+    allocator = CachingAllocator(settings, limit=limit)
     player = Player(allocator, trace.kept)
     player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
     player.play(trace.parts["load"])
     allocator.empty_cache()
+    if settings.warm_up_bytes:
+        player.play([(WARM_UP, settings.warm_up_bytes), (WARM_UP, RELEASED)])
+        allocator.reset_peaks()
+    loaded = allocator.returned
     gradients, parts = trace.gradients or {}, trace.parts
     by_step = []
     for begin in range(0, len(widths), accumulation):
@@ -90,10 +122,16 @@ def replay_uneven(trace: Trace, known: Widths, widths: Sequence[int], accumulati
                 events = [
                     (gradients.get(number, number), size) for number, size in events if size >= 0 or number not in gradients
                 ]
-            player.play(events)
+            try:
+                player.play(events)
+            except OutOfMemory:
+                return None
+            if allocator.peak_reserved > most:
+                return None
         player.play(parts["clipping"])
         if not begin:
             player.play(states_of(trace))
         player.play(parts["optimizer"])
         by_step.append(allocator.reserved)
-    return Growth(allocator.peak_allocated, allocator.peak_reserved, tuple(by_step))
+    returned = allocator.returned - loaded
+    return Growth(allocator.peak_allocated, allocator.peak_reserved, tuple(by_step), allocator.retries, returned)

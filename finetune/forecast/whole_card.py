@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from finetune.card.allocator import expandable_segments
+from finetune.card.allocator import AllocatorSettings, expandable_segments
+from finetune.forecast.allocator_choice import candidates, choose
 from finetune.forecast.forecast import AtLimit, Forecast
 from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
 from finetune.forecast.shard_units import units_of
@@ -82,20 +83,36 @@ def make_forecast(
 
 
 def with_growth(
-    forecast: Forecast, config: dict[str, Any], settings: Settings, card: Card, *, tokens: int, lengths: Sequence[int]
+    forecast: Forecast,
+    config: dict[str, Any],
+    settings: Settings,
+    card: Card,
+    *,
+    tokens: int,
+    lengths: Sequence[int],
+    budget_bytes: int | None = None,
 ) -> Forecast:
     """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
 
-    Unchanged for packed rows, for rows of one length, and where the allocator was not replayed.
+    Without expandable segments the allocator's settings are chosen by it. With them no others are tried: on every trace that
+    was replayed they reserve less than any setting without. Unchanged for packed rows, for rows of one length, and where the
+    allocator was not replayed.
     """
     if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or tokens < LEAST_WIDTH:
         return forecast
     expandable = expandable_segments()
-    growth = grown(
-        config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, expandable=expandable
-    )
-    if growth is None:
+    loaded = forecast.parts["weights"] + forecast.parts["adapters"]
+    tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
+    limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
+    growths = grown(
+        config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, tried=tried,
+        limit=limit,
+    )  # fmt: skip
+    if not growths:
         return forecast
+    place, why = choose(tried, growths)
+    growth = growths[place]
+    assert growth is not None
     likely = max(forecast.reserved_bytes, growth.reserved_bytes)
     more = likely - forecast.reserved_bytes
     around = (card.context_bytes or 0) + card.context_uncertainty_bytes
@@ -103,18 +120,20 @@ def with_growth(
     return dataclasses.replace(
         forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
         reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
-        notes=(*forecast.notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, expandable)),
+        notes=(*forecast.notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why)),
+        allocator=tried[place] if place else None,
     )  # fmt: skip
 
 
-def _growth_note(share: float, expandable: bool) -> str:
-    """What rows of uneven length do to reserved memory, and what follows for the allocator's settings."""
+def _growth_note(share: float, why: str) -> str:
+    """What rows of uneven length do to reserved memory, and why the allocator's settings are what they are; `why` is empty with
+    expandable segments."""
     over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
     more = f"{share:.1%} more" if share > SMALL_GROWTH else "no more"
-    if expandable:
+    if not why:
         return f"{over} {more} than for the longest alone, with expandable segments"
-    advice = "packing=true would avoid that" if share > SMALL_GROWTH else "which needs no other setting of the allocator"
-    return f"{over} {more} than for the longest alone; {advice}"
+    packing = "; packing=true would avoid that" if share > SMALL_GROWTH else ""
+    return f"{over} {more} than for the longest alone{packing}; {why}"
 
 
 def _at_limit(

@@ -182,8 +182,9 @@ class _Planner:
         self.tell("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, found.strategy)
         forecast = with_growth(
-            found.forecast, self.config, settings, self.card, tokens=found.width, lengths=batches.data.lengths
-        )
+            found.forecast, self.config, settings, self.card, tokens=found.width, lengths=batches.data.lengths,
+            budget_bytes=self.budget,
+        )  # fmt: skip
         raised = dataclasses.replace(found, forecast=forecast)
         search.anchors[search.anchors.index(found)] = raised
         return raised

@@ -11,6 +11,7 @@ from finetune.files import write_json
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
+from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,11 +25,19 @@ MOST_RETRIES = 4
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
-    """The run's plan with the changes of its retries. Raises RecipeError when these are damaged."""
+    """The run's plan with the changes of its retries; where they change memory, with the usual settings of the allocator.
+
+    Raises RecipeError when the changes are damaged.
+    """
     plan = read_plan(run.plan)
     try:
         changes = _adjustments(run)
-        return dataclasses.replace(plan, settings=resolved(plan.settings, **changes)) if changes else plan
+        if not changes:
+            return plan
+        forecast = plan.forecast
+        if forecast is not None and changes.keys() & set(settings_that_decide(Decides.BYTES)):
+            forecast = dataclasses.replace(forecast, allocator=None)
+        return dataclasses.replace(plan, settings=resolved(plan.settings, **changes), forecast=forecast)
     except (OSError, ValueError, TypeError) as error:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 

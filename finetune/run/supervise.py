@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from finetune.card.allocator import allocator_environment
+from finetune.card.allocator import AllocatorSettings, usual_settings
 from finetune.distributed.processes import launcher_for
 from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
@@ -111,7 +111,9 @@ class Supervisor:
             return self._final_state(code)
 
     def _attempt(self) -> int:
-        launcher = launcher_for(self.run.path, self.run.log, adjusted_plan(self.run))
+        plan = adjusted_plan(self.run)
+        launcher = launcher_for(self.run.path, self.run.log, plan)
+        environment = worker_environment(self.cards, plan.forecast.allocator if plan.forecast else None)
         if launcher is not None:
             launcher.prepare()
         with self.run.log.open("ab") as log:
@@ -120,7 +122,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**worker_environment(self.cards), **(launcher.environment() if launcher is not None else {})},
+                env={**environment, **(launcher.environment() if launcher is not None else {})},
             )
         try:
             write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
@@ -250,10 +252,11 @@ def worker_command(run: RunDirectory) -> list[str]:
     return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
 
 
-def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
+def worker_environment(cards: Sequence[str] = (), allocator: AllocatorSettings | None = None) -> dict[str, str]:
     """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the only ones that it may see.
 
-    Without them all visible cards: torch would count in another order than the driver, and the trainer would use them all.
+    `allocator`: what the forecast chose, None for the usual settings; the user's own variable comes before both.
+    Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.
     """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding
@@ -261,7 +264,7 @@ def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and it plans anew for each length
     environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    return {**allocator_environment(), **environment, **visibility(cards)}
+    return {**(allocator or usual_settings()).environment(), **environment, **visibility(cards)}
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

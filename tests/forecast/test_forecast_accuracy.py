@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import forecast_accuracy as accuracy  # noqa: E402
+import reserved_accuracy as reserved  # noqa: E402
 
 ROWS = accuracy.read_rows(accuracy.REFERENCE / "measured_memory.csv")
 #: The smallest of each kind: NF4 and fp16, eager and fused attention.
@@ -35,6 +36,19 @@ def test_measured_rows_are_met(rows):
     errors = [abs(error_of(row)) for row in rows]
     assert sum(errors) / len(errors) <= 0.008
     assert max(errors) <= 0.025
+
+
+REPLAYED = reserved.read_rows(accuracy.REFERENCE / "measured_memory.csv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [REPLAYED[15:19], pytest.param(REPLAYED, marks=pytest.mark.exhaustive)], ids=["small", "all"])
+def test_both_metrics_of_measured_rows_are_met_by_the_replay(rows):
+    runs = [(one, reserved.replayed(one.row)) for one in rows]
+    errors = [[abs(run.peak_allocated / one.row.measured_bytes - 1) for one, run in runs]]
+    errors += [[abs(run.peak_reserved / one.reserved_bytes - 1) for one, run in runs]]
+    for each, mean, worst in zip(errors, (0.001, 0.02), (0.006, 0.09), strict=True):
+        assert sum(each) / len(each) <= mean and max(each) <= worst
 
 
 @pytest.mark.slow

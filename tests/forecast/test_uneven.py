@@ -7,12 +7,14 @@ import pytest
 from tiny_models import config_values, settings
 
 from finetune.card import find_card
+from finetune.card.allocator import AllocatorSettings
 from finetune.forecast import whole_card
+from finetune.forecast.allocator_choice import candidates, choose
 from finetune.forecast.ledger import _shape
 from finetune.forecast.reserved import replay
 from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.trace import RELEASED, NotRepeated, Trace
-from finetune.forecast.uneven import Widths, replay_uneven, widths_of
+from finetune.forecast.uneven import Growth, Widths, replay_uneven, widths_of
 from finetune.forecast.whole_card import make_forecast, with_growth
 from finetune.model.transformers_config import config_from
 from finetune.units import MIB
@@ -31,6 +33,14 @@ def _cached(key):
 
 def traced(width, rows=1, **more):
     return _cached((width, rows, tuple(more.items())))
+
+
+def loaded_bytes(trace):
+    """What stays of loading."""
+    sizes = {}
+    for number, size in trace.parts["load"]:
+        sizes[number] = 0 if size == RELEASED else size
+    return sum(sizes.values())
 
 
 def sizes(events):
@@ -72,18 +82,41 @@ def test_the_longest_rows_come_where_a_run_puts_them():
 def test_rows_of_one_length_reserve_what_the_step_does(expandable):
     wide = traced(2048)
     known = Widths(wide, 2048, traced(1024), 1024)
-    one = replay_uneven(wide, known, [2048] * 6, 2, expandable=expandable)
+    one = replay_uneven(wide, known, [2048] * 6, 2, AllocatorSettings(expandable))
     assert one.reserved_bytes == replay(wide, expandable=expandable).reserved["train"]
 
 
 def test_growing_widths_fragment_segments_and_expandable_ones_hardly():
     wide = traced(2048)
     known, rising = Widths(wide, 2048, traced(1024), 1024), sorted(widths_of(LENGTHS, 1, 2048, 4))
-    free, fixed = (replay_uneven(wide, known, rising, 4, expandable=expandable) for expandable in (True, False))
+    free, fixed = (replay_uneven(wide, known, rising, 4, AllocatorSettings(expandable)) for expandable in (True, False))
     alone = replay(wide, expandable=False).reserved["train"]
-    falling = replay_uneven(wide, known, rising[::-1], 4, expandable=False)
+    falling = replay_uneven(wide, known, rising[::-1], 4, AllocatorSettings(False))
     assert fixed.reserved_bytes > 1.5 * alone and list(fixed.by_step) == sorted(fixed.by_step)
     assert falling.reserved_bytes < 1.05 * alone and free.reserved_bytes < 1.1 * alone
+
+
+def test_one_segment_for_the_steps_undoes_what_a_shorter_row_first_does_to_segments():
+    wide = traced(2048)
+    known, widths = Widths(wide, 2048, traced(1024), 1024), [1500, *[300] * 6, 2048, *[700] * 8]
+    usual, *others = candidates(replay(wide, expandable=False).allocated_bytes - loaded_bytes(wide))
+    alone = replay(wide, expandable=False).reserved["train"]
+    before = replay_uneven(wide, known, widths, 4, usual)
+    after = min(replay_uneven(wide, known, widths, 4, one).reserved_bytes for one in others if one.warm_up_bytes)
+    assert after < alone < 0.8 * before.reserved_bytes
+    assert replay_uneven(wide, known, widths, 4, others[0], most=before.reserved_bytes / 2) is None
+    assert replay_uneven(wide, known, widths, 4, usual, limit=before.allocated_bytes) is None
+
+
+def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
+    tried = candidates(1000 * MIB)
+    grown = [Growth(1, reserved * MIB, ()) for reserved in (1000, 985, 990, 983, 1100, 1000)]
+    assert choose(tried, grown) == (0, "no other setting of the allocator that was replayed saves more than 2% of it")
+    grown[2], grown[3], grown[4] = Growth(1, 900 * MIB, (), 0, 7), None, Growth(1, 910 * MIB, (), 0, 3)
+    place, why = choose(tried, grown)
+    assert place == 4 and "a block of 800 MiB" in why and "reserves 910 MiB with it and 1000 MiB without" in why
+    grown[4] = Growth(1, 930 * MIB, ())
+    assert choose(tried, grown)[1].startswith("the run gets max_split_size_mb:512: torch reserves 900 MiB")
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
@@ -97,6 +130,7 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
         assert after.reserved_bytes >= before.reserved_bytes and after.peak_high_bytes >= before.peak_high_bytes
         (said,) = set(after.notes) - set(before.notes)
         assert said.startswith("rows of uneven length") and ("expandable segments" in said) is expandable
+        assert ("setting" in said) is not expandable and (after.allocator is None) >= expandable
     packed = recipe.model_copy(update={"packing": True})
     assert with_growth(before, VALUES, packed, CARD, tokens=2048, lengths=LENGTHS) is before
     assert with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=[7, 7]) is before

@@ -1,5 +1,6 @@
 """A run's processes and state, read from files that anything may have happened to."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -8,11 +9,13 @@ import sys
 import psutil
 import pytest
 
+from finetune.card.allocator import AllocatorSettings
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import write_json
+from finetune.plan.plan import read_plan
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.retry import adjusted_plan
+from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import process_is, process_record, read_processes, read_state
 
 
@@ -72,6 +75,16 @@ def test_damaged_adjustments_are_named(finished_plan, content):
     finished_plan.adjustments.write_text(content)
     with pytest.raises(RecipeError, match=r"adjustments\.json"):
         adjusted_plan(finished_plan)
+
+
+def test_the_allocators_settings_are_those_of_the_planned_micro_batch(finished_plan):
+    plan, chosen = read_plan(finished_plan.plan), AllocatorSettings(garbage_collection_threshold=0.8)
+    plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, allocator=chosen))
+    write_json(finished_plan.plan, plan.as_json())
+    adjust(finished_plan, {"learning_rate": 1e-5})
+    assert adjusted_plan(finished_plan).forecast.allocator == chosen
+    adjust(finished_plan, {"activation_checkpointing": True})
+    assert adjusted_plan(finished_plan).forecast.allocator is None
 
 
 def test_a_run_whose_start_can_t_be_recorded_is_not_started(finished_plan, monkeypatch):
