@@ -83,6 +83,7 @@ class RunCallback(TrainerCallback):
         if not logs or "loss" not in logs or self.trainer is None:
             return
         tokens = self.trainer.take_token_counts()
+        correct, supervised = tokens["correct"], tokens["supervised"]
         step_s = time.perf_counter() - self._began
         memory = self._memory.sample()
         self._events.emit(Step(
@@ -92,7 +93,7 @@ class RunCallback(TrainerCallback):
             loss=logs["loss"],
             learning_rate=logs.get("learning_rate"),
             grad_norm=logs.get("grad_norm"),
-            token_accuracy=tokens["correct"] / tokens["supervised"] if tokens["supervised"] else None,
+            token_accuracy=correct / supervised if correct is not None and supervised else None,
             supervised_tokens=tokens["supervised"],
             real_tokens=tokens["real"],
             padded_tokens=tokens["padded"],
