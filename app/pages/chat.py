@@ -11,6 +11,7 @@ from app.chat.said import MODELS, Model
 from app.context import Context
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem
+from finetune.errors import CommandError
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
@@ -76,7 +77,7 @@ class _View:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
             return gr.skip() if seen == "none" else ["none", empty, ""]
         shown = _conversation(self.context.chats.turns(run))
-        warning = self._warning(run)
+        warning = self._price(run) + self._warning(run)
         now = f"{name}\n{warning}\n{shown}"
         return gr.skip() if now == seen else [now, shown, warning]
 
@@ -116,6 +117,14 @@ class _View:
         if run is not None:
             self.context.chats.clear(run)
         return ""
+
+    def _price(self, run: RunDirectory) -> str:
+        """What a token of an answer moves, where layers are offloaded; a plan that can't be read says so in the chat itself."""
+        try:
+            copies = self.context.lives.of(run).plan().layer_copies
+        except (CommandError, OSError):
+            return ""
+        return note(copies.price_of_answers, "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
         """Forecast of whether this model fits beside the run that is training; empty when none is."""

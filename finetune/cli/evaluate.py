@@ -38,6 +38,9 @@ def show_scores(
     from finetune.evaluate.paired import in_words, ordered
     from finetune.evaluate.score import compare
 
+    copies = read_plan(run.plan).layer_copies
+    if copies:
+        err.print(f"[dim]{copies.price_of_answers}[/]")
     with doing(quiet=False) as say:
         result = compare(run, rows=rows, last=last, data=data, score=score, progress=say)
     if as_json:
@@ -99,6 +102,8 @@ def chat_with(
         from finetune.model.generate import Sampling
 
         answerer = Answerer(run, need_adapter="tuned" in models)
+    if answerer.plan.layer_copies and not as_json:
+        err.print(f"[dim]{answerer.plan.layer_copies.price_of_answers}[/]")
     if answerer.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
     sampling = Sampling(temperature, top_p, seed)

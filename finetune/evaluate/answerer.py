@@ -142,7 +142,7 @@ def longest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
 
 def _load(plan: Plan, folder: Any, device: str) -> Any:
     settings = plan.settings
-    base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True)
+    base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True, offloads=True)
     try:
         model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
