@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,22 @@ TOUCHED = (
         "torch.nn.Module._forward_pre_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
         _READ_IN, "torch.nn.Module._call_impl",
     ),
+    _called("torch.utils._python_dispatch._disable_current_modes", "traces a layer outside the dry run's modes"),
+    Touched(
+        "torch._functorch.config.activation_memory_budget", "attribute", "share of its activations that a compiled layer keeps",
+        _READ_IN,
+    ),
+    _called("torch._functorch.aot_autograd.aot_function", "a layer's forward and backward as the compiler splits them"),
+    Touched(
+        "torch._dynamo.config.recompile_limit", "attribute", "how often a layer's code is compiled before it runs uncompiled",
+        _READ_IN,
+    ),
+    _called("torch._dynamo.utils.counters", "counts graph breaks"),
+    _called("torch._dynamo.utils.get_compilation_metrics", "what was compiled, how often and for how long"),
+    _called("torch._dynamo.utils.clear_compilation_metrics", "what was compiled since"),
+    _called("torch.fx.graph._BoxedCodeGen", "a graph that releases its inputs as it goes"),
+    _called("torch._inductor.compile_fx.partition_fn", "the compiler's own choice of what is saved for backward"),
+    _called("torch._inductor.decomposition.select_decomp_table", "the operators that the compiler's graphs consist of"),
     _called("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
     _called("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
@@ -128,6 +145,91 @@ def copy_all(targets: Any, sources: Any) -> None:
     import torch
 
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode sees operators; fake tensors stay fake."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def budgeted(budget: float) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is compiled keeps this share of the activations that the compiler would keep."""
+    import torch._functorch.config as functorch
+
+    return functorch.patch(activation_memory_budget=budget)
+
+
+def keep_share(budget: float) -> None:
+    """Let what is compiled from now on keep this share of its activations, and be compiled for as many kinds of input as a
+    run has: first and other layers, training and evaluation, one length and any."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget = budget
+    dynamo.recompile_limit = 64
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A forward or backward graph that was compiled. `again`: a forward of code that had been, for another `reason`."""
+
+    is_forward: bool
+    again: bool
+    seconds: float
+    reason: str
+
+
+def new_compilations() -> list[Compilation]:
+    """What torch has compiled since the last call."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    made = get_compilation_metrics()
+    clear_compilation_metrics()
+    return [
+        Compilation(
+            one.is_forward is not False,
+            one.is_forward is not False and not str(one.compile_id).endswith("/0"),
+            one.entire_frame_compile_time_s or 0.0,
+            (one.recompile_reason or "").strip(),
+        )
+        for one in made
+    ]
+
+
+def graph_breaks() -> int:
+    """How often a compiled layer's graph had to be broken so far."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def split_by_compiler(function: Callable[..., Any], fixed: list[int]) -> Callable[..., Any]:
+    """`function` of tensors as torch.compile splits it: two graphs, run operator by operator. The first call traces it.
+
+    `fixed`: arguments that stay where they are, the parameters. What one part saves for the other is chosen by inductor's
+    partitioner, after its passes over the joint graph.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+
+    def split(joint: Any, inputs: Any, **options: Any) -> Any:
+        return partition_fn(joint, inputs, **{**options, "static_lifetime_input_indices": fixed})
+
+    return aot_function(
+        function, fw_compiler=_uncompiled, bw_compiler=_uncompiled, partition_fn=split, decompositions=select_decomp_table()
+    )
+
+
+def _uncompiled(gm: Any, example_inputs: Any) -> Any:
+    """The graph itself, called with a list that it empties, so that each input is released after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return gm
 
 
 def silu_backward() -> Callable[..., torch.Tensor]:

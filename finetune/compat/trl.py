@@ -55,6 +55,10 @@ TOUCHED = (
         _READ_IN, "transformers.Trainer._save_checkpoint", "self trial",
     ),
     Touched(
+        "trl.SFTTrainer.compute_loss", "override", "TRL reads five numbers from the device after each forward pass",
+        _READ_IN, "transformers.Trainer.training_step", "self model inputs return_outputs num_items_in_batch",
+    ),
+    Touched(
         "trl.SFTTrainer.training_step", "override", "counts tokens, and offloads or quantises saved activations",
         _READ_IN, "transformers.Trainer._run_epoch",
     ),

@@ -9,6 +9,7 @@ from finetune.events.kinds import (
     KINDS,
     VERSION,
     Checkpoint,
+    Compiled,
     Evaluation,
     Event,
     ForecastCheck,
@@ -27,7 +28,7 @@ from finetune.events.kinds import (
 )
 
 __all__ = [
-    "KINDS", "VERSION", "Checkpoint", "Evaluation", "Event", "EventReader", "EventWriter", "ForecastCheck", "LossSpike",
-    "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start", "State", "Step", "Unknown",
-    "event_from", "event_json", "read_events",
+    "KINDS", "VERSION", "Checkpoint", "Compiled", "Evaluation", "Event", "EventReader", "EventWriter", "ForecastCheck",
+    "LossSpike", "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start", "State", "Step",
+    "Unknown", "event_from", "event_json", "read_events",
 ]  # fmt: skip

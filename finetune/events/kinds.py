@@ -108,6 +108,20 @@ class Step(Event, Memory):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compiled(Event):
+    """torch has compiled layers; the counts are of the whole attempt so far."""
+
+    kind: ClassVar[str] = "compiled"
+
+    step: Annotated[Whole | None, "optimizer steps done"] = None
+    graphs: Annotated[Whole | None, "forward graphs compiled"] = None
+    recompiles: Annotated[Whole | None, "those of them that were compiled again, for other inputs"] = None
+    reasons: Annotated[tuple[str, ...], "why they were"] = ()
+    graph_breaks: Annotated[Whole | None, "places where a layer could not be compiled as one graph"] = None
+    compile_s: Annotated[float | None, "how long compiling has taken"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Event):
     """The held-out rows were evaluated."""
 
@@ -250,7 +264,7 @@ class Unknown(Event):
 KINDS: dict[str, type[Event]] = {
     each.kind: each
     for each in (
-        State, Phase, Start, Step, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry, OutOfMemory,
-        LossSpike,
+        State, Phase, Start, Step, Compiled, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry,
+        OutOfMemory, LossSpike,
     )
 }  # fmt: skip

@@ -18,7 +18,7 @@ from finetune.forecast.reserved import Replay, replay
 from finetune.forecast.trace import NotRepeated
 from finetune.forecast.uneven import Growth, Widths, replay_uneven, widths_of
 from finetune.recipe import resolved
-from finetune.recipe.compatibility import is_zero3
+from finetune.recipe.compatibility import is_zero3, padded_to
 from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
@@ -245,9 +245,11 @@ def _replay(
 
 def _shape(settings: Settings, micro_batch: int, tokens: int, trained_tokens: int | None) -> dict[str, Any]:
     """The largest micro-batch: fields of `simulate.Batch`."""
+    multiple = padded_to(settings, micro_batch)
     most = micro_batch * (tokens - 1)
     return {
-        "rows": micro_batch, "tokens": tokens, "trained_tokens": most if trained_tokens is None else min(trained_tokens, most),
+        "rows": micro_batch, "tokens": -(-tokens // multiple) * multiple,
+        "trained_tokens": most if trained_tokens is None else min(trained_tokens, most),
         "padded": micro_batch > 1 and settings.packing is not True,
         "documents": max(1, tokens // 256) if settings.packing is True else 1,
         "eval_rows": 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size,

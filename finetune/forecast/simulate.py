@@ -27,6 +27,7 @@ from finetune.compat.transformers import (
 )
 from finetune.errors import FinetuneError, RecipeError
 from finetune.forecast.card_semantics import card_semantics
+from finetune.forecast.compiled_layers import SplitLayers, splits
 from finetune.forecast.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
@@ -102,6 +103,9 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         restore_master_precision(model)
         _add_loss(model)
         observe(model, tracker)
+        split = SplitLayers(settings.compile_activation_budget)
+        if splits(settings):
+            split.replace(decoder_layers(model))
         with _fake_tensors(settings, capability, batch, tracker), tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
             if True in (settings.load_in_4bit, settings.load_in_8bit):
@@ -112,9 +116,9 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offloading.recompute()
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
-        notes = _notes(model, settings)
+        notes = (*_notes(model, settings), *split.notes)
         lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
-        del model
+        del model, split
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from finetune.compat.transformers import checkpointing_name
 from finetune.model.checkpointing import beside_layers, decoder_layers, keep_all, recompute, recomputed_layers
+from finetune.model.compiled import compile_layers
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_embedding import offload_table
 from finetune.model.host_memory import is_forecast
@@ -29,8 +30,8 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     """Apply lean layers, gradient checkpointing, per-layer compilation and an input embedding in host memory, in place. May be
     called again with other settings; the embedding stays where it is then.
 
-    `model` is a transformers model or a PeftModel of one. A forecast's model is not compiled: memory that the compiler saves
-    is extra headroom. Its embedding is moved once it is loaded, by the forecast.
+    `model` is a transformers model or a PeftModel of one. A forecast's layers are split as the compiler would split them,
+    by the forecast, and its embedding is moved once it is loaded.
     """
     if settings.lean_layers is True:
         make_lean([*decoder_layers(model), *beside_layers(model)])
@@ -54,8 +55,7 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     if settings.lean_layers is True:
         tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
     if settings.torch_compile and not _is_forecasts(model):
-        for layer in decoder_layers(model):
-            layer.compile()
+        compile_layers(decoder_layers(model), settings.compile_activation_budget)
 
 
 def _is_forecasts(model: torch.nn.Module) -> bool:

@@ -16,6 +16,7 @@ from finetune.model.stored import stored_quantisation, trainable_bits
 from finetune.plan.advice import RANKS, advise_alpha
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
+from finetune.plan.compiling import explain_compiling
 from finetune.plan.defaults import choose_basics, choose_cadence, total_steps
 from finetune.plan.explain import alternatives, explain_strategy, words
 from finetune.plan.history import read_history
@@ -201,7 +202,7 @@ class _Planner:
         search, chosen, factor = found.search, found.anchor, self.history.speed_factor or 1.0
         choices = explain_strategy(found.choices, search, chosen)
         steps = self._total_steps(choices, chosen.strategy)
-        choices = choose_cadence(choices, steps, self.data)
+        choices = explain_compiling(choose_cadence(choices, steps, self.data), search, chosen.strategy, steps)
         settings, timing, known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
             chosen.forecast,

@@ -90,8 +90,16 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
         yield f"activation_checkpointing {how} does not work with DeepSpeed ZeRO-3; set it to true"
     if recipe.torch_compile and recipe.int8_activations:
         yield "int8_activations and torch_compile are both true; activations saved by a compiled layer can't be quantised"
+    if recipe.compile_activation_budget != 1 and not recipe.torch_compile:
+        yield f"compile_activation_budget {recipe.compile_activation_budget:g} is of compiled layers; set torch_compile to true"
     if recipe.torch_compile and how == "offload" and every not in (AUTO, 1):
         yield "activation_checkpointing offload with torch_compile needs activation_checkpointing_every_n_layers 1"
+
+
+def padded_to(recipe: Recipe, rows: int) -> int:
+    """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Compiled for one length and then for any,
+    layers are compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
+    return 64 if recipe.torch_compile and rows > 1 and recipe.packing is not True else 1
 
 
 def not_lean_because(recipe: Recipe) -> str:

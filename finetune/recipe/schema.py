@@ -269,6 +269,11 @@ class Recipe(_Strict):
         AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the card. 0 without it."
     )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
+    compile_activation_budget: Annotated[float, Field(gt=0, le=1)] = _memory(
+        1.0,
+        COST | EXACTNESS,
+        "Share of its activations that a compiled layer keeps; the rest is computed again, below 0.8 also matrix products.",
+    )
     gpu: Text = _memory(
         AUTO,
         COST | EXACTNESS,

@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
-from finetune.events import RunWarning, Step
+from finetune.events import Compiled, RunWarning, Step
+from finetune.model.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess, highest
 from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch
@@ -63,6 +64,7 @@ class RunCallback(TrainerCallback):
         self.diverged: str | None = None
         self.stopped_early: str | None = None
         self._first: list[Memory] = []
+        self._compilations = Compilations()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the step's clock."""
@@ -89,6 +91,7 @@ class RunCallback(TrainerCallback):
         if not logs or "loss" not in logs or self.trainer is None:
             return
         tokens = self.trainer.take_token_counts()
+        correct, supervised = tokens["correct"], tokens["supervised"]
         step_s = time.perf_counter() - self._began
         memory = self._memory.sample()
         self._events.emit(Step(
@@ -98,7 +101,7 @@ class RunCallback(TrainerCallback):
             loss=logs["loss"],
             learning_rate=logs.get("learning_rate"),
             grad_norm=logs.get("grad_norm"),
-            token_accuracy=logs.get("mean_token_accuracy"),
+            token_accuracy=correct / supervised if correct is not None and supervised else None,
             supervised_tokens=tokens["supervised"],
             real_tokens=tokens["real"],
             padded_tokens=tokens["padded"],
@@ -108,6 +111,7 @@ class RunCallback(TrainerCallback):
             **self._memory.sensors(),
         ))  # fmt: skip
         self._memory.reset_peak()
+        self._report_compiling(state.global_step)
         for message in self._watch.step(memory, step_s):
             self._events.emit(RunWarning(message=message))
         self._check_finite(state.global_step, logs, control)
@@ -147,6 +151,18 @@ class RunCallback(TrainerCallback):
         """Look for a leak: between epochs only long-lived tensors are allocated."""
         for message in self._watch.epoch(self._memory.sample()):
             self._events.emit(RunWarning(message=message))
+
+    def _report_compiling(self, step: int) -> None:
+        """Emit what torch has compiled since the last step, if anything; warn when a layer is not one graph."""
+        done, broken = self._compilations, self._compilations.graph_breaks
+        assert self.trainer is not None
+        if not self.trainer.plan.settings.torch_compile or not done.update():
+            return
+        self._events.emit(Compiled(step=step, **vars(done)))
+        if done.graph_breaks > broken:
+            self._events.emit(
+                RunWarning(message=f"torch_compile: layers are not one graph each, {done.graph_breaks} graph breaks")
+            )
 
     def _compare(self, state: Any, memory: Memory) -> None:
         """After step 2 (or the only one) compare the peak so far with the forecast; a run resumed later has passed it."""

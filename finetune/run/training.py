@@ -20,6 +20,7 @@ from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
 from finetune.model.techniques import step_context, training_arguments
+from finetune.recipe.compatibility import padded_to
 from finetune.run.best import best_of, best_sealed, evaluations, lost_best
 from finetune.run.failures import is_disk_full
 from finetune.run.samples import Samples
@@ -59,6 +60,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         max_length=None,
         packing=False,  # packed by finetune.data.pack already, which checks that nothing is lost
         padding_free=settings.packing,
+        pad_to_multiple_of=padded_to(settings, settings.per_device_train_batch_size),
         per_device_train_batch_size=settings.per_device_train_batch_size,
         per_device_eval_batch_size=settings.per_device_eval_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -166,22 +168,40 @@ class RunTrainer(SFTTrainer):
         with step_context(self.plan.settings, inputs["input_ids"].device):
             return super().training_step(model, inputs, num_items_in_batch)
 
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        """TRL's loss. In training its metrics are left to `take_token_counts`: TRL would ask the device for five numbers after
+        each forward pass, which waits for the device before the backward pass can be launched."""
+        if return_outputs or not self.model.training:  # type: ignore[union-attr]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        outputs = model(**inputs, **routed, use_cache=False, fused_lm_head=True)
+        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # of which DDP averages
+        if self.aux_loss_enabled:
+            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+        self._add("correct", outputs.is_top1.sum())
+        return loss
+
     def take_token_counts(self) -> dict[str, int | None]:
-        """Tokens of all ranks since the last call: supervised, real, and with padding. Synchronises the device once."""
+        """Tokens of all ranks since the last call: supervised, real, with padding, and predicted correctly. Synchronises the
+        device once."""
         counted, self._counted = self._counted, {}
         if not counted:
-            return dict.fromkeys(("supervised", "real", "padded"))
-        return dict(zip(counted, ranks.all_reduce_sum([int(count) for count in counted.values()]), strict=True))
+            return dict.fromkeys(("supervised", "real", "padded", "correct"))
+        values = torch.stack([torch.as_tensor(count, device=self.args.device) for count in counted.values()]).tolist()
+        return dict(zip(counted, ranks.all_reduce_sum(values), strict=True))
 
     def _count(self, inputs: dict[str, Any]) -> None:
         ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
-        new = {
-            "supervised": (labels[..., 1:] != -100).sum(),
-            "real": ids.numel() if mask is None else mask.sum(),
-            "padded": ids.numel(),
-        }
-        for name, count in new.items():
-            self._counted[name] = self._counted.get(name, 0) + count
+        self._add("supervised", (labels[..., 1:] != -100).sum())
+        self._add("real", ids.numel() if mask is None else mask.sum())
+        self._add("padded", ids.numel())
+
+    def _add(self, name: str, count: Any) -> None:
+        self._counted[name] = self._counted.get(name, 0) + count
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset

@@ -1,0 +1,125 @@
+"""What a compiled decoder layer keeps: the compiler's own split of its graph, made and run on fake tensors.
+
+`torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: what the forward part hands
+to the backward part is saved, the rest is computed again. The same partitioner runs here, without Dynamo in front of it and
+without code made behind it. In a dry run the two parts are executed operator by operator: saved tensors are those of a
+compiled layer, temporary ones an upper bound, as a fused kernel writes fewer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from finetune.compat.torch import budgeted, no_modes, split_by_compiler
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
+
+#: (dictionary, key): where a module keeps a tensor.
+_Slot = tuple[dict[str, Any], str]
+
+
+def splits(settings: Settings) -> bool:
+    """Whether layers are forecast as the compiler splits them. Selective checkpointing chooses among operators that a compiled
+    layer may not have: there the forecast is for uncompiled layers."""
+    return settings.torch_compile and settings.activation_checkpointing != "selective"
+
+
+class SplitLayers:
+    """Decoder layers that run as the compiler would split them, keeping `budget` of their activations.
+
+    Layers of one kind, with inputs of one shape, share a split. `problem`: why a layer could not be split; it runs as it is.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.budget, self.problem = budget, ""
+        self._splits: dict[Any, Callable[..., Any] | None] = {}
+
+    def replace(self, layers: list[torch.nn.Module]) -> None:
+        """Let these layers' forward run split."""
+        for layer in layers:
+            layer.forward = functools.partial(self._run, layer, layer.forward)  # type: ignore[method-assign]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the forecast must know."""
+        if not self.problem:
+            return ()
+        return (f"what a compiled layer keeps can't be forecast ({self.problem}); these bytes are of uncompiled layers",)
+
+    def _run(self, layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        slots = list(_slots(layer))
+        tensors = list({id(owner[key]): owner[key] for owner, key in slots}.values())
+        others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        kind = (type(layer), str(spec), others, tuple(map(_described, [*given, *tensors])))
+        if kind not in self._splits:
+            call = _as_function(forward, slots, tensors, leaves, spec)
+            self._splits[kind] = self._split(call, [*given, *tensors], slots)
+        split = self._splits[kind]
+        return forward(*args, **kwargs) if split is None else split(*given, *tensors)
+
+    def _split(self, call: Callable[..., Any], values: list[Any], slots: list[_Slot]) -> Callable[..., Any] | None:
+        """The layer as split by the compiler, tried once; None where it can't be."""
+        fixed = [place for place, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
+        own = [owner[key] for owner, key in slots]
+        try:
+            with no_modes(), budgeted(self.budget):
+                split = split_by_compiler(call, fixed)
+                split(*values)
+        except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is
+            self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            return None
+        finally:
+            _put(slots, own)
+        return split
+
+
+def _as_function(
+    forward: Callable[..., Any], slots: list[_Slot], tensors: list[Any], leaves: list[Any], spec: Any
+) -> Callable[..., Any]:
+    """The layer as a function of its input tensors and of its own tensors, which it leaves in their slots: the backward of
+    bitsandbytes' product, which is traced after the layer, reads its quantisation state there."""
+    places = {id(one): place for place, one in enumerate(tensors)}
+    where = [places[id(owner[key])] for owner, key in slots]
+    states = [getattr(one, "quant_state", None) for one in tensors]
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+    def call(*values: Any) -> Any:
+        inputs, own = iter(values[:count]), values[count:]
+        for value, state in zip(own, states, strict=True):
+            if state is not None:
+                value.quant_state = state
+        _put(slots, [own[place] for place in where])
+        args, kwargs = tree_unflatten([next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
+    """Where a layer keeps its tensors: parameters, buffers and quantisation states."""
+    for module in layer.modules():
+        for kept in (module._parameters, module._buffers):
+            yield from ((kept, key) for key, value in kept.items() if value is not None)
+        state = getattr(module._parameters.get("weight"), "quant_state", None)
+        while state is not None:
+            yield from ((vars(state), key) for key, value in vars(state).items() if isinstance(value, torch.Tensor))
+            state = state.state2
+
+
+def _put(slots: list[_Slot], values: list[Any]) -> None:
+    for (owner, key), value in zip(slots, values, strict=True):
+        owner[key] = value
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad

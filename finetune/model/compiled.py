@@ -1,0 +1,44 @@
+"""Compiled decoder layers: how much they keep, and what the compiler has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from finetune.compat.torch import graph_breaks, keep_share, new_compilations
+
+if TYPE_CHECKING:
+    import torch
+
+
+def compile_layers(layers: list[torch.nn.Module], budget: float) -> None:
+    """Compile each layer by itself; equal ones share their code. `budget`: share of the activations that they keep.
+
+    A second length of rows makes the code one for any length. The compiler's settings are those of the process.
+    """
+    keep_share(budget)
+    for layer in layers:
+        layer.compile()
+
+
+@dataclass
+class Compilations:
+    """What torch has compiled in this process, so far: graphs, those of them that were compiled again for other inputs, with
+    the reasons, places where a layer's graph had to be broken, and seconds."""
+
+    graphs: int = 0
+    recompiles: int = 0
+    graph_breaks: int = 0
+    compile_s: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+    def update(self) -> bool:
+        """Add what is new; whether there is anything."""
+        new = new_compilations()
+        for one in new:
+            self.graphs += one.is_forward
+            self.recompiles += one.again
+            self.compile_s += one.seconds
+            self.reasons += (one.reason,) if one.reason and one.reason not in self.reasons else ()
+        self.graph_breaks = graph_breaks()
+        return bool(new)
