@@ -321,8 +321,9 @@ def chat(
     from finetune.cli.evaluate import chat_with
 
     models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
+    run, *others = runs or ["latest"]
     chat_with(
-        runs or ["latest"], models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
+        run, others=others, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
         temperature=temperature, top_p=top_p, seed=seed, as_json=json,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ _ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst
 
 
 def show_scores(
-    source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: Scorer, show: str,
-    examples: int, as_json: bool,
+    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer, show: str, examples: int, as_json: bool,
+    forgetting: bool = False, probe: bool = False,
 ) -> None:  # fmt: skip
     """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error.
 
@@ -113,14 +113,14 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
 
 
 def chat_with(
-    sources: list[str], *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
-    temperature: float, top_p: float, seed: int, as_json: bool,
+    source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
+    temperature: float, top_p: float, seed: int, as_json: bool, others: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed.
 
-    Several runs share their base model: all answer the prompt; in a chat the first does until `/use NAME`.
+    The runs of `others` share the base model: all answer the prompt; in a chat the first does until `/use NAME`.
     """
-    runs = [open_run(source) for source in dict.fromkeys(sources)]
+    runs = [open_run(source) for source in dict.fromkeys([source, *others])]
     if len({run.path.name for run in runs}) < len(runs):
         raise CommandError("two of these runs have the same name", "Rename one: finetune runs rename RUN NAME")
     run = runs[0]
