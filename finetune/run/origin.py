@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 WEIGHTS = "adapter_model.safetensors"
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.
 _FACTS, HELD_OUT = "origin.json", "held-out"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,11 @@ def require_usable(settings: Settings) -> None:
     if changes := changes_in(origin.folder):
         raise RecipeError([f"{origin.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
     sealed, now = facts_of(origin.folder).base, weights_fingerprint(settings)
-    known = sealed is not None and now is not None
-    if (known and sealed != now) or (not known and origin.base and origin.base != settings.model_name_or_path):
+    if sealed is not None and now is not None:
+        differs = sealed != now
+    else:  # a folder of another machine says nothing, a name on the hub does
+        differs = bool(_NAME.fullmatch(origin.base or "")) and origin.base != settings.model_name_or_path
+    if differs:
         raise RecipeError(
             f"the adapter in {origin.folder} was trained on other base weights: {origin.base}, "
             f"and the recipe has {settings.model_name_or_path}",

@@ -95,6 +95,18 @@ def test_what_is_no_adapter_is_named(foreign, tmp_path):
         find_adapter(str(tmp_path))
 
 
+def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):
+    from finetune.recipe import plainest
+
+    folder = foreign()
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    settings = plainest(load_recipe("tiny-cpu", [f"adapter={folder}"]))
+    with pytest.raises(RecipeError, match="other base weights: other/base, and the recipe has tiny"):
+        require_usable(settings)
+    foreign(base_model_name_or_path="/models/somewhere")
+    require_usable(settings)
+
+
 @pytest.mark.slow
 def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make, train):
     again = make("max_steps=6", f"adapter={first.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto")
