@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -62,7 +63,13 @@ def show_scores(
         print_json({"run": str(run.path), **result.as_json(), "lost": [asdict(each) for each in lost]})
         return
     origin = origin_of(run)
-    kind = f"held-out rows of {origin.name}" if forgetting and origin else f"rows of {data}" if data else "held-out rows"
+    kind = (
+        f"held-out rows of {Path(origin.name).name}"
+        if forgetting and origin
+        else f"rows of {data}"
+        if data
+        else "held-out rows"
+    )
     names = ("before", "now") if forgetting else ("base", "tuned")
     gap = " - ".join(reversed(names))
     known = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""

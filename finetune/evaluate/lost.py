@@ -60,7 +60,7 @@ def what_was_lost(
     folder, origin = adapter_folder(run, last=last), origin_of(run)
     groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe(tokenizer), "base", None)]
     if origin is not None and (run.origin / HELD_OUT).is_dir():
-        groups.append((f"held-out rows of {origin.name}", held_out(run, None, first=True), "origin", run.origin))
+        groups.append((f"held-out rows of {Path(origin.name).name}", held_out(run, None, first=True), "origin", run.origin))
     load = load or functools.cache(lambda: loaded(run, last))
     found = []
     for name, rows, model, adapter in groups:

@@ -200,7 +200,7 @@ def _evaluation(run: RunDirectory) -> str:
             made.append(_evaluated(values))
     lost = _json(run.path / "evaluations" / "lost.json", [])
     if lost:
-        rows = [f"- {last_part_in(each['rows_of'])} ({each['rows']:,} rows): {_gap(each)}" for each in lost]
+        rows = [f"- {each['rows_of']} ({each['rows']:,} rows): {_gap(each)}" for each in lost]
         made.append("What was lost (loss of a trained token):\n\n" + "\n".join(rows))
     return "\n\n".join(made) or "Not evaluated."
 
@@ -208,11 +208,6 @@ def _evaluation(run: RunDirectory) -> str:
 def _gap(lost: dict[str, Any]) -> str:
     gap = lost.get("difference")
     return in_words(Difference(**gap) if gap else None, names="loss now - before")
-
-
-def last_part_in(text: str) -> str:
-    """A sentence with each path in it as its last part."""
-    return " ".join(last_part(word) for word in text.split(" "))
 
 
 def _evaluated(values: dict[str, Any]) -> str:
