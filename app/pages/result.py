@@ -67,7 +67,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     scores = show(elem_id="result-eval-shown")
     show("<h2>Report</h2>")
     with gr.Row(elem_classes="ft-controls"):
-        others = gr.Dropdown([], label="Compare with", info="none: a report of this run", multiselect=True,
+        others = gr.Dropdown([], label="Compare with", info="other runs", multiselect=True,
                              elem_id="result-others", scale=3)  # fmt: skip
         report = gr.Button("Write the report", elem_id="result-report", size="sm")
         compare = gr.Button("Compare", elem_id="result-compare", size="sm")
