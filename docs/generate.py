@@ -20,7 +20,17 @@ from collections.abc import Callable, Iterator
 
 from blocks.measured import accuracy, accuracy_short, gpu, gpu_short, reserved
 from blocks.page import ROOT, blocks_of, pages, replaced
-from blocks.plans import fits, fits_short, many_cards, needs, plan_of, recipes
+from blocks.plans import (
+    fits,
+    fits_offloaded,
+    fits_short,
+    many_cards,
+    needs,
+    needs_offloaded,
+    offloading,
+    plan_of,
+    recipes,
+)  # fmt: skip
 from blocks.reference import cards, events, exits, families, model_types, other_tools, plan_json, settings
 
 #: Columns of the terminal that the plans are printed for.
@@ -47,10 +57,12 @@ QUICK: dict[str, Callable[[], str]] = {
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
+    "needs-offloaded": needs_offloaded, "offloading": offloading,
     "reserved": reserved,
 }  # fmt: skip
 DERIVED: dict[str, Callable[[], str]] = {
     "fits": fits,
+    "fits-offloaded": fits_offloaded,
     "fits-short": fits_short,
     "fits-short-zh": functools.partial(fits_short, ("显卡", ">可用显存", "每行 1,024 个 token", "2,048", "4,096")),
     "accuracy-short": accuracy_short,

@@ -11,6 +11,7 @@ from app.chat.said import MODELS, Model
 from app.context import Context
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem
+from finetune.errors import CommandError
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
@@ -77,7 +78,7 @@ class _View:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
             return gr.skip() if seen == "none" else ["none", empty, "", gr.Button(interactive=False)]
         turns = self.context.chats.turns(run)
-        shown, warning = _conversation(turns), self._warning(run)
+        shown, warning = _conversation(turns), self._price(run) + self._warning(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.at_work(run)
         now = f"{name}\n{answering}\n{warning}\n{shown}"
         return gr.skip() if now == seen else [now, shown, warning, gr.Button(interactive=answering)]
@@ -118,6 +119,14 @@ class _View:
         if run is not None:
             self.context.chats.clear(run)
         return ""
+
+    def _price(self, run: RunDirectory) -> str:
+        """What a token of an answer moves, where layers are offloaded; a plan that can't be read says so in the chat itself."""
+        try:
+            copies = self.context.lives.of(run).plan().layer_copies
+        except (CommandError, OSError):
+            return ""
+        return note(copies.price_of_answers, "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
         """Forecast of whether this model fits beside the run that is training; empty when none is."""

@@ -66,7 +66,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         with gr.Column(min_width=320):
             show("<h2>First rows as conversations</h2>")
             conversations = show(elem_id="data-conversations")
-    gr.Timer(_TICK_S).tick(view.progress, progress, progress, **QUIET)
+    gr.Timer(_TICK_S).tick(view.progress, None, progress, **QUIET)
     shown = [trouble, report, lengths, marked, conversations]
     page.load(view.choose, None, [model, data, found], **QUIET).then(view.look, None, shown, **QUIET)
     model.input(view.set_model, model, trouble, **QUIET).then(view.look, None, shown, **QUIET)
@@ -137,11 +137,10 @@ class _View:
             data_view.conversations(answer),
         ]  # fmt: skip
 
-    def progress(self, shown: str) -> Any:
+    def progress(self) -> str:
         """How far the reading of the rows is."""
         words = self.context.planner.progress
-        now = note(words) if words else ""
-        return gr.skip() if now == (shown or "") else now
+        return note(words) if words else ""
 
     def search(self, words: str) -> list[Any]:
         """Models that the hub finds; local models when nothing is searched for."""

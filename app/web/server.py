@@ -23,6 +23,8 @@ from finetune.errors import CommandError
 from finetune.system import port_socket
 
 _LEAST_TOKEN = 16
+#: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
+_SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
 
 
@@ -91,6 +93,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
     page, looks = build_page(context)
+    page.state_session_capacity = _SESSIONS
     api = gradio.mount_gradio_app(
         api, page, path="/", ssr_mode=False, max_file_size=access.upload_bytes, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,

@@ -24,6 +24,11 @@ FRUGAL = {
     "load_in_4bit": True, "activation_checkpointing": "offload", "optim": "adamw_8bit", "per_device_train_batch_size": 1,
     "packing": False, "lora_r": 16,
 }  # fmt: skip
+#: The models of the tables with layer offloading, and their cards.
+LARGE = MODELS[MODELS.index("mistralai/Mistral-7B-Instruct-v0.3") :]
+SMALL_CARDS = CARDS[: CARDS.index("rtx-4090") + 1]
+#: The shipped recipes whose models are larger than their cards.
+OFFLOADING = ("14b-4060", "32b-3060", "70b-4090")
 #: The card of the table of needs; `_room` translates to the others.
 REFERENCE_CARD = "rtx-4090"
 
@@ -42,7 +47,7 @@ def plan_of(recipe: str) -> str:
 
 def many_cards() -> str:
     """The end of `finetune plan`'s output for a recipe that does not fit: what each of two cards would need."""
-    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864").splitlines(keepends=True)
+    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864 layer_offloading=false").splitlines(keepends=True)
     begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
     return "".join([*lines[:2], "...\n", *lines[begin:]])
 
@@ -77,8 +82,8 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f}"
 
 
-def need_row(model: str) -> list[str]:
-    """Upper end of the forecast in GiB with the FRUGAL settings, for each length; rounded up."""
+def need_row(model: str, **more: object) -> list[str]:
+    """Upper end of the forecast in GiB with the FRUGAL settings and `more`, for each length; rounded up."""
     from finetune.card.find import find_card
     from finetune.plan.make import make_plan
     from finetune.recipe import recipe_from
@@ -86,7 +91,7 @@ def need_row(model: str) -> list[str]:
     card = dataclasses.replace(find_card(REFERENCE_CARD), total_bytes=512 * GIB, free_bytes=512 * GIB)
     row = []
     for length in LENGTHS:
-        recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl", "max_length": length, **FRUGAL})
+        recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl", "max_length": length, **FRUGAL, **more})
         forecast = make_plan(recipe, card, None).forecast
         assert forecast is not None  # only a CPU plan has none
         row.append(f"{math.ceil(100 * forecast.peak_high_bytes / GIB) / 100:.2f}")
@@ -98,11 +103,62 @@ def needs() -> str:
     return markdown(("model", *(f">{length:,}" for length in LENGTHS)), [need_row(model) for model in MODELS])
 
 
-def fits() -> str:
-    """The longest rows that fit for each model and card, from the table of needs on the page."""
-    table = cells(block("docs/fits.md", "needs"))
-    columns = [f">{card} ({_gib(_room(card))})" for card in CARDS]
-    return markdown(("model", *columns), [[name, *(_longest(row, card) for card in CARDS)] for name, *row in table])
+def needs_offloaded() -> str:
+    """The same with all layers' weights in host memory, and the input embedding where the output layer does not share it."""
+    from finetune.model.catalogue import entries
+    from finetune.plan.shape import shape_of
+    from finetune.recipe import recipe_from
+
+    rows = []
+    for model in LARGE:
+        recipe = recipe_from({"model_name_or_path": model, "dataset": "rows.jsonl"})
+        shape = shape_of(entries()[model].config, recipe)
+        away = {"layer_offloading": "cpu", "offloaded_layers": shape.layers, "offload_embeddings": shape.table > 0}
+        rows.append(need_row(model, **away))
+    return markdown(("model", *(f">{length:,}" for length in LENGTHS)), rows)
+
+
+def offloading() -> str:
+    """What the shipped recipes with layer offloading hold and move."""
+    from finetune.card import find_card
+    from finetune.plan.planning import plan_recipe, without_rows
+    from finetune.recipe import load_recipe, shipped_recipes
+    from finetune.units import format_seconds
+
+    rows = []
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        made = plan_recipe(recipe, find_card(recipe.gpu), without_rows) if name in OFFLOADING else None
+        if made is None or made.layer_copies is None:
+            continue
+        copies = made.layer_copies
+        seconds = [
+            f"{format_seconds(computing)} / {format_seconds(copying)}"
+            for computing, copying in (
+                (copies.forward_computing_s, copies.forward_copying_s),
+                (copies.backward_computing_s, copies.backward_copying_s),
+            )
+        ]
+        layers, micro = f"{copies.layers} of {copies.of_layers}", made.settings.per_device_train_batch_size
+        held, moved = _gib(copies.pinned_bytes), _gib(copies.moved_bytes_per_step)
+        rows.append([f"`{name}`", layers, micro, held, moved, *seconds, format_seconds(copies.waiting_s)])
+    columns = (
+        "recipe", ">layers in host memory", ">micro-batch", ">host memory, GiB", ">moved a step, GiB",
+        ">forward: arithmetic / copies", ">backward: arithmetic / copies", ">the card waits",
+    )  # fmt: skip
+    return markdown(columns, rows)
+
+
+def fits(needs: str = "needs", on: tuple[str, ...] = CARDS) -> str:
+    """The longest rows that fit for each model and card, from a table of needs on the page."""
+    table = cells(block("docs/fits.md", needs))
+    columns = [f">{card} ({_gib(_room(card))})" for card in on]
+    return markdown(("model", *columns), [[name, *(_longest(row, card) for card in on)] for name, *row in table])
+
+
+def fits_offloaded() -> str:
+    """The same with every layer's weights in host memory."""
+    return fits("needs-offloaded", SMALL_CARDS)
 
 
 def _longest(row: list[str], card: str) -> str:

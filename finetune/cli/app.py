@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import CommandError, FinetuneError
+from finetune.errors import CommandError, DiskFull, FinetuneError
 from finetune.garbage import collect_rarely, leave_all
 
 cli = typer.Typer(
@@ -21,6 +22,9 @@ cli = typer.Typer(
     "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
+
+#: Full, limited or not ours to write.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or name of a shipped recipe.")]
 ModelOrRecipe = Annotated[
@@ -61,6 +65,12 @@ def main() -> int:
         return 130
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
         return _closed_pipe()
+    except OSError as error:
+        if error.errno not in _DISK:
+            return _unexpected(error)
+        place = f"{error.filename}: " if error.filename else ""
+        fix = "Free some space, or choose a folder that you can write to."
+        return report(DiskFull(f"{place}{error.strerror or error}", fix))
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # typer turns it into SystemExit
             return _closed_pipe()

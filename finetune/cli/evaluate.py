@@ -50,6 +50,9 @@ def show_scores(
     from finetune.evaluate.paired import in_words, ordered
     from finetune.evaluate.score import compare
 
+    copies = read_plan(run.plan).layer_copies
+    if copies:
+        err.print(f"[dim]{copies.price_of_answers}[/]")
     with doing(quiet=False) as say:
 
         @functools.cache
@@ -143,6 +146,8 @@ def chat_with(
             err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.in_words()}[/]")
         first = Answerer(run, need_adapter="tuned" in models or len(runs) > 1)
         answerers = {run.path.name: first, **{other.path.name: first.beside(other) for other in runs[1:]}}
+    if first.plan.layer_copies and not as_json:
+        err.print(f"[dim]{first.plan.layer_copies.price_of_answers}[/]")
     if first.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
     if len(runs) > 1 and prompt is None and not as_json:

@@ -19,7 +19,7 @@ from finetune.units import GIB, format_bytes, format_count, format_seconds, pars
 
 if TYPE_CHECKING:
     from finetune.forecast.forecast import Forecast
-    from finetune.plan.plan import Alternative, ManyCards, Plan, Shortfall
+    from finetune.plan.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
 
 _BAR = 28
 _COLOURS = {Verdict.FITS: "green", Verdict.AT_LIMIT: "yellow", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
@@ -103,6 +103,8 @@ def _print_plan(plan: Plan) -> None:
             whole = format_seconds(plan.forecast.step_s * (plan.total_steps or 0))
             steps = f", {plan.total_steps:,} steps, {whole}" if plan.total_steps else "; the number of steps is not known yet"
             out.print(f"about {speed} (estimated){steps}")
+        if plan.layer_copies:
+            out.print(_layers_line(plan.layer_copies))
         for note in plan.forecast.notes:
             out.print(f"note: {escape(note)}")
     else:
@@ -118,6 +120,12 @@ def _print_plan(plan: Plan) -> None:
         _print_many_cards(plan.many_cards)
     if plan.data_problem:
         report(DataError(list(plan.data_problem.problems), plan.data_problem.fix))
+
+
+def _layers_line(copies: LayerCopies) -> str:
+    pinned = f"{format_bytes(copies.pinned_bytes)} of pinned host memory"
+    where = pinned if copies.place == "cpu" else f"a file of {format_bytes(copies.weight_bytes)}, through {pinned}"
+    return f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.words}"
 
 
 def _print_ledger(forecast: Forecast, free_bytes: int) -> None:

@@ -98,8 +98,8 @@ def stop_run(source: str, *, now: bool, as_json: bool) -> int:
         _tell_end(run, read_state(run), as_json)
         return 0
     if now:
-        time.sleep(0.3)
-        control.stop(run)
+        time.sleep(0.3)  # two signals at once would be one
+        control.stop(run, now=True)
     control.wait(run, deadline_s=300)
     _tell_end(run, read_state(run), as_json)
     return 0
@@ -188,11 +188,12 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
                 left_s = statistics.median(recent) * max(0, event.total_steps - event.step)
             yield event, left_s
         if len(interrupts) > told:
-            told = len(interrupts)
+            again, told = told > 0, len(interrupts)
             if not owner:
                 return
-            err.print("\n[yellow]stopping after this step, with a checkpoint; Ctrl-C again stops it at once[/]")
-            control.stop(run, interrupts[-1])
+            how = "ending it at once" if again else "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
+            err.print(f"\n[yellow]{how}[/]")
+            control.stop(run, interrupts[-1], now=again)
         if time.monotonic() > alive_s and read_state(run).ended:
             yield from ((event, None) for event in reader.new())
             return

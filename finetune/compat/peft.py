@@ -26,6 +26,10 @@ TOUCHED = (
         _READ_IN, f"{_DORA}.DoraLinearLayer.update_layer",
     ),
     Touched(
+        f"{_DORA}.DoraLinearLayer.update_layer", "patch", "DoRA reads the weights of a layer that may have left the card",
+        _READ_IN, "peft.tuners.lora.variants.DoraLinearVariant.init", "self base_layer lora_A lora_B scaling place_on_cpu",
+    ),
+    Touched(
         f"{_LAYER}._cast_input_dtype", "attribute", "casts every input to fp32, which autocast casts back, to a second copy",
         _READ_IN, "peft.tuners.lora.layer.Linear.forward", "self x dtype",
     ),
@@ -44,6 +48,21 @@ TOUCHED = (
 def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, DoRA gets the weights of a layer from `dequantised(layer)`, and a copy of a 4-bit layer from `copied(layer)`."""
     with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", copied):
+        yield
+
+
+@contextmanager
+def before_magnitudes(before: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, `before(layer)` is called before DoRA computes its magnitudes from the weights of a layer."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    update = DoraLinearLayer.update_layer
+
+    def updated(self: Any, *, base_layer: Any, **named: Any) -> None:
+        before(base_layer)
+        update(self, base_layer=base_layer, **named)
+
+    with replaced(f"{_DORA}.DoraLinearLayer.update_layer", updated):
         yield
 
 

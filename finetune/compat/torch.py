@@ -61,6 +61,7 @@ TOUCHED = (
     _called("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
     _called("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
+    _called("torch.utils._python_dispatch._disable_current_modes", "copies inside a selectively checkpointed layer"),
     _called("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
     _called("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
     _called("torch._C._dispatch_key_set", "compares a memoised output with torch's"),
@@ -113,6 +114,13 @@ def with_values() -> contextlib.AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode sees the operators."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def copy_all(targets: Any, sources: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -17,6 +18,8 @@ _LINEAR = "transformers.integrations.moe._grouped_linear"
 _BALANCE = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"
 _LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
+_SET = "transformers.core_model_loading.set_param_for_module"
+_WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
 
 TOUCHED = (
@@ -74,6 +77,15 @@ TOUCHED = (
     Touched(
         "transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
+    ),
+    Touched(
+        _SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded", _READ_IN,
+        "transformers.core_model_loading.convert_and_load_state_dict_in_model",
+        "model target_name param_value loading_info hf_quantizer",
+    ),
+    Touched(
+        _WARM_UP, "patch", "it allocates the whole model on the card, for which there may be no room", _READ_IN,
+        "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer",
     ),
     Touched(
         _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
@@ -210,6 +222,31 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
     quantizer.preprocess_model(model, dtype=dtype, device_map=None)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
+
+
+@contextmanager
+def loading_in_order(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
+    """Inside, weights are loaded one after another, each when its turn comes, and the allocator is not warmed up.
+
+    `loaded(model, module, name)` is called after each parameter. Without it threads read weights ahead, to the card.
+    """
+    from transformers import core_model_loading
+
+    put, name = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+
+    def put_and_tell(model: Any, target_name: str, *given: Any, **named: Any) -> None:
+        put(model, target_name, *given, **named)
+        path, _, own = target_name.rpartition(".")
+        loaded(model, model.get_submodule(path), own)
+
+    os.environ[name] = "1"
+    try:
+        with replaced(_SET, put_and_tell), replaced(_WARM_UP, lambda *_: None):
+            yield
+    finally:
+        os.environ.pop(name)
+        os.environ.update({name: before} if before is not None else {})
 
 
 def names_in_checkpoint(model: Any) -> dict[str, str]:

@@ -41,7 +41,7 @@ _NOTES = {
         "Remove them if they are left over from a chat template.",
     ),
     "control": (
-        "answers or system prompts contain special tokens of the model, and they are tokenised as such, in {rows}",
+        "answers, system prompts or plain texts contain special tokens of the model, and they are tokenised as such, in {rows}",
         "Remove those that the chat template writes itself, such as the EOS token.",
     ),
     "unknown": (

@@ -140,7 +140,9 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 def _parsed(text: str, name: str, number: int) -> Row | Refused:
     """One JSON object. Bytes that are not UTF-8 become lone surrogates, which the checks of the fields report."""
     try:
-        value = json.loads(text)
+        value = _loads(text)
+    except _TwiceError as twice:
+        return Refused(name, number, None, f"has the key {twice} more than once")
     except json.JSONDecodeError as error:
         return Refused(name, number, None, f"is not JSON: {error.msg} (at character {error.pos + 1})")
     except RecursionError:
@@ -148,6 +150,21 @@ def _parsed(text: str, name: str, number: int) -> Row | Refused:
     except ValueError:
         return Refused(name, number, None, "has a number with too many digits")
     return _object(value, name, number)
+
+
+class _TwiceError(Exception):
+    """An object has a key more than once; Python would keep the last value without a word."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(shown(next(key for key in keys if keys.count(key) > 1)))
+    return made
+
+
+_loads = json.JSONDecoder(object_pairs_hook=_once).decode
 
 
 def _object(value: Any, name: str, number: int) -> Row | Refused:
@@ -171,7 +188,9 @@ def _whole_json(path: Path, name: str) -> Iterator[Row | Refused]:
     if not text.strip():
         return
     try:
-        value = json.loads(text)
+        value = _loads(text)
+    except _TwiceError as twice:
+        raise DataError(f"{name}: an object has the key {twice} more than once", "Keep one of them.") from None
     except json.JSONDecodeError as error:
         where = f"{name}: line {error.lineno}, column {error.colno}"
         raise DataError(

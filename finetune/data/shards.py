@@ -157,6 +157,13 @@ class Stored:
         again[np.unique(values, return_index=True)[1]] = False
         return rows[again]
 
+    def highest_token(self) -> int:
+        """The highest id of all tokens; -1 without any."""
+        import pyarrow.compute as pc
+
+        found = (pc.max(_inner(table["input_ids"]).flatten()).as_py() for table in self.tables)
+        return max((one for one in found if one is not None), default=-1)
+
     @cached_property
     def longest(self) -> np.ndarray:
         """Tokens of the longest sequence of each row; 0 for rows without one."""

@@ -131,11 +131,10 @@ class Encoder:
         return self._literal.ids(prompt.text, prompt.literal)[0] if prompt.literal else self._ids([text], plain=False)[0][0]
 
     def _render(self, example: Example) -> list[Rendered] | BadRow:
-        if example.text is not None:
-            return [Rendered(example.text, [(0, len(example.text))])]
-        if example.prompt is not None:
-            text = example.prompt + (example.completion or "")
-            return [Rendered(text, [(0 if self.train_on_inputs else len(example.prompt), len(text))])]
+        if not example.messages:
+            text = example.text if example.text is not None else f"{example.prompt or ''}{example.completion or ''}"
+            start = 0 if self.train_on_inputs else len(example.prompt or "")
+            return [Rendered(text, [(start, len(text))], {"control"} if self._literal.found_in(text) else set())]
         assert self.template is not None, "conversations were announced"
         try:
             hidden = example

@@ -190,7 +190,7 @@ def longest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
 
 def _load(plan: Plan, folder: Any, device: str) -> Any:
     settings = plan.settings
-    base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True)
+    base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True, offloads=True)
     with _explained(folder):
         model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
     if folder and (broken := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):

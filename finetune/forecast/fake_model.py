@@ -12,10 +12,13 @@ import torch
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import names_in_checkpoint
+from finetune.forecast.tracker import OFFLOADED
 from finetune.model.adapters import trainable_parameters
+from finetune.model.layer_offloading import offloading_of
 
 if TYPE_CHECKING:
     from finetune.forecast.tracker import StorageTracker
+    from finetune.model.layer_offloading import LayerOffloading
 
 
 #: Phases in which adapters are made and cast; of a run they are parts of loading.
@@ -29,6 +32,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     `dtype`, computes DoRA's magnitudes from the weights, and casts one after another to fp32 at the end.
     """
     made: dict[int, torch.nn.Parameter] = {}
+    offloading = offloading_of(model)
     tracker.recording.begin("load")
     tracker.phase = "load"
     uncast: dict[int, torch.nn.Parameter] = {}
@@ -38,7 +42,11 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
             uncast = _uncast_adapters(model, tracker, dtype)
         for path, module, names in _all_parameters(model) if adapters else _as_loaded(model):
             tracker.layer = layer_number(path)
-            _fill(module, names, tracker, made, adapters, dtype, uncast)
+            _fill(module, names, tracker, made, adapters, dtype, uncast, offloading)
+        if not adapters and offloading is not None:
+            tracker.layer = None
+            with tracker.making("weights"):
+                offloading.finish()
     tracker.layer = None
 
 
@@ -109,6 +117,7 @@ def _fill(
     adapters: bool,
     dtype: torch.dtype,
     uncast: dict[int, torch.nn.Parameter],
+    offloading: LayerOffloading | None,
 ) -> None:
     for name in names:
         parameter = module._parameters[name]
@@ -120,11 +129,14 @@ def _fill(
                 if early is None or early.dtype != parameter.dtype:
                     early = _packer(module, name)(parameter, dtype)
                 made[id(parameter)] = early
-                if not adapters:
+                if not adapters and offloading is None:
                     tracker.recording.weights[tracker.layer] += made[id(parameter)].nbytes
             module._parameters[name] = made[id(parameter)]
         if hasattr(made[id(parameter)], "quant_state"):
             module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
+        if offloading is not None and not adapters:
+            with tracker.making(OFFLOADED):
+                offloading.loaded(module, name)
     if not adapters:
         with tracker.making("weights"):
             _fill_buffers(module)

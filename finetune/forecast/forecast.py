@@ -51,7 +51,7 @@ class Forecast:
     of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + CUDA context.
     `reserved_peaks` and `segments` are the peaks of reserved memory and of the number of segments by phase where torch's
     allocator is replayed; torch counts no expandable segments. `at_limit`: how the run stays within a budget below its upper
-    end.
+    end. `pinned_bytes`: of `host_bytes` what offloading pins in a step.
     """
 
     allocated_bytes: int
@@ -72,6 +72,7 @@ class Forecast:
     reserved_peaks: dict[str, int] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
     at_limit: AtLimit | None = None
+    pinned_bytes: int = 0
 
     def of_phase(self, phase: str) -> PhaseForecast:
         """The peaks of a phase by its name in the events: load, train, evaluate or save."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: shape, the card's capability or the configuration.
 _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
     "gradient_accumulation_steps": lambda settings: settings.gradient_accumulation_steps != 1,
+    # a file's layers pass through the same buffers
+    "layer_offloading": lambda settings: settings.layer_offloading is not False,
+    "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
     "lora_dropout": lambda settings: settings.lora_dropout > 0,
     "launch": lambda settings: is_zero3(settings.launch),  # it needs reentrant checkpointing; nothing else matters here
     "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
@@ -49,7 +52,8 @@ class DryRun:
     """Allocated bytes of one plan. `parts` are those at the training peak, `peaks` the peak of each phase.
 
     `per_layer_bytes` is the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes`: pinned or managed
-    host memory of activations and optimizer states. `parameters`: number of base model parameters.
+    host memory of activations, optimizer states and offloaded layers. `offloaded_bytes`: that of the layers, also where a file
+    has them; `largest_offloaded_bytes`: of the largest one. `parameters`: number of base model parameters.
     """
 
     parts: dict[str, int]
@@ -60,6 +64,8 @@ class DryRun:
     method: str
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    offloaded_bytes: int = 0
+    largest_offloaded_bytes: int = 0
 
     @property
     def allocated_bytes(self) -> int:
@@ -229,6 +235,7 @@ def _memory_settings(settings: Settings) -> dict[str, Any]:
 def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
     from finetune.forecast.depth import count_parameters
     from finetune.forecast.rules import cublas_workspace_bytes
+    from finetune.forecast.tracker import OFFLOADED
     from finetune.model.transformers_config import config_from
 
     config = config_from(values, settings)
@@ -246,10 +253,12 @@ def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: t
     peaks = {"load": _highest(simulation, ("load", "adapters", "casts")).total_bytes, "train": top.total_bytes + workspace}
     for phase in ("eval", "save"):
         peaks[phase] = _highest(simulation, (phase,)).total_bytes + workspace if _has(simulation, phase) else 0
+    offloaded = [size for (part, _), size in simulation.host.by_tag.items() if part == OFFLOADED]
     return DryRun(
         parts=dict(parts), peaks=peaks, per_layer_bytes=dict(sorted(layers.items(), key=_layer_order)),
         host_bytes=simulation.host.total_bytes, parameters=count_parameters(config), method=method,
         versions=cache.library_versions(), notes=(*_lean_notes(simulation), *simulation.notes),
+        offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
     )  # fmt: skip
 
 
@@ -263,8 +272,8 @@ def _lean_notes(simulation: Simulation) -> Iterator[str]:
 def _simulated(
     config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None
 ) -> tuple[Simulation, str]:
-    from finetune.forecast.depth import has_identical_layers, simulate_deep
-    from finetune.forecast.mixed_layers import can_mix, mix_layers
+    from finetune.forecast.depth import has_identical_layers, layer_kinds, simulate_deep
+    from finetune.forecast.mixed_layers import can_mix, mix_layers, mix_resident
     from finetune.forecast.simulate import simulate
 
     every = settings.activation_checkpointing_every_n_layers
@@ -272,6 +281,14 @@ def _simulated(
         recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
         kept, _ = _simulated(config, _recomputing(settings, False), batch, capability)
         return mix_layers(recomputed, kept, every), method
+    layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
+    some = settings.offloaded_layers < layers
+    if some and has_identical_layers(config):
+        from finetune.model.layer_offloading import offloaded_numbers
+
+        offloaded, method = _simulated(config, resolved(settings, offloaded_layers=layers), batch, capability)
+        resident, _ = _simulated(config, resolved(settings, layer_offloading=False, offloaded_layers=0), batch, capability)
+        return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
     key = cache.key_of(config=config.to_dict(), settings=_memory_settings(settings), batch=asdict(batch), capability=capability)
     if key not in _SIMULATED:
         _SIMULATED[key] = simulate_deep(
@@ -279,7 +296,8 @@ def _simulated(
             lambda shallow: simulate(shallow, settings, batch, capability),
             every,
             first_differs=_first_layer_saves_less(settings),
-            full_depth=settings.optim == "adafactor",  # hundreds of small states, which a few layers don't show
+            # Adafactor's hundreds of small states don't show in a few layers; which layers are offloaded doesn't repeat
+            full_depth=settings.optim == "adafactor" or some,
         )
         while len(_SIMULATED) > _MOST_SIMULATED:
             _SIMULATED.popitem(last=False)

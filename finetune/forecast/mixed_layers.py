@@ -1,11 +1,15 @@
-"""Checkpointing of every n-th layer, from two simulations: all layers checkpointed and none. Exact for identical layers."""
+"""Every n-th layer checkpointed, or some layers offloaded, from two simulations: all layers and none.
+
+Exact for identical layers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from finetune.forecast.simulate import AUXILIARY, Simulation
-from finetune.forecast.tracker import Peak
+from finetune.forecast.tracker import OFFLOADED, Peak
 from finetune.recipe.compatibility import is_zero3
 
 if TYPE_CHECKING:
@@ -49,6 +53,22 @@ def mix_layers(recomputed: Simulation, kept: Simulation, every: int) -> Simulati
             by_tag = _of_no_layer(own, one) | _of_layers(one, every, True) | _of_layers(other, every, False)
             peaks[(phase, layer)] = Peak(sum(by_tag.values()), by_tag, own.operator)
     return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
+
+
+def mix_resident(offloaded: Simulation, resident: Simulation, away: Collection[int]) -> Simulation:
+    """Layers whose number is in `away` have their weights in host memory, as in `offloaded`, all others as in `resident`.
+
+    Weights are all that the two differ in, and the buffers, which belong to no layer.
+    """
+    peaks = {}
+    for place, peak in offloaded.peaks.items():
+        here = resident.peaks.get(place, Peak()).by_tag
+        weights = {tag: size for tag, size in here.items() if tag[0] == "weights" and tag[1] is not None and tag[1] not in away}
+        by_tag = peak.by_tag | weights
+        peaks[place] = Peak(sum(by_tag.values()), by_tag, peak.operator)
+    on_host = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in away}
+    host = Peak(sum(on_host.values()), on_host, offloaded.host.operator)
+    return Simulation(peaks, host, offloaded.notes, offloaded.lean)
 
 
 def _at(place: Place, simulation: Simulation, last: int) -> Peak:

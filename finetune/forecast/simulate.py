@@ -36,6 +36,7 @@ from finetune.model.adapters import attach_adapters, restore_master_precision, t
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.host_embedding import offload_table
+from finetune.model.layer_offloading import offloading_of
 from finetune.model.lean_layers import lean_words
 from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, step_context
@@ -96,7 +97,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
     rules = rules_for_cpu() if capability is None else rules_for(capability)
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
-        model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
+        model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
         restore_master_precision(model)
         _add_loss(model)
@@ -107,6 +108,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 round_adapters(model, tracker)
             if settings.offload_embeddings is True:
                 offload_table(model)
+            if (offloading := offloading_of(model)) is not None:
+                offloading.recompute()
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
         notes = _notes(model, settings)

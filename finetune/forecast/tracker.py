@@ -21,6 +21,9 @@ from finetune.units import MIB
 #: The CUDA caching allocator rounds every request up to a multiple of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
 BLOCK_BYTES = 512
 
+#: The part of layers' weights in host memory, whose pages are pinned as they are.
+OFFLOADED = "offloaded layers"
+
 #: cublasLt keeps a workspace of its own for linear layers with a bias (CublasHandlePool.cpp, getCUDABlasLtWorkspaceSize).
 CUBLASLT_BYTES = MIB
 
@@ -195,7 +198,8 @@ class StorageTracker(TorchDispatchMode):
         tag = (self.part, inherited if layer is None else layer)
         if device.type == "meta":
             # Host copies are pinned, and torch's pinned allocator rounds up to powers of two (CachingHostAllocator.h).
-            size = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0
+            rounded = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0
+            size = storage.nbytes() if self.part == OFFLOADED else rounded
             self._host_live[tag] += size
             if self._host_live.total() > self.host.total_bytes:
                 self.host = Peak(self._host_live.total(), {tag: size for tag, size in self._host_live.items() if size})

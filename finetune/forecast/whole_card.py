@@ -70,6 +70,7 @@ def make_forecast(
         peaks=run.peaks,
         per_layer_bytes=run.per_layer_bytes,
         host_bytes=_host_bytes(run, card, settings),
+        pinned_bytes=_pinned_bytes(run, card, settings),
         disk_bytes=_disk_bytes(alone, settings),
         method=run.method,
         versions=run.versions,
@@ -208,10 +209,20 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
     With FSDP and DeepSpeed: all local ranks, and local rank 0 gathers the model to save it.
     """
-    launch, training = settings.launch, 0 if card.is_cpu else run.host_bytes
+    launch, training = settings.launch, _pinned_bytes(run, card, settings)
     if launch.strategy == "ddp":
         return PROCESS_BYTES + max(training, 2 * run.parameters)
     return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
+
+
+def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
+    """Host memory that offloading pins in a step."""
+    if card.is_cpu or settings.layer_offloading != "nvme":
+        return 0 if card.is_cpu else run.host_bytes
+    # the layers are in a file, and pass through as many buffers as there are on the card
+    from finetune.model.layer_offloading import BUFFERS
+
+    return run.host_bytes + BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
@@ -220,7 +231,8 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
     With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
     """
     adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
-    return (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
+    layers = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
+    return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
 def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from finetune.compat.peft import leave_casts_to_autocast
 from finetune.errors import RecipeError
 from finetune.model.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
+from finetune.model.layer_offloading import weights_for_magnitudes
 
 if TYPE_CHECKING:
     from finetune.recipe import Settings
@@ -41,7 +42,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
                 f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
             )
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), weights_for_magnitudes(model):
             # PEFT looks for the ranks of experts among layers only
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)

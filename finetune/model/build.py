@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
+from finetune.model.layer_offloading import layers_offloaded, offload_layers
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
 
 if TYPE_CHECKING:
@@ -27,13 +28,15 @@ FLASH = "flash_attention_2"
 
 
 def build_base(
-    settings: Settings, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool
+    settings: Settings, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool, offloads: bool = False
 ) -> PreTrainedModel:
     """The base model in the recipe's dtype and quantisation.
 
     With `weights` the safetensors files are loaded onto `device`; without, the same modules are built on `meta`.
+    `offloads`: decoder layers leave the device while they are loaded, as the recipe has it, and are there only when they run.
     Raises RecipeError when the checkpoint's own quantisation and the recipe's don't agree.
     """
+    offloads = offloads and settings.layer_offloading is not False
     quantization = quantization_config(settings, config)
     dtype, attention = model_dtype(settings), _attention(settings, weights)
     where = torch.device(device)
@@ -41,13 +44,17 @@ def build_base(
         repeat_keys()
     quantiser = quantiser_of(settings, config)
     if not weights:
-        return build_on_meta(
+        model = build_on_meta(
             config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code, quantiser=quantiser
         )
+        if offloads:
+            model.layer_offloading = offload_layers(model, settings, weights=False)
+        return model
     if quantiser is not None and getattr(config, "quantization_config", None):
         config = _as_stored_in_16_bit(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
-    with _explained(settings), loading_with(quantiser):
+    finish: Any
+    with _explained(settings), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
         loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
@@ -62,6 +69,8 @@ def build_base(
         )
     model, found = loaded
     _refuse_other_weights(settings, model, found)
+    if offloads:
+        finish(model)
     model.config.use_cache = False
     return model
 

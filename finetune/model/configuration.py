@@ -74,6 +74,14 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
 
 
+def vocabulary_size(settings: Recipe) -> int | None:
+    """Rows of the model's embedding by its config.json; None where that doesn't say it. Raises RecipeError."""
+    values = read_config(settings)
+    parts = [values, *(values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict))]
+    sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]
+    return sizes[-1] if sizes else None
+
+
 def read_text(path: str, name: str, revision: str | None) -> str | None:
     """A small text file beside config.json, from the folder, the hub's cache or the hub; None when there is none."""
     if Path(path).is_dir():

@@ -24,22 +24,34 @@ WINDOW = 2
 class Copies(Protocol):
     """Copies between card and host, and the order between them and the computation."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy after all computation issued so far; returns what `wait` takes."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
+        """Copy after all computation issued so far, or before `mark` gave `after`; returns what `wait` takes."""
+
+    def mark(self) -> Any:
+        """This place in the computation."""
 
     def wait(self, copied: Any) -> None:
         """Let all computation issued from now on begin after that copy."""
+
+    def finish(self, copied: Any) -> None:
+        """Wait here for the end of that copy."""
 
 
 class InOrder:
     """Copies in order with the computation: on its stream, or at once on a CPU and in a forecast."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: None = None) -> None:
         """Copy on the current stream; asynchronous for the host when the host memory is pinned."""
         target.copy_(source, non_blocking=True)
 
+    def mark(self) -> None:
+        """Copies are made in order anyway."""
+
     def wait(self, copied: None) -> None:
         """Nothing to wait for."""
+
+    def finish(self, copied: None) -> None:
+        """Nothing to wait for: host memory is not used again."""
 
 
 class SideStream:
@@ -48,12 +60,15 @@ class SideStream:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy after all that the current stream has been given; returns the event of its end.
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
+        """Copy after all that the current stream has been given, or up to an event; returns the event of its end.
 
         The wait covers both the source's values and the target's memory, which earlier kernels may still use.
         """
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        if after is None:
+            self._stream.wait_stream(self._cuda.current_stream(self._device))
+        else:
+            self._stream.wait_event(after)
         with self._cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
@@ -61,6 +76,14 @@ class SideStream:
     def wait(self, copied: Any) -> None:
         """The current stream waits for the event; the host does not."""
         self._cuda.current_stream(self._device).wait_event(copied)
+
+    def mark(self) -> Any:
+        """An event behind all that the current stream has been given."""
+        return self._cuda.current_stream(self._device).record_event()
+
+    def finish(self, copied: Any) -> None:
+        """The host waits for the event."""
+        copied.synchronize()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from finetune.model.checkpointing import beside_layers, decoder_layers, keep_all
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_embedding import offload_table
 from finetune.model.host_memory import is_forecast
+from finetune.model.layer_offloading import offloading_of
 from finetune.model.lean_layers import make_lean, tile_mlps, undo_lean
 from finetune.model.offload import offload_beside
 from finetune.model.saved_activations import SavedActivations
@@ -48,6 +49,8 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
             offload=how == "offload" and not settings.torch_compile,
             reentrant=is_zero3(settings.launch),
         )
+    if (offloading := offloading_of(model)) is not None:
+        offloading.recompute()
     if settings.lean_layers is True:
         tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
     if settings.torch_compile and not _is_forecasts(model):

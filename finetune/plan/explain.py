@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from finetune.plan.plan import Alternative, verdict_of
-from finetune.plan.speed import knows_rates
+from finetune.plan.plan import Alternative, Verdict, verdict_of
+from finetune.plan.resources import layer_copies_of
+from finetune.plan.speed import BUFFERS, knows_rates
+from finetune.recipe.compatibility import no_layer_offloading_because
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from finetune.plan.search import Anchor, Search
     from finetune.plan.speed import Job
     from finetune.plan.strategy import Strategy
+    from finetune.recipe import Recipe
+
+#: Held-out prompts answered at each evaluation when the recipe doesn't say.
+USUAL_SAMPLES = 3
+#: Where offloaded layers are, in a plan's few words.
+PLACE_WORDS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
 
 
 class Comparison:
@@ -22,6 +30,7 @@ class Comparison:
     def __init__(self, search: Search, chosen: Anchor) -> None:
         self.search, self.chosen = search, chosen
         self.strategy = chosen.strategy
+        self.copies = layer_copies_of(self.strategy, search.job, search.timing(self.strategy), chosen.forecast)
 
     def against(self, **change: Any) -> str:
         """`saves 4.2 GiB and costs 31% of time`: the chosen strategy compared with the one that has `change`."""
@@ -50,6 +59,7 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choice
         "activation_checkpointing": _explain_checkpointing(compare),
         "activation_checkpointing_every_n_layers": strategy.checkpointing_words,
         "offload_embeddings": _explain_table(compare),
+        "layer_offloading": _explain_layers(compare, choices.recipe), "offloaded_layers": _explain_count(compare),
         "per_device_train_batch_size": _explain_micro(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
     }  # fmt: skip
@@ -58,6 +68,7 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choice
     if job.shape.experts and strategy.bits == 8:
         experts = "; experts stay 16-bit: int8 is for linear layers; load_in_4bit quantises experts, too"
         choices = choices.because("load_in_8bit", choices.reasons["load_in_8bit"] + experts)
+    choices = choices.choose("sample_answers", *_samples(compare))
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
 
@@ -85,6 +96,8 @@ def _explain_optimizer(compare: Comparison) -> str:
 
 def _explain_checkpointing(compare: Comparison) -> str:
     strategy = compare.strategy
+    if strategy.offloaded:
+        return f"{strategy.checkpointing_words}: layer offloading fetches a layer again when it is recomputed"
     if strategy.checkpointing is False:
         return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
     none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
@@ -95,6 +108,37 @@ def _explain_table(compare: Comparison) -> str:
     if compare.strategy.host_table:
         return f"{compare.against(host_table=False)} vs a table on the card"
     return "needed only where little else fits" if compare.search.job.shape.table else "the output layer shares its table"
+
+
+def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
+    strategy, copies = compare.strategy, compare.copies
+    if copies is None:
+        if compare.search.job.card.is_cpu:
+            return "the weights are in host memory"
+        if verdict_of(compare.chosen.forecast, compare.search.budget_bytes) in (Verdict.FITS, Verdict.AT_LIMIT):
+            return "every layer's weights fit on the card"
+        why = no_layer_offloading_because(recipe)
+        return f"does not work with {why}" if why else "too little would fit with it, too"
+    where = "host memory" if strategy.place == "cpu" else "a file"
+    return f"not every layer's weights fit on the card; from {where} it {copies.words}"
+
+
+def _explain_count(compare: Comparison) -> str:
+    strategy, layers = compare.strategy, compare.search.job.shape.layers
+    if not strategy.offloaded:
+        return "layer_offloading is false"
+    if strategy.offloaded == layers:
+        return f"all layers; {BUFFERS} of them are on the card at a time"
+    return (
+        f"the other {layers - strategy.offloaded} layers fit on the card: {compare.against(offloaded=layers)} vs all {layers}"
+    )
+
+
+def _samples(compare: Comparison) -> tuple[int, str]:
+    copies = compare.copies
+    if copies is None:
+        return USUAL_SAMPLES, "shows how answers change during training"
+    return 0, f"each token of an answer would move {copies.words_of_a_token}"
 
 
 def _explain_micro(compare: Comparison) -> str:
@@ -138,6 +182,10 @@ def _values_of(anchor: Anchor, chosen: Anchor, job: Job, choices: Choices) -> di
         del values["activation_checkpointing_every_n_layers"]
     if not (anchor.strategy.host_table or chosen.strategy.host_table):
         del values["offload_embeddings"]
+    if not (anchor.strategy.offloaded or chosen.strategy.offloaded):
+        del values["layer_offloading"]
+    if not anchor.strategy.offloaded:
+        del values["offloaded_layers"]
     return {name: value for name, value in values.items() if not choices.is_set(name)}
 
 
@@ -147,7 +195,8 @@ def words(strategy: Strategy, batch: int, world: int) -> str:
     steps = batch // (world * strategy.micro)
     optim = "" if strategy.optim in ("adamw_torch_fused", "adamw_torch") else f", {strategy.optim}"
     table = ", input embedding offloaded" if strategy.host_table else ""
-    return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}{table}"
+    layers = f", {strategy.offloaded} layers {PLACE_WORDS[strategy.place]}" if strategy.place else ""
+    return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}{table}{layers}"
 
 
 def _written(values: dict[str, Any]) -> str:

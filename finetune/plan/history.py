@@ -92,7 +92,7 @@ def _path() -> Path:
 def _rows() -> list[dict[str, Any]]:
     """All valid rows; a damaged line is skipped."""
     try:
-        text = _path().read_text(encoding="utf-8")
+        text = _path().read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     rows = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,11 @@ from finetune.plan.history import read_history
 from finetune.plan.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.plan.many_cards import needs_of_each_card
 from finetune.plan.plan import Plan, Verdict, verdict_of
-from finetune.plan.resources import check_resources
+from finetune.plan.resources import check_resources, free_for_layers, layer_copies_of, nothing_to_offload
 from finetune.plan.search import Search
 from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates
-from finetune.plan.strategy import neighbours, strategies
+from finetune.plan.strategy import PLACES, Place, neighbours, offloading_strategies, strategies
 from finetune.plan.suggest import largest_model, shortfall_of, suggest
 from finetune.recipe import AUTO
 from finetune.recipe.compatibility import shards
@@ -72,6 +72,8 @@ def make_plan(
     if found.verdict != Verdict.FITS and recipe.packing == AUTO and found.choices.value("packing"):
         single = planner.solve(no_room=True)
         found = single if single.verdict == Verdict.FITS else found
+    if found.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
+        found = planner.with_layers_offloaded() or found
     if compare:
         planner.compare(found)
     return planner.plan(found)
@@ -84,6 +86,7 @@ class _Attempt:
     choices: Choices
     search: Search
     chosen: Anchor | None = None
+    place: Place = False
 
     @property
     def anchor(self) -> Anchor:
@@ -112,21 +115,49 @@ class _Planner:
     forecaster: MakeForecast
     tell: Progress
     grows: bool = False
+    anchors: dict[bool, list[Anchor]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def host_free(self) -> int | None:
+        """Host memory that layers can be offloaded to; None when this is not the machine, or without a card."""
+        return free_for_layers(self.card)
 
     def solve(self, no_room: bool = False) -> _Attempt:
         """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the
         strategy that takes least memory at the first length and rank. `no_room`: packed sequences do not fit."""
-        basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, no_room)
-        attempts = list(self._attempts(basics))
+        place = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
+        attempts = list(self._attempts(no_room, place))
+        first = attempts[0]
+        if place and not self._open_strategies(first):
+            raise nothing_to_offload(self.recipe, self.shape, self.host_free)
+        found = self._first_fitting(attempts)
+        if found is not None:
+            return found
+        return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first)))
+
+    def with_layers_offloaded(self) -> _Attempt | None:
+        """The same with decoder layers' weights in host memory, or in a file where this machine's is too small; None when the
+        recipe excludes that, or nothing fits."""
+        if self.recipe.layer_offloading != AUTO or self.card.is_cpu:
+            return None
+        packs = self.recipe.packing == AUTO
+        for place, no_room in itertools.product(PLACES, (False, True) if packs else (False,)):
+            if place == "nvme" and self.host_free is None:
+                continue
+            found = self._first_fitting(self._attempts(no_room, place))
+            if found is not None:
+                return found
+        return None
+
+    def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
         for attempt in attempts:
-            search, able = attempt.search, self._open_strategies(attempt.choices)
-            if shards(self.recipe.launch):  # estimates assume whole models: forecast the smallest strategy first
+            search, able = attempt.search, self._open_strategies(attempt)
+            if able and shards(self.recipe.launch):  # estimates assume whole models: forecast the smallest strategy first
                 search.smallest(able)
             found = self._found(attempt.choices, search, able)
             if found is not None and verdict_of(found.forecast, self.budget) == Verdict.FITS:
                 return dataclasses.replace(attempt, chosen=found)
-        first = attempts[0]
-        return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first.choices)))
+        return None
 
     def _found(self, choices: Choices, search: Search, able: list[Strategy]) -> Anchor | None:
         """The fastest strategy that fits also over steps of rows of uneven length; the smallest where none surely does."""
@@ -159,7 +190,7 @@ class _Planner:
     def compare(self, found: _Attempt) -> None:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if found.verdict != Verdict.NO_FIT:
-            able = found.search.able(self._open_strategies(found.choices))
+            able = found.search.able(self._open_strategies(found))
             for strategy in neighbours(found.anchor.strategy, able):
                 found.search.forecast(strategy)
 
@@ -182,12 +213,14 @@ class _Planner:
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
             modelled_step_s=timing.step_s if known else None, length_costs=length_costs(search, chosen),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(found, settings),
+            layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast),
             **(self._lacking(found, settings, forecast) if found.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 
-    def _attempts(self, basics: Choices) -> Iterator[_Attempt]:
+    def _attempts(self, no_room: bool, place: Place) -> Iterator[_Attempt]:
         """Every open max_length with every open rank, preferred ones first; they share forecasts."""
-        shared: list[Anchor] = []
+        basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, no_room)
+        shared = self.anchors.setdefault(no_room, [])
         for length, rank in itertools.product(open_lengths(basics, self.data), self._ranks(basics)):
             choices = _with_rank(with_length(basics, length, self.data), rank)
             job = Job(
@@ -196,11 +229,17 @@ class _Planner:
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"),
             )  # fmt: skip
-            yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared))
+            yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), place=place)
 
-    def _open_strategies(self, choices: Choices) -> list[Strategy]:
-        stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
-        return strategies(choices, self.card, trainable_bits(stored), self.shape.table > 0)
+    def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
+        stored = trainable_bits(stored_quantisation(self.config, self.recipe.model_name_or_path))
+        table = self.shape.table > 0
+        if not attempt.place:
+            return strategies(attempt.choices, self.card, stored, table)
+        able = offloading_strategies(attempt.choices, self.card, self.shape.layers, attempt.place, stored, table)
+        if attempt.place == "cpu" and self.host_free is not None:
+            able = [each for each in able if each.offloaded * self.shape.layer_bytes(each.bits) <= self.host_free]
+        return able
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""
@@ -221,7 +260,7 @@ class _Planner:
         """The settings that a strategy is forecast with."""
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
         every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
-        more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every}
+        more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.open({**values, **more}))
 
     def _total_steps(self, choices: Choices, strategy: Strategy) -> int | None:

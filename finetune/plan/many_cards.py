@@ -77,6 +77,7 @@ def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str
         "launch": {**own, "offload": "none", "num_processes": cards, **launch},
         "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
     }  # fmt: skip
+    changes |= {"layer_offloading": False, "offloaded_layers": 0}
     if launch["strategy"] == "ddp":
         return changes
     if settings.optim not in SHARDED_OPTIMIZERS:

@@ -17,6 +17,7 @@ from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.forecast.forecast import Forecast
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
+from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.
 VERSION = 1
@@ -124,6 +125,67 @@ class ResourceCheck:
 
 
 @dataclass(frozen=True)
+class LayerCopies:
+    """What layer offloading holds and moves: `weight_bytes` of `layers` of `of_layers` decoder layers are in `place`, `cpu`
+    (host memory) or `nvme` (a file). `pinned_bytes`: pinned host memory of the step.
+
+    `moved_bytes_per_step` are copied to the card in an optimizer step, at `copied_bytes_per_s` (assumed of the card's link, for
+    nvme of the drive until a run has measured it). Seconds of arithmetic and of copies of a step's forward and backward passes,
+    which take place at the same time: the longer ones count, and the card waits for `waiting_s`. None where the rates of the
+    card are unknown.
+    """
+
+    place: str
+    layers: int
+    of_layers: int
+    weight_bytes: int
+    pinned_bytes: int
+    moved_bytes_per_step: int
+    copied_bytes_per_s: float
+    forward_computing_s: float | None = None
+    forward_copying_s: float | None = None
+    backward_computing_s: float | None = None
+    backward_copying_s: float | None = None
+
+    waiting_s: float | None = None
+
+    def at(self, bytes_per_s: float) -> LayerCopies:
+        """The same copied at another speed."""
+        copying = self.moved_bytes_per_step / 2 / bytes_per_s
+        seen = replace(self, copied_bytes_per_s=bytes_per_s)
+        if self.forward_computing_s is None or self.backward_computing_s is None:
+            return seen
+        waiting = max(0.0, copying - self.forward_computing_s) + max(0.0, copying - self.backward_computing_s)
+        return replace(seen, forward_copying_s=copying, backward_copying_s=copying, waiting_s=waiting)
+
+    @property
+    def computing_s(self) -> float | None:
+        """Seconds of arithmetic of a step; None where the card's rates are unknown."""
+        if self.forward_computing_s is None or self.backward_computing_s is None:
+            return None
+        return self.forward_computing_s + self.backward_computing_s
+
+    @property
+    def words_of_a_token(self) -> str:
+        """What an answer's token moves, and the seconds of that."""
+        return f"{format_bytes(self.weight_bytes)}: about {self.weight_bytes / self.copied_bytes_per_s:.1f} s"
+
+    @property
+    def price_of_answers(self) -> str:
+        """The same in a sentence, for who asks for answers."""
+        return f"layer offloading: each token of an answer moves {self.words_of_a_token}"
+
+    @property
+    def words(self) -> str:
+        """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
+        moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
+        if self.computing_s is None or self.waiting_s is None:
+            return f"{moved}; for how long the card waits is not known"
+        moved = f"{moved} behind {format_seconds(self.computing_s)} of arithmetic"
+        return moved if self.waiting_s < 0.01 * self.computing_s else f"{moved}, and {format_seconds(self.waiting_s)} beyond"
+
+
+@dataclass(frozen=True)
 class CardNeeds:
     """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes` are allocated peaks,
     `peak_high_bytes` the upper end for the whole card, `host_bytes` per machine. None where the strategy can't be used; `cost`
@@ -156,7 +218,7 @@ class Plan:
     when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs. `shortfall`: what
     is missing when the plan does not fit. `length_costs`: costs of other max_lengths. `checks`: host memory and disk needed.
     `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
-    refuse the rows.
+    refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it.
     """
 
     settings: Settings
@@ -176,6 +238,7 @@ class Plan:
     checks: tuple[ResourceCheck, ...] = ()
     many_cards: ManyCards | None = None
     data_problem: DataProblem | None = None
+    layer_copies: LayerCopies | None = None
 
     @property
     def exit_code(self) -> int:
@@ -200,7 +263,10 @@ class Plan:
         """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
         values = _upgraded(values) if "version" not in values else dict(values)
         # a run from before there were any goes on without
-        before = {"lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False}
+        before = {
+            "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
+            "offloaded_layers": 0,
+        }  # fmt: skip
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.errors import DataError, RecipeError
+from finetune.data.report import shown
+from finetune.errors import DataError, ModelError, RecipeError
 from finetune.forecast.cache import LIBRARIES
-from finetune.model.configuration import named_model
+from finetune.model.configuration import named_model, vocabulary_size
 from finetune.plan.make import make_plan
 from finetune.plan.origin import taken_over
 from finetune.plan.plan import DataProblem, DataStatistics
@@ -86,7 +87,26 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
     from finetune.data.row_count import RowCount
 
     say("reading the data")
-    return data.encode(recipe, data.load_tokenizer(recipe), progress=RowCount(say))
+    rows = data.encode(recipe, data.load_tokenizer(recipe), progress=RowCount(say))
+    _refuse_other_vocabulary(rows, recipe)
+    return rows
+
+
+def _refuse_other_vocabulary(rows: EncodedRows, recipe: Recipe) -> None:
+    """Raise DataError for tokens that the model lacks: training would end at the first of them."""
+    try:
+        size, tokenizer = vocabulary_size(recipe), rows.encoder.tokenizer
+    except ModelError:  # rows can be read without a model; a plan says what is wrong with it
+        return
+    if size is None or max(tokenizer.get_vocab().values()) < size:
+        return
+    highest = max(side.stored.highest_token() for side in rows.sides)
+    if highest >= size:
+        token = tokenizer.convert_ids_to_tokens(highest)
+        raise DataError(
+            f"the rows have the token {highest} ({shown(str(token))}), and {recipe.model_name_or_path} has {size:,} tokens",
+            "Its tokenizer is of another model, or tokens were added to it: put back the base model's own tokenizer files.",
+        )
 
 
 def limit_of(recipe: Recipe) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.forecast.forecast import Forecast
-from finetune.plan.speed import LEAN_SAVED_BYTES, SAVED_BYTES, time_step
+from finetune.plan.speed import BUFFERS, LEAN_SAVED_BYTES, SAVED_BYTES, time_step
 from finetune.plan.strategy import Strategy
 from finetune.units import GIB
 
@@ -48,7 +48,8 @@ def estimate_high_bytes(strategy: Strategy, width: int, anchors: list[Anchor], j
     forecast = anchor.forecast
     context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
     share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
-    load = forecast.peaks.get("load", 0) if strategy.bits == anchor.strategy.bits else 0
+    alike = (strategy.bits, strategy.offloaded) == (anchor.strategy.bits, anchor.strategy.offloaded)
+    load = forecast.peaks.get("load", 0) if alike else 0
     return round(max(load, sum(_parts(strategy, width, anchor, job).values())) * share + context)
 
 
@@ -62,13 +63,18 @@ def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
 
 def least_bytes(strategy: Strategy, job: Job) -> int:
     """Lower bound for any plan with this strategy: weights and CUDA context. Bytes."""
-    return job.shape.weight_bytes(strategy.bits) + (job.card.context_bytes or 0)
+    return _layers_on_card(strategy, job.shape) + (job.card.context_bytes or 0)
+
+
+def _layers_on_card(strategy: Strategy, shape: ModelShape) -> int:
+    """Bytes of the base weights without offloaded layers, and with their buffers."""
+    return shape.weight_bytes(strategy.bits) - max(0, strategy.offloaded - BUFFERS) * shape.layer_bytes(strategy.bits)
 
 
 def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
     """Bytes of the base weights on the card in a step; while loading, the input embedding is there, too."""
     table = shape.table * (4 if strategy.bits == 32 else 2) if strategy.host_table else 0
-    return shape.weight_bytes(strategy.bits) - table
+    return _layers_on_card(strategy, shape) - table
 
 
 def _parts(strategy: Strategy, width: int, anchor: Anchor, job: Job) -> dict[str, float]:
@@ -108,11 +114,13 @@ def _distance(anchor: Anchor, strategy: Strategy, width: int) -> tuple:
     made = anchor.strategy
     return (
         made.bits != strategy.bits,
+        (made.offloaded == 0) != (strategy.offloaded == 0),
         (made.checkpointing is False) != (strategy.checkpointing is False),
         made.checkpointing != strategy.checkpointing or made.every_n != strategy.every_n,
         abs(made.micro * anchor.width - strategy.micro * width),
         made.optim != strategy.optim,
         made.host_table != strategy.host_table,
+        abs(made.offloaded - strategy.offloaded),
         made.micro,
     )
 
@@ -205,6 +213,7 @@ class Search:
     def _fits(self, anchor: Anchor) -> bool:
         return anchor.forecast.peak_high_bytes <= self.budget_bytes
 
-    def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int]:
+    def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:
+        """Time x price; of equals the one with more layers offloaded, as copies that nobody waits for leave headroom."""
         score = self.timing(strategy).step_s * strategy.price
-        return (score, -strategy.bits, strategy.optim, str(strategy.checkpointing), strategy.micro)
+        return (score, -strategy.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)

@@ -66,10 +66,17 @@ class ModelShape:
 
         Double quantisation: 0.5 byte, a byte of scale for each 64 weights and a float for each 256 scales.
         """
+        return self._bytes(self.parameters, bits)
+
+    def layer_bytes(self, bits: int) -> int:
+        """The same of one decoder layer's matrices: the mean over the layers."""
+        return self._bytes(self.linear + self.expert, bits) // self.layers
+
+    def _bytes(self, parameters: int, bits: int) -> int:
         each = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0, 32: 4.0}[bits]
         rest = 4.0 if bits == 32 else 2.0
         quantised = self.linear + (self.expert_4bit if bits == 4 else 0)
-        return round(quantised * each + (self.parameters - quantised) * rest)
+        return round(quantised * each + (parameters - quantised) * rest)
 
 
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
@@ -110,7 +117,10 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "linear_width": sum(sum(part.weight.shape) for part in linears),
         "table": _table(model),
     }
-    plain = plainest(recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False)
+    plain = plainest(
+        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
+        layer_offloading=False, offloaded_layers=0,
+    )  # fmt: skip
     adapted = attach_adapters(model, plain)
     targets: Any = plain.target_modules
     if recipe.target_modules == AUTO and adapts_experts(adapted) and (attention := _attention_layers(adapted.unload())):

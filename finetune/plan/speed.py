@@ -112,6 +112,11 @@ SELECTIVE_DISPATCH = 1.7
 BITSANDBYTES_TENSOR_S, CPU_ADAMW_S = 2e-5, 0.5e-9
 #: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
+#: Layers whose buffers are on the card with layer offloading (finetune/model/layer_offloading.py). A pass ends with so many
+#: that the next one begins with, and needs not fetch.
+BUFFERS = 2
+#: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
+ASSUMED_DRIVE = 3e9
 #: The same for a processor, which also computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a
 #: token and 16 ms a micro-batch).
 CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
@@ -130,15 +135,41 @@ class Job:
     compiled: bool = False
     offloading: bool = False
     lean: bool = False
+    drive_bytes_s: float = ASSUMED_DRIVE
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What layer offloading does in an optimizer step: bytes copied to the card at `bytes_per_s`, and the seconds of arithmetic
+    and of copies of its forward and backward passes. They take place at the same time: the longer ones count."""
+
+    bytes_per_step: int
+    bytes_per_s: float
+    forward_computing_s: float
+    forward_copying_s: float
+    backward_computing_s: float
+    backward_copying_s: float
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of arithmetic."""
+        return self.forward_computing_s + self.backward_computing_s
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which the card waits for copies."""
+        forward = max(0.0, self.forward_copying_s - self.forward_computing_s)
+        return forward + max(0.0, self.backward_copying_s - self.backward_computing_s)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of an optimizer step, in all and by part. `tokens_per_s` does not count padding."""
+    """Seconds of an optimizer step, in all and by part, and its copies of offloaded layers. `tokens_per_s`: without padding."""
 
     step_s: float
     tokens_per_s: float
     parts: dict[str, float]
+    copies: Copies | None = None
 
 
 def knows_rates(card: Card) -> bool:
@@ -177,10 +208,13 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch
     micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
     steps = job.batch // (job.world * strategy.micro)
+    copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
     parts = {name: seconds * steps for name, seconds in micro.items()}
+    if copies:
+        parts["transfer"] += copies.waiting_s
     parts["optimizer"] = _optimizer_s(strategy.optim, shape, rank, bandwidth, pcie)
     step_s = sum(parts.values())
-    return Timing(step_s, job.batch * batches.tokens_per_row / step_s, parts)
+    return Timing(step_s, job.batch * batches.tokens_per_row / step_s, parts, copies)
 
 
 def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, rank: int) -> float:
@@ -199,6 +233,19 @@ def _exposed_transfer_s(one_way_s: float, computing_s: float, passes: float) -> 
     """Transfers take place beside the computation, out in the forward pass and back in the rest: what is longer than these."""
     forward_s = computing_s / passes
     return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - (computing_s - forward_s))
+
+
+def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> Copies:
+    """Copies of the offloaded layers in a step of `steps` micro-batches, each with `layers_s` seconds of work in all layers.
+
+    Offloaded layers are spread evenly: each is fetched while the one before it computes, and those between.
+    """
+    fetched = max(0, strategy.offloaded - BUFFERS)
+    moved = steps * fetched * job.shape.layer_bytes(strategy.bits)
+    link = job.card.pcie_bytes_s or ASSUMED_PCIE
+    rate = min(link, job.drive_bytes_s) if strategy.place == "nvme" else link
+    computing = steps * layers_s * fetched / strategy.offloaded
+    return Copies(2 * moved, rate, computing / passes, moved / rate, computing * (1 - 1 / passes), moved / rate)
 
 
 def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, again: float) -> float:

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.errors import RecipeError
 from finetune.recipe import AUTO
-from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_zero3, shards
+from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_zero3, no_layer_offloading_because, shards
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
     (False, 1), (True, 3), (True, 2), ("selective", 1), (True, 1), ("offload", 1),
 )  # fmt: skip
+#: Where the weights of offloaded layers are: nowhere else, in host memory, or in a file.
+Place = Literal[False, "cpu", "nvme"]
+PLACES: tuple[Place, ...] = ("cpu", "nvme")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_cpu_offload", "adafactor")
 
 #: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
@@ -30,6 +34,8 @@ OPTIMIZER_PRICE = {
 }  # fmt: skip
 HOST_TABLE_PRICE = 1.02
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.01, "offload": 1.05}
+#: Numbers of offloaded layers that are tried: so many, from all down.
+LAYER_COUNTS = 8
 #: The same for a doubled micro-batch: a smaller one leaves headroom and pads less.
 DOUBLING_PRICE = 1.01
 
@@ -37,7 +43,7 @@ DOUBLING_PRICE = 1.01
 @dataclass(frozen=True)
 class Strategy:
     """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
-    embedding is in host memory."""
+    embedding is in host memory. `offloaded`: decoder layers whose weights are in `place`: `cpu` (host memory) or `nvme`."""
 
     bits: int
     checkpointing: bool | str
@@ -45,6 +51,8 @@ class Strategy:
     optim: str
     micro: int
     host_table: bool = False
+    offloaded: int = 0
+    place: Place = False
 
     @property
     def price(self) -> float:
@@ -61,7 +69,7 @@ class Strategy:
         return {
             "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
             "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
-            "offload_embeddings": self.host_table,
+            "offload_embeddings": self.host_table, "layer_offloading": self.place, "offloaded_layers": self.offloaded,
             "per_device_train_batch_size": self.micro, "gradient_accumulation_steps": batch // (world * self.micro),
         }  # fmt: skip
 
@@ -89,11 +97,45 @@ def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = (), 
     ]
 
 
+def offloading_strategies(
+    choices: Choices, card: Card, layers: int, place: Place, stored_bits: tuple[int, ...] = (), has_table: bool = False
+) -> list[Strategy]:  # fmt: skip
+    """The same with the weights of some or all decoder layers in `place`, where the recipe allows that: the fewest bits, as
+    they are moved in every step, and every layer recomputed."""
+    if no_layer_offloading_because(choices.recipe):
+        return []
+    bits = min((bits for bits in _bits(choices, card, stored_bits) if bits != 8), default=None)
+    kinds = [kind for kind in _checkpointing(choices, card) if kind[0] is not False and kind[1] == 1]
+    able = itertools.product(
+        kinds, _optimizers(choices, card), _micro_batches(choices), _host_tables(choices, card, has_table),
+        _counts(choices, layers),
+    )  # fmt: skip
+    return [
+        Strategy(bits, checkpointing, every_n, optim, micro, host_table, count, place)
+        for (checkpointing, every_n), optim, micro, host_table, count in able
+        if bits
+    ]
+
+
+def _counts(choices: Choices, layers: int) -> list[int]:
+    """Numbers of layers to offload: the recipe's, or all and by eighths fewer. Raises RecipeError for more than there are."""
+    wanted = choices.recipe.offloaded_layers
+    if wanted == AUTO:
+        return sorted({max(1, layers * part // LAYER_COUNTS) for part in range(1, LAYER_COUNTS + 1)}, reverse=True)
+    if wanted > layers:
+        raise RecipeError(
+            f"offloaded_layers is {wanted}, the model has {layers} decoder layers",
+            f"Set offloaded_layers to at most {layers}, or leave it out.",
+        )
+    return [wanted]
+
+
 def neighbours(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
     """The `able` strategies that differ from the chosen one in one setting, by the nearest step.
 
     Other weight bits; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
-    micro-batch. The chosen one need not be `able`: the smallest is planned when none is known to fit.
+    micro-batch and number of offloaded layers. The chosen one need not be `able`: the smallest is planned when none is known
+    to fit.
     """
     every = [chosen, *able]
     kinds = sorted({(each.checkpointing, each.every_n) for each in every}, key=_checkpointing_order)
@@ -107,6 +149,7 @@ def neighbours(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
         *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
         *(replace(chosen, micro=micro) for micro in _beside(chosen.micro, micros)),
         replace(chosen, host_table=not chosen.host_table),
+        *(replace(chosen, offloaded=count) for count in _beside(chosen.offloaded, sorted({each.offloaded for each in every}))),
     ]
     return [strategy for strategy in dict.fromkeys(wanted) if strategy in able and strategy != chosen]
 

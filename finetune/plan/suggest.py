@@ -39,7 +39,7 @@ def suggest(
     rows = []
     for override, changes, cost in _changes(recipe, settings, data):
         try:
-            changed = resolved(settings, **changes)
+            changed = resolved(settings, **changes, **_all_layers(changes, forecast))
         except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
             continue
         lower = forecasts(changed)
@@ -47,6 +47,11 @@ def suggest(
         if saved > 0:
             rows.append(Suggestion(override, saved, lower.peak_bytes, cost))
     return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
+
+
+def _all_layers(changes: dict[str, Any], forecast: Forecast) -> dict[str, int]:
+    """The number of layers to offload, where they are: all that the forecast has."""
+    return {"offloaded_layers": len(forecast.per_layer_bytes) - 1} if "layer_offloading" in changes else {}
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
@@ -75,6 +80,12 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= 256:
             offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
+    if recipe.layer_offloading is False:
+        every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
+        offer(
+            {"layer_offloading": "cpu", **every},
+            "the layers' weights in host memory, copied to the card beside the computation",
+        )
     if settings.lora_r > 8:
         offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data")
     if settings.lora_dropout > 0:

@@ -42,6 +42,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _batch(recipe)
     yield from _checkpointing(recipe)
     yield from _lean(recipe)
+    yield from _layer_offloading(recipe)
     yield from _sharding(recipe)
     yield from _processes(recipe.launch)
     yield from _offload(recipe.launch)
@@ -100,6 +101,42 @@ def _lean(recipe: Recipe) -> Iterator[str]:
         yield f"lean_layers does not work with {why}; set lean_layers to auto or false"
     if recipe.mlp_tile_tokens not in (AUTO, 0) and (why := not_lean_because(recipe)):
         yield f"mlp_tile_tokens is of lean layers, which do not work with {why}; set mlp_tile_tokens to auto or 0"
+
+
+def no_layer_offloading_because(recipe: Recipe) -> str:
+    """What of the recipe keeps layers from being offloaded, and what to set; empty when they can be."""
+    how, every = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
+    if how is False or every not in (AUTO, 1):
+        wrong = "activation_checkpointing false" if how is False else f"activation_checkpointing_every_n_layers {every}"
+        name = wrong.split()[0]
+        return (
+            f"{wrong}: backward fetches a layer's weights again when it recomputes the layer, so every layer must be; "
+            f"set {name} to auto or {'true' if how is False else 1}"
+        )
+    if recipe.torch_compile:
+        return "torch_compile: it has not been tried with weights that change place; set torch_compile=false"
+    if recipe.load_in_8bit is True:
+        return "load_in_8bit: int8 layers keep copies of their weights outside the buffers; use load_in_4bit, or neither"
+    if shards(recipe.launch):
+        return f"launch.strategy {recipe.launch.strategy}, which shards and moves the weights itself; use launch.offload"
+    if recipe.launch.num_processes > 1:
+        return (
+            f"{recipe.launch.num_processes} processes: each would hold all layers in host memory; "
+            "set launch.num_processes=1, or launch.strategy=fsdp launch.offload=cpu"
+        )
+    return ""
+
+
+def _layer_offloading(recipe: Recipe) -> Iterator[str]:
+    if recipe.layer_offloading not in (AUTO, False) and (why := no_layer_offloading_because(recipe)):
+        yield f"layer_offloading {recipe.layer_offloading} does not work with {why}"
+    if recipe.layer_offloading in (AUTO, False) and recipe.offloaded_layers not in (AUTO, 0):
+        yield (
+            f"offloaded_layers is {recipe.offloaded_layers}, but layer_offloading is "
+            f"{str(recipe.layer_offloading).lower()}; set layer_offloading=cpu, or offloaded_layers=0"
+        )
+    if recipe.layer_offloading not in (AUTO, False) and recipe.offloaded_layers == 0:
+        yield f"offloaded_layers is 0, but layer_offloading is {recipe.layer_offloading}; set it to how many are offloaded"
 
 
 def _sharding(recipe: Recipe) -> Iterator[str]:

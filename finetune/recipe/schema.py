@@ -257,6 +257,12 @@ class Recipe(_Strict):
     offload_embeddings: AutoOr[bool] = _memory(
         AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
     )
+    layer_offloading: AutoOr[Literal[False, "cpu", "nvme"]] = _memory(
+        AUTO, COST, "Frozen weights of decoder layers: false (on the card), cpu (in host memory), nvme (in a file)."
+    )
+    offloaded_layers: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
+        AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the card. 0 without it."
+    )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     gpu: Text = _memory(
         AUTO,
@@ -273,7 +279,9 @@ class Recipe(_Strict):
     early_stopping_patience: Positive | None = _run(
         None, EXACTNESS, "End the run after this many evaluations without a lower held-out loss."
     )
-    sample_answers: Annotated[int, Field(ge=0, le=16)] = _run(3, NOTHING, "Held-out prompts answered at each evaluation.")
+    sample_answers: AutoOr[Annotated[int, Field(ge=0, le=16)]] = _run(
+        AUTO, NOTHING, "Held-out prompts answered at each evaluation; auto is 3, and 0 with layer_offloading."
+    )
     save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 is only at the end.")
     loss_spike_factor: Annotated[float, Field(gt=1)] | None = _run(
         None,

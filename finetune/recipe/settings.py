@@ -14,8 +14,9 @@ PLAINEST: dict[str, Any] = {
     "load_in_8bit": False, "lora_r": 1, "lora_alpha": 1.0,
     "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
     "activation_checkpointing_every_n_layers": 1, "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False,
+    "layer_offloading": False, "offloaded_layers": 0,
     "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
-    "eval_steps": 0, "save_steps": 0, "per_device_eval_batch_size": 1,
+    "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "per_device_eval_batch_size": 1,
 }  # fmt: skip
 
 
@@ -39,6 +40,8 @@ def plainest(recipe: Recipe, **choices: Any) -> Settings:
     """`recipe` with every `auto` at its plainest value, and `choices` over both."""
     left = unresolved(recipe)
     values = {name: value for name, value in PLAINEST.items() if name in left}
+    if recipe.layer_offloading not in ("auto", False) and "offloaded_layers" in left:
+        values["offloaded_layers"] = 1
     world = recipe.launch.num_processes
     micro, steps, batch = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.effective_batch_size
     if "effective_batch_size" in left:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.distributed import ranks
 from finetune.events import Result, RunWarning
 from finetune.run.seal import changes_in, verify, write_manifest
-from finetune.system import rename
+from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +126,7 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     write_manifest(building, {"step": step, "eval_loss": loss, "base": trainer.seal_facts.get("base")})
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
+    sync_folder(target.parent)  # the run is told to have finished next: after a power cut, too, the result is there
 
 
 def in_words(result: Result, run: RunDirectory, total_steps: int) -> str:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
+from finetune.errors import FinetuneError
 from finetune.events import RunWarning, Step
 from finetune.run.accuracy import compare_with_forecast, excess, highest
 from finetune.run.best import evaluations, since_best
@@ -69,12 +70,19 @@ class RunCallback(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Touch events.jsonl after each micro-batch, so that a long step does not look like a hang."""
+        self._require_directory()
         os.utime(self._events.path)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """On a stop request, save a checkpoint and stop; after a complete step resuming is exact."""
+        self._require_directory()
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
+
+    def _require_directory(self) -> None:
+        """End a run whose directory was deleted: its result would have no place."""
+        if not self._events.path.exists():
+            raise FinetuneError(f"{self._events.path.parent} was deleted while the run trained", "Start it again.")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Emit the step: loss and gradient norm are known here, and the device is synchronised."""

@@ -26,6 +26,11 @@ def start(run: RunDirectory) -> int:
 
     Raises RecipeError when the run is already running, DiskFull when its directory can't be written.
     """
+    for path in (run.lock, run.worker_lock, run.log, run.process):
+        if path.is_dir():
+            raise CommandError(
+                f"{path} is a folder; it should be a file of the run", f"Delete it, then: finetune resume {run.path}"
+            )
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
@@ -55,13 +60,17 @@ def resume(run: RunDirectory) -> int:
     return start(run)
 
 
-def stop(run: RunDirectory, number: int = signal.SIGTERM) -> bool:
-    """Stop a run after its step, with a checkpoint; the second call ends it at once. False when it was not running."""
+def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:
+    """Stop a run after its step, with a checkpoint, however often it is called. False when it was not running.
+
+    `now`: end a run at once that was asked before.
+    """
     processes = read_processes(run)
     for role in ("supervisor", "worker"):  # without a supervisor the worker is asked itself
         record = processes.get(role)
         if record and process_is(record):
-            stopping.ask(run, int(record["pid"]), number)
+            if stopping.is_first(run) or now or role == "worker":  # which takes a second request as the first
+                stopping.ask(run, int(record["pid"]), number)
             return True
     return False
 

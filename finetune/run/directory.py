@@ -9,6 +9,7 @@ import errno
 import json
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from typing import Any
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir
 from finetune.run.seal import changes_in
-from finetune.system import rename
+from finetune.system import is_locked, rename, take_lock
 
+#: Held while a run directory is made; in a hidden folder where nobody holds it, its maker was killed.
+_BEING_MADE = ".being-made"
+#: Seconds in which a maker surely holds it.
+_BEGINS_S = 60
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -118,11 +123,17 @@ def create(path: Path, fill: Any) -> RunDirectory:
     A taken name gets -2, -3, ... Raises DiskFull when it can't be written.
     """
     building: Path | None = None
+    lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(path.parent)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         building.chmod(0o755)
+        lock = take_lock(building / _BEING_MADE, 1)
         fill(RunDirectory(building))
+        if lock is not None:
+            lock.release()  # Windows deletes and renames nothing that is open
+        (building / _BEING_MADE).unlink(missing_ok=True)
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -133,8 +144,17 @@ def create(path: Path, fill: Any) -> RunDirectory:
             "Free some space, or set output_dir to a folder that you can write to.",
         ) from None
     finally:
+        if lock is not None:
+            lock.release()
         if building is not None and building.exists():
             shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process left while it made a run directory."""
+    for mark in folder.glob(f".*/{_BEING_MADE}"):
+        if time.time() - mark.stat().st_mtime > _BEGINS_S and not is_locked(mark):
+            shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def _rename_to_free_name(building: Path, path: Path) -> Path:

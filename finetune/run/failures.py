@@ -25,9 +25,12 @@ _MEMORY_TEXTS = (
     "DefaultCPUAllocator: not enough memory",
 )
 
-_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 #: safetensors and torch's zip writer turn the errno into text of their own exceptions.
-_DISK_TEXTS = ("No space left on device", "os error 28", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
+_DISK_TEXTS = (
+    "No space left on device", "os error 28", "Disk quota exceeded", "File too large", "os error 27", "Read-only file system",
+    "os error 30", "PytorchStreamWriter failed writing file",
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -85,7 +88,7 @@ def _asked_bytes(text: str) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True when a write failed because the disk is full, also as the cause of another error."""
+    """True when a write failed for the disk, its quota, a limit of a file's size, or as it is read-only; also as a cause."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS:

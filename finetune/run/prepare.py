@@ -20,6 +20,7 @@ from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe,
 from finetune.recipe import write_recipe
 from finetune.run.card import triton_needs
 from finetune.run.directory import create, remember
+from finetune.run.layers import with_layers_checked
 from finetune.run.notification import missing_notifier
 from finetune.run.origin import keep, located, require_usable
 from finetune.run.seal import write_manifest
@@ -65,6 +66,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         )
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))
+    plan = with_layers_checked(plan, force=force)
     if not card.is_cpu and (lacking := triton_needs()):
         plan = plan.noting(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)

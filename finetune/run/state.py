@@ -62,6 +62,8 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
     if alive:
         return RunState("starting" if state in ENDED else state, message, None, **values)
     if last is None and not run.process.exists():
+        if not run.path.is_dir():
+            return RunState("lost", f"{run.path} was deleted", 1, **values)
         return RunState("queued", "not started yet", None, **values)
     return RunState("lost", f"its process is gone; resume with: finetune resume {run.path}", 1, **values)
 

@@ -1,4 +1,7 @@
-"""Requests to stop a run: signals, and on Windows, which can't send them, lines of a file that the run's processes read."""
+"""Requests to stop a run: signals, and on Windows, which can't send them, lines of a file that the run's processes read.
+
+The first one creates the file, also where a signal is sent: the second ends a run at once, and two commands may ask together.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,17 @@ def ask(run: RunDirectory, pid: int, number: int) -> None:
             file.write(f"{number}\n".encode())
     else:
         os.kill(pid, number)
+
+
+def is_first(run: RunDirectory) -> bool:
+    """Whether nobody has asked this run to stop since its start; true for one caller only."""
+    try:
+        run.stop_requests.open("xb").close()
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: better asked twice than never
+        return True
+    return True
 
 
 def asked(run: RunDirectory) -> list[int]:

@@ -149,10 +149,12 @@ class Worker:
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
+        from finetune.run.layers import check_host_memory
         from finetune.run.training import RunTrainer, sft_config
 
         collect_as_usual()
         require_data(self.run)
+        check_host_memory(self.plan)
         settings = self.plan.settings
         quiet_libraries()
         set_seed(settings.seed)
@@ -162,7 +164,7 @@ class Worker:
             start_recording(not self.plan.card.is_cpu)
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
-        base = build_base(settings, load_config(settings), device=device, weights=True)
+        base = build_base(settings, load_config(settings), device=device, weights=True, offloads=True)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)

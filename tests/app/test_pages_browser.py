@@ -70,7 +70,7 @@ def served(tmp_path_factory, forecasts, warm_python):
     from finetune.run.directory import list_runs
 
     for run in list_runs(folder / "runs"):
-        control.stop(run, signal.SIGKILL)
+        control.stop(run, signal.SIGKILL, now=True)
 
 
 @pytest.fixture(scope="module")

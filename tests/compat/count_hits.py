@@ -73,7 +73,8 @@ def dry_runs():
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
     }  # fmt: skip
-    for kind in ({"load_in_4bit": True, "use_dora": True, "optim": "paged_adamw_8bit"}, {"load_in_8bit": True}):
+    away = {"layer_offloading": "cpu", "offloaded_layers": 2}
+    for kind in ({"load_in_4bit": True, "use_dora": True, "optim": "paged_adamw_8bit", **away}, {"load_in_8bit": True}):
         settings = plainest(recipe_from({**RESOLVED, **kind}))
         assert dry_run(small, settings, micro_batch=1, tokens=128, capability=(7, 5)).allocated_bytes > 0
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -111,6 +112,8 @@ def training(folder):
         "effective_batch_size=2",
         "lora_r=4",
         "per_device_train_batch_size=1",
+        "activation_checkpointing=true",
+        "layer_offloading=cpu",
     ]
     run = create_run(prepare(load_recipe("tiny-cpu", [*short, f"output_dir={folder / 'run'}"])))
     compute_loss_without_triton()

@@ -38,6 +38,12 @@ def test_a_finding_names_its_rows_and_what_to_do(write, row, kind):
     assert finding.first[0].endswith("rows.jsonl, row 31") and finding.fix
 
 
+@pytest.mark.parametrize("row", [{"text": "Stop</s> now"}, {"prompt": "Stop</s> ", "completion": "now"}])
+def test_special_tokens_in_plain_text_are_told(write, row):
+    [finding] = report_of(write, [row]).findings
+    assert (finding.kind, finding.rows) == ("control", 1)
+
+
 def test_the_same_answer_to_everything_is_found(write):
     [finding] = report_of(write, [talk(f"Question {n}?", "Yes.") for n in range(30)] + CLEAN[:1]).findings
     assert (finding.kind, finding.rows) == ("same answer", 30)

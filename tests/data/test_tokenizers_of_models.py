@@ -6,8 +6,9 @@ import pytest
 from small_data import CHATML, build_tokenizer, recipe
 
 from finetune.data import load_tokenizer
-from finetune.data.tokenizer import choose_pad
-from finetune.errors import RecipeError
+from finetune.data.tokenizer import choose_pad, run_tokenizer
+from finetune.errors import DataError, RecipeError
+from finetune.plan.planning import encode_rows
 
 
 def load(model, **settings):
@@ -85,3 +86,28 @@ def test_padding_is_never_the_end_token_when_the_vocabulary_has_another():
     tokenizer = build_tokenizer(pad_token=None)
     choose_pad(tokenizer)
     assert (tokenizer.pad_token, len(tokenizer)) == ("<pad>", len(build_tokenizer()))
+
+
+def test_code_in_a_runs_tokenizer_folder_is_not_run(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass")
+    with pytest.raises(RecipeError, match="can't be read"):
+        run_tokenizer(tmp_path, recipe("rows.jsonl"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("text", "refused"), [("a word of another model: <extra>", True), ("a word", False)])
+def test_tokens_that_the_model_lacks_are_found_before_a_run(tmp_path, write, text, refused):
+    tokenizer = build_tokenizer()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(tokenizer)}))
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path)
+    chosen = recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path))
+    if not refused:
+        assert encode_rows(chosen).sides[0].read == 1
+        return
+    with pytest.raises(DataError, match=rf"token {len(tokenizer) - 1} \(<extra>\).* has {len(tokenizer) - 1:,} tokens"):
+        encode_rows(chosen)

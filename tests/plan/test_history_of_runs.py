@@ -24,6 +24,11 @@ def test_a_card_without_runs_has_no_history():
     assert (history.runs, history.speed_factor, history.memory_errors, history.worst_excess) == (0, None, (), 0.0)
 
 
+def test_a_history_that_is_not_utf_8_is_read_as_far_as_it_can_be():
+    (cache_dir() / "history.jsonl").write_bytes(b'{"card": "\xff\xfe"\n{"card": "rtx-4090"}\n')
+    assert read_history("rtx-4090").runs == 1
+
+
 def test_measured_steps_correct_the_next_plans_times(new_forecaster):
     first = planned(new_forecaster)
     for slower in (1.4, 1.5, 1.6):

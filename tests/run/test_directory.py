@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from finetune.errors import DiskFull, RecipeError
 from finetune.events import EventWriter, State
 from finetune.files import write_json
+from finetune.run import control
 from finetune.run.directory import RunDirectory, create, list_runs, open_run
 from finetune.run.state import is_alive, process_is, process_record, read_state
 from finetune.system import take_lock
@@ -31,6 +33,20 @@ def test_a_failure_while_filling_leaves_nothing(tmp_path):
     with pytest.raises(DiskFull, match="the disk is full"):
         create(tmp_path / "runs" / "run", fails)
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_a_killed_maker_left_is_removed_and_what_another_makes_is_not(tmp_path):
+    for name, age_s in (("killed", 1000), ("begun", 0), ("made", 1000)):
+        (tmp_path / f".{name}-abc").mkdir()
+        mark = tmp_path / f".{name}-abc" / ".being-made"
+        mark.touch()
+        os.utime(mark, (time.time() - age_s,) * 2)
+    (tmp_path / ".mine").mkdir()
+    held = take_lock(tmp_path / ".made-abc" / ".being-made")
+    run = create(tmp_path / "run", fill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".begun-abc", ".made-abc", ".mine", "run"]
+    assert [path.name for path in run.path.iterdir()] == ["plan.json"]
+    held.release()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -70,6 +86,20 @@ def run(tmp_path):
 
 def test_a_run_without_events_or_process_is_queued(run):
     assert read_state(run).state == "queued"
+
+
+def test_a_run_that_was_deleted_has_ended(run):
+    run.plan.unlink()
+    run.path.rmdir()
+    state = read_state(run)
+    assert state.ended and "was deleted" in state.message
+
+
+@pytest.mark.parametrize("name", ["lock", "worker.lock", "log.txt", "process.json"])
+def test_a_folder_in_the_place_of_a_runs_file_is_named(run, name):
+    (run.path / name).mkdir()
+    with pytest.raises(RecipeError, match=f"{name} is a folder"):
+        control.start(run)
 
 
 def test_a_run_whose_process_is_gone_is_lost_and_says_how_to_resume(run):

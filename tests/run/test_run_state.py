@@ -1,6 +1,7 @@
 """A run's processes and state, read from files that anything may have happened to."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import psutil
 import pytest
 
 from finetune.errors import DiskFull, RecipeError
+from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
@@ -38,6 +40,31 @@ def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 2.0)
     assert process_is(record)
     assert not process_is({**record, "started_ticks": record["started_ticks"] + 1})
+
+
+def test_a_run_is_asked_to_stop_once_however_often_stop_is_called(tmp_path):
+    code = (
+        "import signal; numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGRTMIN}; "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, numbers); "
+        "print('ready', flush=True)\nwhile (number := signal.sigwait(numbers)) != signal.SIGRTMIN: print(number, flush=True)"
+    )
+    process, run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True), RunDirectory(tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    write_json(run.process, {"supervisor": process_record(process.pid)})
+    assert control.stop(run)
+    assert process.stdout.readline() == "15\n"
+    assert control.stop(run) and control.stop(run)
+    assert control.stop(run, signal.SIGINT, now=True)
+    assert process.stdout.readline() == "2\n"
+    process.send_signal(signal.SIGRTMIN)
+    assert process.stdout.read() == ""
+
+
+def test_a_worker_without_a_supervisor_is_asked_again(tmp_path):
+    process, run = subprocess.Popen(["sleep", "600"]), RunDirectory(tmp_path)
+    run.stop_requests.touch()
+    write_json(run.process, {"worker": process_record(process.pid)})
+    assert control.stop(run) and process.wait() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"no_setting": 1}', '{"gradient_accumulation_steps": "x"}'])

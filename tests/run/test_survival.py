@@ -3,14 +3,16 @@
 import json
 import os
 import random
+import resource
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from conftest import adapter_hash
 from faults import waiting_after
 
-from finetune.events import RunWarning, Start, Step, read_events
+from finetune.events import EventWriter, RunWarning, Start, Step, read_events
 from finetune.run.seal import newest_verified, write_manifest
 from finetune.run.state import read_state
 
@@ -105,6 +107,50 @@ def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin
     assert train(twin) == 0
     assert adapter_hash(twin) == adapter_hash(unbroken)
     assert losses(twin) == losses(unbroken)
+
+
+def test_the_result_is_on_disk_before_the_run_is_said_to_have_finished(twin, train, tmp_path):
+    def fault():
+        sync, emit = os.fsync, EventWriter.emit
+
+        def tell(words):
+            with (tmp_path / "order").open("a") as file:
+                file.write(f"{words}\n")
+
+        def fsync(number):
+            tell(str(Path(f"/proc/self/fd/{number}").readlink()))
+            sync(number)
+
+        def emitted(self, event):
+            tell(f"event {getattr(event, 'state', '')}")
+            emit(self, event)
+
+        os.fsync, EventWriter.emit = fsync, emitted
+
+    assert train(twin, fault) == 0
+    order = (tmp_path / "order").read_text().splitlines()
+    before = order[: order.index("event finished")]
+    assert str(twin.path / ".adapter" / "adapter_model.safetensors") in before
+    assert str(twin.path) in before
+
+
+def test_a_limit_of_a_files_size_pauses_as_a_full_disk_does(unbroken, twin, train):
+    def fault():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    assert train(twin, fault) == 7
+    assert read_state(twin).state == "paused"
+    assert train(twin) == 0
+    assert adapter_hash(twin) == adapter_hash(unbroken)
+
+
+def test_a_run_whose_directory_is_deleted_ends_after_its_step(twin, train, tmp_path):
+    pid = train.start(twin, waiting_after(3, tmp_path / "deleted"))
+    wait_for_step(pid, twin, 3)
+    shutil.rmtree(twin.path)
+    (tmp_path / "deleted").touch()
+    assert train.wait(pid) == 1
+    assert not twin.path.exists() and read_state(twin).ended
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -49,7 +49,7 @@ def settings_for(base: str, **changes) -> Settings:
 
 def adapted(settings: Recipe) -> torch.nn.Module:
     torch.manual_seed(1)
-    model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=True), settings)
+    model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=True, offloads=True), settings)
     prepare_for_training(model, settings)
     return model
 

@@ -1,0 +1,89 @@
+"""Offloaded layers in the forecast: what leaves the card, in a real run and in its dry run, and at any depth."""
+
+import pytest
+from real_run import by_phase, forecast, measured, planned, save_model
+from tiny_models import config_values, settings
+
+from finetune.card import find_card
+from finetune.forecast.depth import simulate_deep
+from finetune.forecast.ledger import dry_run
+from finetune.forecast.simulate import Batch, simulate
+from finetune.forecast.tracker import BLOCK_BYTES
+from finetune.forecast.whole_card import PROCESS_BYTES, make_forecast
+from finetune.model.layer_offloading import BUFFERS
+from finetune.model.transformers_config import config_from
+
+KINDS = {"16-bit": {"load_in_4bit": False}, "nf4": {}}
+#: Tensors of a layer of 4-bit weights that leave the card: codes and three of their scales for each of 7 matrices.
+MOST_TENSORS = 4 * 7
+
+
+def away(layers, how="cpu"):
+    return {"layer_offloading": how, "offloaded_layers": layers} if how else {}
+
+
+def dry(layers, **changes):
+    return dry_run(config_values(num_hidden_layers=layers), settings(**changes), micro_batch=1, tokens=64)
+
+
+def simulated(layers, **changes):
+    """The simulation at full depth, and that of a few layers which stand for all."""
+    wanted, batch = settings(**changes), Batch(1, 64, 63, eval_rows=1)
+    config = config_from(config_values(num_hidden_layers=layers), wanted)
+
+    def run(config):
+        return simulate(config, wanted, batch, (8, 0))
+
+    return run(config), simulate_deep(config, run)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
+    resident, offloaded = dry(6, **KINDS[kind]), dry(6, **KINDS[kind], **away(6))
+    one = offloaded.largest_offloaded_bytes
+    assert offloaded.offloaded_bytes == offloaded.host_bytes - resident.host_bytes == 6 * one
+    rounded = 6 * MOST_TENSORS * BLOCK_BYTES + 6 * 4096
+    for phase in ("train", "eval", "save"):
+        assert abs(resident.peaks[phase] - offloaded.peaks[phase] - (6 - BUFFERS) * one) <= rounded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", [7, 8])
+def test_a_few_layers_stand_for_an_odd_and_an_even_number(kind, layers):
+    whole, few = simulated(layers, **KINDS[kind], **away(layers))
+    assert few.depth.times and by_phase(few) == by_phase(whole)
+    assert few.host == whole.host
+
+
+def test_some_resident_layers_add_their_weights():
+    whole, _ = simulated(6, **away(4))
+    some = dry(6, **away(4))
+    assert some.host_bytes == whole.host.total_bytes
+    assert some.offloaded_bytes == 4 * some.largest_offloaded_bytes
+    peaks = by_phase(whole)
+    assert {phase: some.peaks[phase] - dry(6, **away(6)).peaks[phase] for phase in ("eval", "save")} == {
+        phase: peaks[phase] - by_phase(simulated(6, **away(6))[0])[phase] for phase in ("eval", "save")
+    }
+
+
+def test_a_file_takes_disk_in_place_of_host_memory_and_the_same_of_the_card():
+    config, card = config_values(num_hidden_layers=64), find_card("rtx-4090")
+    host, file = (make_forecast(config, settings(**away(64, how)), card, tokens=64) for how in ("cpu", "nvme"))
+    run = dry(64, **away(64))
+    assert host.peaks == file.peaks
+    assert file.disk_bytes - host.disk_bytes == run.offloaded_bytes == 64 * run.largest_offloaded_bytes
+    assert host.host_bytes >= PROCESS_BYTES + run.offloaded_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_run_needs_what_its_dry_run_says_to_the_byte(tmp_path, kind):
+    model, seen, expected = save_model("llama", tmp_path / "model"), {}, {}
+    for how in (False, "cpu"):
+        (tmp_path / str(how)).mkdir()
+        changes = {"load_in_4bit": kind == "nf4", "activation_checkpointing": True, **away(3, how)}
+        run, plan = planned(model, tmp_path / str(how), **changes)
+        expected[how], seen[how] = forecast(plan), measured(run)
+    for phase in ("forward", "loss", "loss backward", "backward", "optimizer", "save", "eval"):
+        assert seen[False][phase] - seen["cpu"][phase] == expected[False][phase] - expected["cpu"][phase] > 0, phase
+    assert abs(seen["cpu"]["load"] - expected["cpu"]["load"]) <= 0.005 * seen["cpu"]["load"]

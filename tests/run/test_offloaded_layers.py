@@ -1,0 +1,88 @@
+"""A run with offloaded layers: its adapter, held-out losses and answers are those of a resident run, also after a kill."""
+
+import json
+import os
+import shutil
+
+import pytest
+from conftest import adapter_hash
+
+from finetune.evaluate.answerer import Answerer
+from finetune.events import Evaluation, Sample, Step, read_events
+from finetune.run.seal import newest_verified
+
+pytestmark = pytest.mark.slow
+RECOMPUTED = ["activation_checkpointing=true", "lora_dropout=0.1", "eval_steps=4", "sample_answers=1"]
+AWAY = ["layer_offloading=cpu", "offloaded_layers=5"]
+FILE = ["layer_offloading=nvme", "offloaded_layers=4"]
+
+
+@pytest.fixture(scope="module")
+def resident(make_run, train):
+    run = make_run(*RECOMPUTED)
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+def said(run):
+    """What a run tells of its result, without seconds and bytes."""
+    seen = {}
+    for event in read_events(run.events):
+        if isinstance(event, Step):
+            seen["step", event.step] = event.loss, event.grad_norm
+        elif isinstance(event, Evaluation):
+            seen["evaluation", event.step] = event.eval_loss, event.eval_token_accuracy
+        elif isinstance(event, Sample):
+            seen["sample", event.step, event.prompt] = event.answer
+    return seen
+
+
+@pytest.mark.parametrize("how", [AWAY, FILE], ids=["cpu", "nvme"])
+def test_losses_answers_and_the_adapter_are_those_of_a_resident_run(resident, make_run, train, how):
+    run = make_run(*RECOMPUTED, *how)
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    assert said(run) == said(resident) and len(said(run)) > 8 + 2
+    assert adapter_hash(run) == adapter_hash(resident)
+
+
+@pytest.mark.parametrize(("first", "then"), [(False, "cpu"), ("cpu", False), ("cpu", "nvme")])
+def test_a_killed_run_goes_on_from_and_to_a_resident_one(resident, tmp_path, train, first, then):
+    leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "*lock")
+    shutil.copytree(resident.path, tmp_path / "run", ignore=leave)
+    run = type(resident)(tmp_path / "run")
+
+    def fault():
+        import finetune.run.training as training
+
+        real = training.seal
+
+        def die_at_six(folder, target, step, facts):
+            return os._exit(137) if step == 6 else real(folder, target, step, facts)
+
+        training.seal = die_at_six
+
+    change_plan(run, resident, first)
+    assert train(run, fault) == 137
+    assert newest_verified(run.checkpoints)[0].step == 4
+    change_plan(run, resident, then)
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    assert adapter_hash(run) == adapter_hash(resident)
+
+
+def change_plan(run, resident, how):
+    """Offload all layers in this way, or none, as in the resident run's plan."""
+    plan = json.loads(resident.plan.read_text())
+    plan["plan"].update({"layer_offloading": how, "offloaded_layers": 5} if how else {})
+    run.plan.write_text(json.dumps(plan))
+
+
+def test_answers_of_the_result_stream_the_layers_too(resident, tmp_path):
+    shutil.copytree(resident.path, tmp_path / "run")
+    run = type(resident)(tmp_path / "run")
+    said = []
+    for how in (False, "cpu"):
+        change_plan(run, resident, how)
+        answerer = Answerer(run)
+        question = answerer.prompt_ids([{"role": "user", "content": "Where is my parcel?"}])
+        said.append(answerer.answer([question], max_new_tokens=8))
+    assert said[0] == said[1]

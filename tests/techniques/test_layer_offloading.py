@@ -1,0 +1,168 @@
+"""Layers whose weights are on the card only while they run: the same numbers as resident ones, or a clear refusal."""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from offloaded import RECOMPUTED, Careless, Late, Threaded, built, same, save_base, trace_of
+from tiny_training import batch, settings_for
+
+from finetune.errors import RecipeError
+from finetune.model.build import build_base
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.layer_offloading import BUFFERS, offloaded_numbers, offloading_of, run_bytes, spots_of
+from finetune.model.offload import InOrder, SideStream
+from finetune.model.techniques import apply_techniques
+from finetune.model.transformers_config import load_config
+from finetune.recipe.schema import LaunchRecipe
+
+KINDS = {"16-bit": {"dtype": "bfloat16"}, "nf4": {"dtype": "bfloat16", "load_in_4bit": True}}
+TECHNIQUES = {
+    "plain": {}, "lean": {"lean_layers": True}, "dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1},
+    "selective": {"activation_checkpointing": "selective"}, "inputs": {"activation_checkpointing": "offload"},
+    "one-target": {"target_modules": ["q_proj"]},  # the backward of down_proj needs nothing that is recomputed
+}  # fmt: skip
+COPIES = {"early": InOrder, "late": Late, "thread": Threaded}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """saved(layers, tied) -> folder of a tiny model."""
+    known = {}
+
+    def of(layers=3, tied=False):
+        if (layers, tied) not in known:
+            known[layers, tied] = save_base(tmp_path_factory.mktemp("base"), layers=layers, tied=tied)
+        return known[layers, tied]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def resident():
+    """resident(settings) -> the trace of the run whose layers stay where they are; made once."""
+    known = {}
+
+    def of(settings):
+        key = settings.model_dump_json()
+        if key not in known:
+            known[key] = trace_of(built(settings), settings)
+        return known[key]
+
+    return of
+
+
+def recomputed(base, **changes):
+    return settings_for(base, **RECOMPUTED | changes)
+
+
+def away(settings, how="cpu", count=99):
+    return settings.model_copy(update={"layer_offloading": how, "offloaded_layers": count})
+
+
+FAST = [("16-bit", 3, False, "one-target", "cpu", "late"), ("nf4", 4, True, "dora", "nvme", "thread")]
+ALL = itertools.product(KINDS, (3, 4), (False, True), TECHNIQUES, ("cpu", "nvme"), COPIES)
+CASES = [*FAST, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in ALL if case not in FAST)]
+
+
+@pytest.mark.parametrize(("kind", "layers", "tied", "technique", "how", "copies"), CASES)
+def test_losses_and_adapters_are_those_of_resident_layers_to_the_bit(
+    saved, resident, kind, layers, tied, technique, how, copies
+):
+    settings = recomputed(saved(layers, tied), **KINDS[kind] | TECHNIQUES[technique])
+    model = built(away(settings, how), COPIES[copies]())
+    assert same(trace_of(model, settings), resident(settings))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_some_layers_stay_resident(saved, resident, count):
+    settings = recomputed(saved(), dtype="bfloat16")
+    model = built(away(settings, count=count), Late())
+    assert len(offloading_of(model).buffers) == min(count, BUFFERS)
+    assert same(trace_of(model, settings), resident(settings))
+
+
+def test_without_the_wait_the_losses_would_be_garbage(saved, resident):
+    settings = recomputed(saved(), dtype="bfloat16")
+    assert not same(trace_of(built(away(settings), Careless()), settings), resident(settings))
+
+
+def test_the_parameters_of_all_layers_take_no_more_than_the_buffers(saved):
+    settings = recomputed(saved(4), dtype="bfloat16")
+    model = built(away(settings))
+    buffers = offloading_of(model).buffers
+    largest = max(run_bytes(spots_of(layer)) for layer in decoder_layers(model))
+    matrices = [one for layer in decoder_layers(model) for one in layer.parameters() if one.dim() > 1 and not one.requires_grad]
+    storages = {one.untyped_storage().data_ptr() for one in matrices}
+    assert storages == {buffer.data_ptr() for buffer in buffers} and len(matrices) == 4 * 7
+    assert [buffer.nbytes for buffer in buffers] == [largest] * BUFFERS
+
+
+def test_each_layer_is_copied_twice_a_micro_batch_but_for_those_still_there(saved):
+    settings = recomputed(saved(4), dtype="bfloat16")
+    model = built(away(settings))
+    offloading = offloading_of(model)
+    for times in (1, 2):
+        model(**batch(0, tokens=16)).loss.backward()
+        layers = times * (2 * 4 - BUFFERS) - (times - 1) * BUFFERS
+        assert offloading.moved_bytes == layers * run_bytes(spots_of(decoder_layers(model)[0]))
+
+
+def test_a_layer_that_is_not_recomputed_is_refused_when_it_runs(saved):
+    settings = recomputed(saved(), dtype="bfloat16")
+    model = built(away(settings))
+    for other in ({"activation_checkpointing": False}, {"activation_checkpointing_every_n_layers": 2}):
+        apply_techniques(model, settings.model_copy(update=other))
+        with pytest.raises(RuntimeError, match="not recomputed"):
+            model(**batch(0, tokens=16))
+    apply_techniques(model, settings)
+    model.eval()
+    with pytest.raises(RuntimeError, match="not recomputed"):
+        model(**batch(0, tokens=16))
+
+
+def test_a_part_of_a_layer_does_not_run_by_itself(saved):
+    settings = recomputed(saved(), dtype="bfloat16")
+    model = built(away(settings))
+    with pytest.raises(RuntimeError, match="call the whole layer"):
+        decoder_layers(model)[1].mlp(torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+def test_int8_weights_are_refused(saved):
+    settings = away(recomputed(saved(), dtype="bfloat16", load_in_8bit=True))
+    with pytest.raises(RecipeError, match="int8"):
+        build_base(settings, load_config(settings), device="cpu", weights=True, offloads=True)
+
+
+@pytest.mark.parametrize("other", [{"torch_compile": True}, {"launch": LaunchRecipe(strategy="fsdp", num_processes=2)}])
+def test_what_was_not_tried_is_refused(saved, other):
+    settings = away(recomputed(saved(), dtype="bfloat16")).model_copy(update=other)
+    with pytest.raises(RecipeError, match="layer_offloading has not been shown to work with"):
+        build_base(settings, load_config(settings), device="cpu", weights=False, offloads=True)
+
+
+@pytest.mark.parametrize(("layers", "count", "numbers"), [(4, 9, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 2, [2, 4]), (3, 1, [2])])
+def test_offloaded_layers_are_spread_evenly(layers, count, numbers):
+    assert offloaded_numbers(layers, count) == numbers
+
+
+def test_a_copy_that_a_thread_issues_waits_only_for_what_was_issued_before_the_reading():
+    log = []
+
+    class Stream:
+        def __init__(self, *_):
+            pass
+
+        def wait_event(self, event):
+            log.append(f"waits for {event}")
+
+        def record_event(self):
+            return f"event {len(log)}"
+
+    cuda = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: contextlib.nullcontext())
+    copies, target = SideStream(torch.device("cpu"), cuda), torch.zeros(2)
+    mark = copies.mark()
+    assert copies.copy(target, torch.ones(2), after=mark) == "event 1"
+    assert log == ["waits for event 0"] and target.tolist() == [1, 1]
