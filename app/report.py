@@ -18,12 +18,13 @@ from app.views import plan as plan_view
 from app.views import run as run_view
 from app.views.compare import comparison
 from app.views.markup import inert, note, table
-from app.views.scores import scores
+from app.views.scores import saved, saved_lost, scores, what_was_lost
 from finetune.errors import DiskFull, FinetuneError
 from finetune.evaluate.paired import Difference, difference, in_words
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import write_text
 from finetune.run.directory import RunDirectory, open_run
+from finetune.run.origin import origin_of
 from finetune.units import format_bytes
 
 _ROWS_SHOWN = 5
@@ -77,7 +78,7 @@ def page(runs: list[RunDirectory]) -> str:
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
     parts = {
-        "How it went": run_view.headline(live, live.state()) + _result(live),
+        "How it went": run_view.headline(live, live.state()) + _origin(live.run) + _result(live),
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_view.memory(digest, plan),
         "Scores": _evaluations(live.run),
@@ -100,6 +101,12 @@ def _several(lives: list[LiveRun]) -> str:
         f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
         f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
     )
+
+
+def _origin(run: RunDirectory) -> str:
+    """The adapter from which training went on."""
+    origin = origin_of(run)
+    return note(f"Trained on from the adapter of {origin.in_words()}.") if origin else ""
 
 
 def _result(live: LiveRun) -> str:
@@ -135,28 +142,18 @@ def _checks(live: LiveRun) -> str:
     return table(columns, rows, "Forecast against measured", hidden_caption=True) if rows else ""
 
 
-def _saved(run: RunDirectory) -> dict[str, dict[str, Any]]:
-    """The evaluations that the run has, by the name of their file."""
-    found = {}
-    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        try:
-            found[path.stem.removeprefix("scores-")] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-    return found
-
-
 def _evaluations(run: RunDirectory) -> str:
-    saved = _saved(run)
-    if not saved:
+    found = saved(run)
+    if not found:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
-    return "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in saved.items())
+    shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in found.items())
+    return shown + what_was_lost(saved_lost(run))
 
 
 def _paired(runs: list[RunDirectory]) -> str:
     """Each two runs on the rows that both were scored on."""
-    saved, rows = {run.path.name: _saved(run) for run in runs}, []
-    for (one, of_one), (other, of_other) in itertools.combinations(saved.items(), 2):
+    found, rows = {run.path.name: saved(run) for run in runs}, []
+    for (one, of_one), (other, of_other) in itertools.combinations(found.items(), 2):
         for name in of_one.keys() & of_other.keys():
             first, second = of_one[name], of_other[name]
             same = all(first[key] == second[key] for key in ("prompts", "references"))

@@ -53,6 +53,12 @@ class NoCard(RecipeError):
     title = "There is no such card"
 
 
+class HubError(FinetuneError):
+    """The hub, or the network to it, failed."""
+
+    title = "The hub can't be used now"
+
+
 class PackagesError(RecipeError):
     """A package needed to forecast and train is missing, or its version is not supported."""
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import urllib.error
 import urllib.request
 
 from finetune.compat.hub import set_offline
+from finetune.errors import CommandError
 
 #: Timeout of the check, and how long its result is valid, in seconds.
 DEADLINE_S, HOLDS_S = 3.0, 60.0
 
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _lock = threading.Lock()
 _asked_s: float | None = None
 _switched_off_here = False
+
+
+def require_repo(repo: str) -> None:
+    """Raise CommandError for what is no repository's name."""
+    if not _REPO.fullmatch(repo):
+        raise CommandError(f"{repo[:100]!r} is not OWNER/NAME", "For example alice/support-lora")
 
 
 def is_switched_off() -> bool:

@@ -5,7 +5,6 @@ Ends when the app ends, or after IDLE_S without a question, so that its memory i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import sys
@@ -106,7 +105,7 @@ class Conversation:
         for model in (model for model in MODELS if model in asked.get("models", MODELS)):
             messages = [*self._messages[model], {"role": "user", "content": asked["question"]}]
             pieces = _Pieces(writer, identity, model)
-            with answerer.as_base() if model == "base" else contextlib.nullcontext():
+            with answerer.using(model):
                 made = answerer.stream(
                     answerer.prompt_ids([*system, *messages]), max_new_tokens=int(asked["max_new_tokens"]),
                     sampling=sampling, say=pieces.add, stopped=stopped,

@@ -44,13 +44,14 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Row(elem_classes="ft-controls"):
         question = gr.Textbox(label="Your message", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-question", scale=5)
         send = gr.Button("Send", variant="primary", elem_id="chat-send")
-        stop = gr.Button("Stop", variant="stop", elem_id="chat-stop")
+        stop = gr.Button("Stop", variant="stop", elem_id="chat-stop", interactive=False)
     said = show(elem_id="chat-said")
     seen = gr.State("")
     asked = [name, question, most, who, system, temperature, top_p, seed]
-    page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], [seen, turns, warning], **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [name, seen], [seen, turns, warning], **QUIET)
-    name.input(view.tick, [name, seen], [seen, turns, warning], **QUIET)
+    shown = [seen, turns, warning, stop]
+    page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], shown, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [name, seen], shown, **QUIET)
+    name.input(view.tick, [name, seen], shown, **QUIET)
     send.click(view.ask, asked, [question, said], **BUTTON)
     question.submit(view.ask, asked, [question, said], **BUTTON)
     stop.click(view.stop, name, said, **BUTTON)
@@ -71,15 +72,16 @@ class _View:
         return gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None)
 
     def tick(self, name: str | None, seen: str) -> list[Any]:
-        """The conversation when it grew, and the current memory warning."""
+        """The conversation when it grew, the current memory warning, and whether there is an answer to stop."""
         run = self.context.workspace.run(name)
         if run is None:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            return gr.skip() if seen == "none" else ["none", empty, ""]
-        shown = _conversation(self.context.chats.turns(run))
-        warning = self._price(run) + self._warning(run)
-        now = f"{name}\n{warning}\n{shown}"
-        return gr.skip() if now == seen else [now, shown, warning]
+            return gr.skip() if seen == "none" else ["none", empty, "", gr.Button(interactive=False)]
+        turns = self.context.chats.turns(run)
+        shown, warning = _conversation(turns), self._price(run) + self._warning(run)
+        answering = bool(turns) and not turns[-1].done and self.context.chats.at_work(run)
+        now = f"{name}\n{answering}\n{warning}\n{shown}"
+        return gr.skip() if now == seen else [now, shown, warning, gr.Button(interactive=answering)]
 
     def ask(  # None: a field of the closed panel
         self, name: str | None, question: str, most: float | None, who: str, system: str | None,

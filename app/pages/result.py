@@ -1,26 +1,33 @@
-"""Result: evaluate base against tuned on held-out rows, and export a merged model."""
+"""Result: evaluate base against tuned, merge, write a report, compare with other runs, and push to the hub."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import gradio as gr
 
 from app.context import Context
 from app.planning.catalogue import local_datasets
-from app.starts.tasks import VERBS
+from app.starts.tasks import Task
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem, table
-from app.views.scores import scores
+from app.views.scores import rows_of, saved, saved_lost, scores, what_was_lost
 from finetune.errors import FinetuneError
+from finetune.hub import require_repo
+from finetune.run.directory import RunDirectory
+from finetune.run.origin import origin_of
+from finetune.units import format_bytes
 
 _TICK_S = 1.0
 _SCORES = {
     "Exact match": "exact", "Contains the expected answer": "contains", "Regular expression": "regex",
     "JSON, field by field": "json", "Last number": "numeric", "Loss only, no answers": "loss",
 }  # fmt: skip
-_HELD_OUT = "held-out rows"
+_HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it went on from"
+_KINDS = {"Adapter": "adapter", "Merged model": "merged"}
 _ORDERS = {"Where they differ": "differ", "Tuned model's worst": "worst", "Tuned model's best": "best"}
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
@@ -58,15 +65,35 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Row(elem_classes="ft-controls"):
         order = gr.Dropdown(list(_ORDERS), value="Where they differ", label="Rows shown first", elem_id="result-order", scale=1)
     scores = show(elem_id="result-eval-shown")
+    show("<h2>Report</h2>")
+    with gr.Row(elem_classes="ft-controls"):
+        others = gr.Dropdown([], label="Compare with", info="other runs", multiselect=True,
+                             elem_id="result-others", scale=3)  # fmt: skip
+        report = gr.Button("Write the report", elem_id="result-report", size="sm")
+        compare = gr.Button("Compare", elem_id="result-compare", size="sm")
+    reported = show(elem_id="result-report-shown")
     show("<h2>Merge the adapter into the base model</h2>")
     with gr.Row(elem_classes="ft-controls"):
         folder = gr.Textbox(label="Folder in the run", value="merged", max_length=100, elem_id="result-folder", scale=2)
         export = gr.Button("Export", elem_id="result-merge", size="sm")
     merged = show(elem_id="result-merge-shown")
+    show("<h2>Push to the hub</h2>")
+    with gr.Row(elem_classes="ft-controls"):
+        repo = gr.Textbox(label="Repository", info="OWNER/NAME", max_length=200, elem_id="result-repo", scale=2)
+        kind = gr.Dropdown(list(_KINDS), value="Adapter", label="What", elem_id="result-kind", scale=2)
+        public = gr.Checkbox(label="Public", info="else private", elem_id="result-public", scale=1)
+        look = gr.Button("Dry run", elem_id="result-dry-run", size="sm")
+        push = gr.Button("Push", elem_id="result-push", size="sm")
+    pushed = show(elem_id="result-push-shown")
     score.change(view.fields, score, [pattern, tolerance], **QUIET)
     evaluate.click(view.evaluate, [name, score, pattern, tolerance, rows, most, last], said, **BUTTON)
     export.click(view.merge, [name, folder], said, **BUTTON)
-    inputs, outputs = [name, order, seen], [seen, scores, merged]
+    report.click(view.report, name, said, **BUTTON)
+    compare.click(view.compare, [name, others], said, **BUTTON)
+    look.click(view.dry_run, [name, repo, kind, public], said, **BUTTON)
+    push.click(view.push, [name, repo, kind, public], said, **BUTTON)
+    name.change(view.depending, name, [rows, others, kind], **QUIET)
+    inputs, outputs = [name, order, seen], [seen, scores, reported, merged, pushed]
     page.load(view.choose, None, [name, rows], **QUIET).then(view.tick, inputs, outputs, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, inputs, outputs, **QUIET)
     name.input(view.tick, inputs, outputs, **QUIET)
@@ -83,7 +110,9 @@ def evaluation(
         options.append(f"--pattern={pattern.strip()}")
     if kind == "numeric" and tolerance:
         options += ["--tolerance", repr(float(tolerance))]
-    if rows and rows != _HELD_OUT:
+    if rows == _BEFORE:
+        options.append("--forgetting")
+    elif rows and rows != _HELD_OUT:
         options.append(f"--data={rows}")
     if most and most >= 1:
         options += ["--rows", str(int(most))]
@@ -125,7 +154,7 @@ class _View:
         last: bool,
     ) -> str:
         """Start an evaluation of the run."""
-        if rows not in (None, _HELD_OUT, *local_datasets(self.context.workspace)):
+        if rows not in (None, _HELD_OUT, _BEFORE, *local_datasets(self.context.workspace)):
             return note("Choose rows from the list.")
         return self._start(name, "eval", evaluation(score, pattern, tolerance, rows, most, last))
 
@@ -135,6 +164,56 @@ class _View:
         if not _NAME.fullmatch(folder.strip()):
             return problem("Not started", [f"{folder[:100]!r} is not a folder's name"], "Letters, digits, . - and _")
         return self._start(name, "merge", [f"--output={run.path / folder.strip()}"] if run else [])
+
+    def depending(self, name: str | None) -> list[Any]:
+        """What can be chosen for a run: its rows, other runs, and what it can push."""
+        run, workspace = self.context.workspace.run(name), self.context.workspace
+        before = [_BEFORE] if run is not None and origin_of(run) is not None else []
+        names = [other.path.name for other in workspace.list_runs() if other.path.name != name]
+        kinds = [*_KINDS, *(_gguf_files(run) if run is not None else [])]
+        return [
+            gr.Dropdown(choices=[_HELD_OUT, *before, *local_datasets(workspace)], value=_HELD_OUT),
+            gr.Dropdown(choices=names, value=[]), gr.Dropdown(choices=kinds, value="Adapter"),
+        ]  # fmt: skip
+
+    def report(self, name: str | None) -> str:
+        """Write the run's report."""
+        return self._start(name, "report", [])
+
+    def compare(self, name: str | None, others: list[str] | None) -> str:
+        """Write the comparison with other runs, beside the report."""
+        run, found = self.context.workspace.run(name), [self.context.workspace.run(other) for other in others or []]
+        paths = [str(other.path) for other in found if other is not None]
+        if not paths:
+            return note("Choose the runs to compare with.")
+        return self._start(name, "compare", [*paths, f"--output={run.path / 'comparison.html'}"] if run else [])
+
+    def dry_run(self, name: str | None, repo: str, kind: str, public: bool) -> str:
+        """List what would be pushed."""
+        return self._push(name, repo, kind, public, "--dry-run")
+
+    def push(self, name: str | None, repo: str, kind: str, public: bool) -> str:
+        """Push what the last dry run listed, and nothing else."""
+        run = self.context.workspace.run(name)
+        listed = self.context.tasks.of(run, "push").result() if run is not None else None
+        wanted = {"repo": repo.strip(), "kind": _KINDS.get(kind, "gguf"), "public": bool(public), "sent": False}
+        if not isinstance(listed, dict) or {key: listed.get(key) for key in wanted} != wanted:
+            return note("See the files first: Dry run.")
+        if kind not in _KINDS and Path(kind).name not in {file["name"] for file in listed["files"]}:
+            return note("See the files first: Dry run.")
+        return self._push(name, repo, kind, public, "--yes")
+
+    def _push(self, name: str | None, repo: str, kind: str, public: bool, how: str) -> str:
+        run = self.context.workspace.run(name)
+        files = _gguf_files(run) if run is not None else []
+        if run is None or kind not in (*_KINDS, *files):
+            return note("Choose a run, and what to push.")
+        try:
+            require_repo(repo.strip())
+        except FinetuneError as error:
+            return problem("Not started", error.problems, error.fix)
+        chosen = [f"--{_KINDS[kind]}"] if kind in _KINDS else [f"--gguf={run.path / kind}"]
+        return self._start(name, "push", [repo.strip(), *chosen, *(["--public"] if public else []), how])
 
     def _start(self, name: str | None, verb: str, options: list[str]) -> str:
         run = self.context.workspace.run(name)
@@ -151,14 +230,72 @@ class _View:
         run = self.context.workspace.run(name)
         if run is None:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            shown = [empty, ""]
+            shown = [empty, "", "", ""]
         else:
-            shown = [_task(verb, self.context.tasks.of(run, verb), _ORDERS[order]) for verb in VERBS]
+            tasks = self.context.tasks
+            shown = [
+                _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),
+                _reports(run, tasks.of(run, "report"), tasks.of(run, "compare")),
+                _task("merge", tasks.of(run, "merge")), _pushed(tasks.of(run, "push")),
+            ]  # fmt: skip
         now = f"{name}{shown}"
         return gr.skip() if now == seen else [now, *shown]
 
 
-def _task(verb: str, task: Any, order: str) -> str:
+def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
+    """How the evaluation goes that was started here, and every one that the run has, the newest first and in full."""
+    status, found = task.status(), saved(run)
+    going = "" if status is None or (status["state"] == "done" and found) else _task("eval", task)
+    if not found:
+        return going or note("Not evaluated yet.")
+    written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in found}
+    first, *others = sorted(found, key=lambda name: -written[name])
+    shown = [f"<h3>{inert(_titled(found[first]))}</h3>", scores(found[first], order), what_was_lost(saved_lost(run))]
+    shown += [
+        f"<details><summary>{inert(_titled(found[name]))}</summary>{scores(found[name], order)}</details>" for name in others
+    ]
+    return going + "".join(shown)
+
+
+def _titled(result: dict[str, Any]) -> str:
+    return f"{result['score']}, {result['rows']:,} {rows_of(result)}"
+
+
+def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
+    """How writing them goes, and links to those that are there."""
+    going = "".join(
+        _task(verb, task) for verb, task in (("report", report), ("compare", compare))
+        if (status := task.status()) is not None and status["state"] != "done"
+    )  # fmt: skip
+    files = {"report.html": "Download the report", "comparison.html": "Download the comparison"}
+    links = [
+        f'<a href="/ft/report/{quote(run.path.name)}/{file}" download>{words}</a>'
+        for file, words in files.items()
+        if (run.path / file).is_file() and " " not in run.path.name  # which the guard of the page's routes does not know
+    ]
+    return going + (f"<p>{' · '.join(links)}</p>" if links else "" if going else note("Not written yet."))
+
+
+def _pushed(task: Task) -> str:
+    """The files of the dry run, or where they were pushed."""
+    status, result = task.status(), task.result()
+    if status is None or status["state"] != "done" or not isinstance(result, dict) or "files" not in result:
+        return _task("push", task)
+    rows = [[file["name"], format_bytes(file["bytes"])] for file in result["files"]]
+    seen = "public" if result["public"] else "private"
+    where = f"{result['repo']} ({seen})"
+    told = f"Pushed to {where}: {result['commit']}" if result["sent"] else f"For {where}; nothing was sent yet."
+    return note(told) + table(["file", ">size"], rows, "Files", hidden_caption=True)
+
+
+def _gguf_files(run: RunDirectory) -> list[str]:
+    """GGUF files of the run, by their path in it."""
+    found = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
+    return [path.relative_to(run.path).as_posix() for path in found]
+
+
+def _task(verb: str, task: Task) -> str:
+    """How a command that was started here goes, or ended."""
     status = task.status()
     if status is None:
         return note("Not run yet.")
@@ -171,7 +308,5 @@ def _task(verb: str, task: Any, order: str) -> str:
         return command + problem(f"finetune {verb} failed", result["problems"], result.get("fix", ""))
     if status["state"] == "failed":
         return command + problem(f"finetune {verb} failed", task.log().strip().splitlines()[-5:] or ["no output"])
-    if verb == "eval" and isinstance(result, dict):
-        return command + (scores(result, order) if "reused" in result else note("Made by an earlier version: evaluate again."))
-    rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) else []
+    rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) and verb == "merge" else []
     return command + (table(["name", "value"], rows, f"Result of {verb}", hidden_caption=True) if rows else note("Done."))

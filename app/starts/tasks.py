@@ -1,4 +1,4 @@
-"""Commands on a run's result (eval, merge): detached processes with their output in files."""
+"""Commands on a run's result (eval, merge, report, compare, push): detached processes with their output in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finetune.run.state import process_is, process_record
 from finetune.system import typed
 
 #: Commands of `finetune` on a run's result.
-VERBS = ("eval", "merge")
+VERBS = ("eval", "merge", "report", "compare", "push")
 
 
 @dataclass(frozen=True)

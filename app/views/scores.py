@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 from app.views.markup import note, table
 from finetune.evaluate.paired import Difference, in_words, ordered
 from finetune.units import format_seconds
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
 
 _ROWS_SHOWN = 12
 
@@ -21,11 +25,14 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     lines += [("token accuracy", "token_accuracy", _percent)]
     rows = [[name, write(base[key]), write(tuned[key])] for name, key, write in lines if tuned[key] is not None]
     rows += [[f"field {name}", _percent(base["fields"][name]), _percent(tuned["fields"][name])] for name in tuned["fields"]]
-    source = f"rows of {result['data']}" if result["data"] else "held-out rows"
-    summary = table([f"{result['rows']:,} {source}", ">base", ">tuned"], rows, "Base against tuned", hidden_caption=True)
+    names = names_of(result)
+    columns = [f"{result['rows']:,} {rows_of(result)}", *(f">{name}" for name in names)]
+    summary = table(columns, rows, "Base against tuned", hidden_caption=True)
+    gaps = " - ".join(reversed(names))
     told = "".join(
-        note(f"{name}: {in_words(Difference(**gap), scale, unit)}") for name, gap, scale, unit in _gaps(result) if gap
+        note(f"{name}: {in_words(Difference(**gap), scale, unit, gaps)}") for name, gap, scale, unit in _gaps(result) if gap
     )
+    told += what_was_lost(result.get("lost") or [])
     known = f" {result['reused']:,} results are from an earlier evaluation." if result["reused"] else ""
     first = ordered(base["scores"], tuned["scores"], order)[:rows_shown]
     answers = [
@@ -33,9 +40,53 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
          f"{base['scores'][row]:.3g}", f"{tuned['scores'][row]:.3g}"]
         for row in first
     ]  # fmt: skip
-    columns = ["prompt", "expected", "base", "tuned", ">score of base", ">of tuned"]
+    columns = ["prompt", "expected", *names, f">score of {names[0]}", f">of {names[1]}"]
     took = note(f"Evaluated in {format_seconds(result['seconds'])}.{known}")
     return summary + told + took + (table(columns, answers, "Answers") if answers else "")
+
+
+def rows_of(result: dict[str, Any]) -> str:
+    """Which rows an evaluation was of."""
+    if result.get("forgetting"):
+        return "held-out rows of the run it went on from"
+    return f"rows of {result['data']}" if result["data"] else "held-out rows"
+
+
+def names_of(result: dict[str, Any]) -> tuple[str, str]:
+    """The two models: base and tuned, or before and after going on from an adapter."""
+    return ("before", "now") if result.get("forgetting") else ("base", "tuned")
+
+
+def what_was_lost(found: list[dict[str, Any]]) -> str:
+    """Losses before and now on rows that were not trained for."""
+    lines = [[each["rows_of"], each["rows"], _number(each["before"]), _number(each["now"]), _gap(each)] for each in found]
+    columns = ["what was lost", ">rows", ">loss before", ">now", "difference"]
+    return table(columns, lines, "What was lost", hidden_caption=True) if lines else ""
+
+
+def _gap(lost: dict[str, Any]) -> str:
+    gap = lost["difference"]
+    return in_words(Difference(**gap) if gap else None, names="now - before")
+
+
+def saved(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The evaluations that a run has, from the page or the command line, by the name of their file."""
+    found = {}
+    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
+        try:
+            found[path.stem.removeprefix("scores-")] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def saved_lost(run: RunDirectory) -> list[dict[str, Any]]:
+    """What was lost, as the last evaluation found it."""
+    try:
+        found = json.loads((run.path / "evaluations" / "lost.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:

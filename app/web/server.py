@@ -91,6 +91,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api.get(f"/ft/{name}")(lambda name=name, kind=kind: FileResponse(_HERE / name, media_type=kind))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
+    api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
     page, looks = build_page(context)
     page.state_session_capacity = _SESSIONS
     api = gradio.mount_gradio_app(
@@ -99,6 +100,17 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     )  # fmt: skip
     page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
     return Guard(UploadLimit(PageFilter(api), temporary / "files"), access), context
+
+
+def _report(workspace: Workspace, name: str, file: str) -> Any:
+    """A run's report or comparison as a download: its HTML is not shown on this page's origin."""
+    from fastapi.responses import FileResponse, PlainTextResponse
+
+    run = workspace.run(name)
+    path = run.path / file if run is not None and file in ("report.html", "comparison.html") else None
+    if path is None or not path.is_file() or path.is_symlink():
+        return PlainTextResponse("There is no report.", status_code=404)
+    return FileResponse(path, media_type="text/html", filename=f"{name}-{file}", content_disposition_type="attachment")
 
 
 def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:

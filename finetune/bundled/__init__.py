@@ -1,4 +1,4 @@
-"""The bundled base model `tiny` and dataset `support`, both made by scripts/bundled/."""
+"""The bundled base model `tiny` and dataset `support`, both made by scripts/bundled/, and general questions written for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 _MODELS = {"tiny": _HERE / "tiny-base"}
 _DATASETS = {"support": {"train": _HERE / "support" / "train.jsonl", "eval": _HERE / "support" / "eval.jsonl"}}
+
+
+#: Short questions of general knowledge, arithmetic, language and form, for what training has taken from a model.
+PROBE = _HERE / "probe.jsonl"
 
 
 def model_path(name: str) -> Path | None:

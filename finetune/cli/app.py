@@ -274,6 +274,10 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(min=1, help="Score only this many rows.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Score the last step's adapter, when the best is another.")] = False,
     data: Annotated[str | None, typer.Option("--data", help="Score the rows of this file, not the held-out ones.")] = None,
+    forgetting: Annotated[
+        bool, typer.Option("--forgetting", help="Score the held-out rows of the run from whose adapter this one went on.")
+    ] = False,
+    probe: Annotated[bool, typer.Option(help="Also say what was lost: loss on general questions, on rows of before.")] = True,
     score: Annotated[str, typer.Option(help="exact, contains, regex, json, numeric or loss.")] = "exact",
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
@@ -295,12 +299,18 @@ def evaluate(
     from finetune.evaluate.scores import scorer
 
     chosen = scorer(score, pattern=pattern, tolerance=tolerance, function=score_function)
-    show_scores(run, rows=rows, last=last, data=data, score=chosen, show=show, examples=examples, as_json=json)
+    show_scores(
+        run, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show, examples=examples,
+        as_json=json,
+    )  # fmt: skip
 
 
 @cli.command()
 def chat(
-    run: RunArgument = "latest", json: Json = False,
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'; several of one base model.")
+    ] = None,
+    json: Json = False,
     base: Annotated[bool, typer.Option("--base", help="Chat with the base model, without the adapter.")] = False,
     both: Annotated[bool, typer.Option("--both", help="Base and tuned model answer, from the same seed.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Answer one prompt and exit.")] = None,
@@ -312,7 +322,7 @@ def chat(
 ) -> None:  # fmt: skip
     """Chat with the tuned model, the base model, or both.
 
-    Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.
+    Answers are streamed. Ctrl-C stops an answer, a second one ends the chat. `/use RUN` changes who answers.
 
     Example:  finetune chat latest --prompt "My parcel is late."
 
@@ -321,8 +331,9 @@ def chat(
     from finetune.cli.evaluate import chat_with
 
     models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
+    run, *others = runs or ["latest"]
     chat_with(
-        run, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
+        run, others=others, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
         temperature=temperature, top_p=top_p, seed=seed, as_json=json,
     )  # fmt: skip
 
@@ -439,6 +450,34 @@ def compare(
     if len(set(runs)) < 2:
         raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
     raise typer.Exit(write_report(runs, output=output, as_json=json))
+
+
+@cli.command()
+def push(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository of the hub, OWNER/NAME.")],
+    json: Json = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push the adapter; the default.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Push the merged model, RUN/merged.")] = False,
+    gguf: Annotated[list[str] | None, typer.Option("--gguf", metavar="FILE", help="Push GGUF files.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="A public repository; the default is private.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="The repository may have files already.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; send nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Push adapter, merged model or GGUF to the hub.
+
+    One commit, with a model card; no row of the data, no path of this machine.
+
+    Example:  finetune push latest alice/support-lora --dry-run
+    """
+    from finetune.cli.push import push_run
+
+    if adapter and (merged or gguf):
+        raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Give one of them.")
+    push_run(
+        run, repo, merged=merged, gguf=gguf or [], public=public, update=update, dry_run=dry_run, yes=yes, as_json=json
+    )  # fmt: skip
 
 
 @cli.command()

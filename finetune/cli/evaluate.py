@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -17,9 +20,11 @@ from finetune.errors import CommandError
 from finetune.plan.plan import read_plan
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
+from finetune.run.origin import origin_of
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
+    from finetune.evaluate.answerer import Answerer
     from finetune.evaluate.score import Comparison
     from finetune.evaluate.scores import Scorer
     from finetune.run.directory import RunDirectory
@@ -28,13 +33,20 @@ _ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst
 
 
 def show_scores(
-    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer, show: str, examples: int, as_json: bool
-) -> None:
-    """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error."""
+    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer, show: str, examples: int, as_json: bool,
+    forgetting: bool = False, probe: bool = False,
+) -> None:  # fmt: skip
+    """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error.
+
+    `forgetting`: on those of the run from whose adapter it went on. `probe`: also say what was lost.
+    """
     if show not in _ORDERS:
         raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
+    if forgetting and data is not None:
+        raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
     see_its_card(run)
+    from finetune.evaluate.lost import loaded, what_was_lost
     from finetune.evaluate.paired import in_words, ordered
     from finetune.evaluate.score import compare
 
@@ -42,24 +54,45 @@ def show_scores(
     if copies:
         err.print(f"[dim]{copies.price_of_answers}[/]")
     with doing(quiet=False) as say:
-        result = compare(run, rows=rows, last=last, data=data, score=score, progress=say)
+
+        @functools.cache
+        def load() -> Answerer:
+            say("loading base model and adapter")
+            return loaded(run, last)
+
+        result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=say)
+        lost = what_was_lost(run, last=last, load=load, progress=say) if probe and data is None and not forgetting else []
     if as_json:
-        print_json({"run": str(run.path), **result.as_json()})
+        print_json({"run": str(run.path), **result.as_json(), "lost": [asdict(each) for each in lost]})
         return
-    kind = "held-out rows" if data is None else f"rows of {data}"
+    origin = origin_of(run)
+    kind = (
+        f"held-out rows of {Path(origin.name).name}"
+        if forgetting and origin
+        else f"rows of {data}"
+        if data
+        else "held-out rows"
+    )
+    names = ("before", "now") if forgetting else ("base", "tuned")
+    gap = " - ".join(reversed(names))
     known = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{known}")
     for note in result.notes:
         err.print(f"[yellow]{escape(note)}[/]")
-    out.print(_table(result))
+    out.print(_table(result, names))
     if result.tuned.answers:
         if result.score != "exact":
-            out.print(f"{escape(result.score)}: {in_words(result.score_difference)}")
-        out.print(f"exact match: {in_words(result.exact_match_difference, 100, ' points')}")
+            out.print(f"{escape(result.score)}: {in_words(result.score_difference, names=gap)}")
+        out.print(f"exact match: {in_words(result.exact_match_difference, 100, ' points', gap)}")
         gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
-        better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
-        out.print(f"rows: {better:,} better than the base's, {worse:,} worse, {len(gaps) - better - worse:,} the same")
-    out.print(f"loss: {in_words(result.loss_difference)}")
+        better, worse = sum(each > 0 for each in gaps), sum(each < 0 for each in gaps)
+        than = "before" if forgetting else "the base's"
+        out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
+    out.print(f"loss: {in_words(result.loss_difference, names=gap)}")
+    if lost:
+        out.print("\nwhat was lost:")
+        for each in lost:
+            out.print(f"  {escape(each.in_words())}")
     shown = ordered(result.base.scores, result.tuned.scores, show)[:examples]
     if shown:
         out.print(f"\nrows, {_ORDERS[show]} first:")
@@ -67,13 +100,13 @@ def show_scores(
         base, tuned = result.base, result.tuned
         out.print(f"\n[dim]{escape(printable(result.prompts[row]).strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
-        out.print(f"  base   {base.scores[row]:5.3g} {escape(_one_line(base.answers[row]))}")
-        out.print(f"  tuned  {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")
+        out.print(f"  {names[0]:6} {base.scores[row]:5.3g} {escape(_one_line(base.answers[row]))}")
+        out.print(f"  {names[1]:6} {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")
 
 
-def _table(result: Comparison) -> Any:
+def _table(result: Comparison, names: tuple[str, str]) -> Any:
     """Each score of both models."""
-    shown = table("", ">base", ">tuned")
+    shown = table("", *(f">{name}" for name in names))
     base, tuned = result.base, result.tuned
     if tuned.answers:
         shown.add_row("exact match", _percent(base.exact_match), _percent(tuned.exact_match))
@@ -91,37 +124,55 @@ def _table(result: Comparison) -> Any:
 
 def chat_with(
     source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
-    temperature: float, top_p: float, seed: int, as_json: bool,
+    temperature: float, top_p: float, seed: int, as_json: bool, others: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed."""
-    run = open_run(source)
+    """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed.
+
+    The runs of `others` share the base model: all answer the prompt; in a chat the first does until `/use NAME`.
+    """
+    runs = [open_run(source) for source in dict.fromkeys([source, *others])]
+    if len({run.path.name for run in runs}) < len(runs):
+        raise CommandError("two of these runs have the same name", "Rename one: finetune runs rename RUN NAME")
+    run = runs[0]
     with doing(quiet=as_json) as say:
         say("loading the model")
         see_its_card(run)
         from finetune.evaluate.answerer import Answerer
+        from finetune.evaluate.room import chat_memory
         from finetune.model.generate import Sampling
 
-        answerer = Answerer(run, need_adapter="tuned" in models)
-    if answerer.plan.layer_copies and not as_json:
-        err.print(f"[dim]{answerer.plan.layer_copies.price_of_answers}[/]")
-    if answerer.plain and not as_json:
+        if not as_json:
+            memory = chat_memory(read_plan(run.plan), max_new_tokens)
+            err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.in_words()}[/]")
+        first = Answerer(run, need_adapter="tuned" in models or len(runs) > 1)
+        answerers = {run.path.name: first, **{other.path.name: first.beside(other) for other in runs[1:]}}
+    if first.plan.layer_copies and not as_json:
+        err.print(f"[dim]{first.plan.layer_copies.price_of_answers}[/]")
+    if first.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
-    sampling = Sampling(temperature, top_p, seed)
-    first: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    said = {model: list(first) for model in models}
+    if len(runs) > 1 and prompt is None and not as_json:
+        err.print(f"[dim]{escape(run.path.name)} answers; /use {escape(' or /use '.join(list(answerers)[1:]))} changes that[/]")
+    sampling, start = Sampling(temperature, top_p, seed), [{"role": "system", "content": system}] if system else []
+    said: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    used = [run.path.name] if prompt is None else list(answerers)
     for question in [prompt] if prompt is not None else _questions():
-        for model in models:
-            said[model].append({"role": "user", "content": question})
-            if len(models) > 1 and not as_json:
-                out.print(f"[bold]{model}[/]")
-            with answerer.as_base() if model == "base" else contextlib.nullcontext(), _stop_on_ctrl_c() as stopped:
+        if prompt is None and question.split()[:1] == ["/use"]:
+            used = _used(question, used, answerers, as_json)
+            continue
+        asked = [(name, model) for model in models for name in (used if model == "tuned" else used[:1])]
+        for name, model in asked:
+            answerer, turns = answerers[name], said.setdefault((name, model), list(start))
+            turns.append({"role": "user", "content": question})
+            if len(asked) > 1 and not as_json:
+                out.print(f"[bold]{escape(name) if len(runs) > 1 and model == 'tuned' else model}[/]")
+            with answerer.using(model), _stop_on_ctrl_c() as stopped:
                 made = answerer.stream(
-                    answerer.prompt_ids(said[model]), max_new_tokens=max_new_tokens, sampling=sampling,
+                    answerer.prompt_ids(turns), max_new_tokens=max_new_tokens, sampling=sampling,
                     say=(lambda _: None) if as_json else _say, stopped=stopped,
                 )  # fmt: skip
-            said[model].append({"role": "assistant", "content": made.text})
+            turns.append({"role": "assistant", "content": made.text})
             if as_json:
-                print_json({"run": str(run.path), "model": model, "prompt": question, "answer": made.text,
+                print_json({"run": str(answerer.run.path), "model": model, "prompt": question, "answer": made.text,
                             "tokens": made.tokens, "tokens_per_s": made.tokens_per_s, "stopped": made.stopped})  # fmt: skip
                 continue
             print()
@@ -129,6 +180,17 @@ def chat_with(
             err.print(f"[dim]{made.tokens:,} tokens{rate}{', stopped' if made.stopped else ''}[/]")
             if prompt is not None and made.stopped:
                 raise KeyboardInterrupt
+
+
+def _used(question: str, used: list[str], known: Collection[str], as_json: bool) -> list[str]:
+    """The run that answers from now on, by `/use NAME`."""
+    name = question.partition("/use")[2].strip()
+    if name in known:
+        used = [name]
+    if not as_json:
+        unknown = "" if name in known or not name else f"there is no {escape(name)} in this chat; "
+        err.print(f"[dim]{unknown}{escape(used[0])} answers, of {escape(', '.join(known))}[/]")
+    return used
 
 
 def _say(piece: str) -> None:

@@ -33,6 +33,7 @@ from finetune.events import (
 )
 from finetune.run import control
 from finetune.run.directory import open_run, runs_from_here
+from finetune.run.origin import origin_of
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import read_state
 from finetune.system import typed
@@ -149,6 +150,8 @@ def _introduce(run: RunDirectory, prepared: Any) -> None:
                 out.print(f"{name} data: {escape(report.account())}")
             for warning in report.warnings:
                 out.print(f"[yellow]note:[/] {escape(warning)}")
+    if (origin := origin_of(run)) is not None:
+        out.print(f"Goes on from {escape(origin.in_words())}")
     out.print(f"Run directory: {escape(str(run.path))}\n")
 
 

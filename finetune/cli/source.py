@@ -19,8 +19,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
     """The recipe `source` with overrides; where `source` or `model` is a model, the default recipe with it.
 
-    Raises RecipeError. The dataset is NO_DATASET when none is given.
+    Raises RecipeError. The dataset is NO_DATASET when none is given; an adapter is a folder, where a run was named.
     """
+    found = _recipe_of(source, overrides, model, data)
+    if found.adapter_name_or_path is None:
+        return found
+    from finetune.run.origin import located
+
+    return located(found)
+
+
+def _recipe_of(source: str | None, overrides: list[str], model: str | None, data: str | None) -> Recipe:
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
     given = [*([f"dataset.path={json.dumps(data)}"] if data else []), *overrides]

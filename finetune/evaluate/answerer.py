@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed
 from finetune.model.put_away import load_base
 from finetune.model.quiet import quiet_libraries
 from finetune.model.transformers_config import load_config
+from finetune.model.weights import weights_fingerprint
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data, require_intact_adapter
 from finetune.run.seal import newest_verified
@@ -33,21 +35,50 @@ if TYPE_CHECKING:
 class Answerer:
     """The base model of a run with its adapter, or with the `last` step's beside the best.
 
-    `adapter`: name of the adapter's folder. `plain`: the run was trained on prompts as they are, without the chat template.
+    `others`: folders of more adapters of the same base, by the names with which `using` chooses them. `adapter`: name of the
+    adapter's folder. `plain`: the run was trained on prompts as they are, without the chat template.
     """
 
-    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False) -> None:
+    def __init__(
+        self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False, others: Mapping[str, Path] | None = None
+    ) -> None:
         quiet_libraries()
-        self.run, self.plan = run, read_plan(run.plan)
         folder = adapter_folder(run, last=last, needed=need_adapter)
-        self.adapter = folder.name if folder else None
-        require_data(run)
-        self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", self.plan.settings)
-        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
-        self.plain = is_plain(run)
+        self._read(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
         self._tuned = folder is not None
+        self._key = "default"
+        self._keys = {name: self._added(path) for name, path in (others or {}).items()}
+
+    def _added(self, folder: Path) -> str:
+        """Load one more adapter beside those that are there; returns PEFT's name for it."""
+        key = f"adapter{len(self.model.peft_config)}"
+        with _explained(folder):
+            self.model.load_adapter(str(folder), key, use_safetensors=True)
+        return key
+
+    def beside(self, other: RunDirectory) -> Answerer:
+        """Another run's answerer that shares this one's base model. Raises CommandError when it was trained on another."""
+        plan, folder = read_plan(other.plan), adapter_folder(other)
+        if _base_of(plan) != _base_of(self.plan):
+            raise CommandError(
+                f"{other.path.name} was trained on another base model than {self.run.path.name}, or on another form of it",
+                "Chat with each of them alone.",
+            )
+        assert folder is not None
+        made = copy.copy(self)
+        made._read(other, plan, folder)
+        made._key, made._keys = self._added(folder), {}
+        return made
+
+    def _read(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
+        """The run's own tokenizer and template."""
+        require_data(run)
+        self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
+        self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
+        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
+        self.plain = is_plain(run)
 
     def load(self, adapter: Path | None) -> Any:
         """The model in evaluation mode."""
@@ -61,6 +92,17 @@ class Answerer:
             return
         with self.model.disable_adapter():
             yield
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Inside the block: `base` is the model without an adapter, a name of `others` has that one; else the run's own."""
+        if name == "base":
+            with self.as_base():
+                yield
+            return
+        if isinstance(self.model, PeftModel):
+            self.model.set_adapter(self._keys.get(name, self._key))
+        yield
 
     def answer(self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None) -> list[str]:
         """Greedy answers to tokenised prompts, as one batch, without special tokens."""
@@ -120,12 +162,18 @@ def _last_adapter(run: RunDirectory) -> Path:
     return run.last_adapter
 
 
+def _base_of(plan: Plan) -> tuple[Any, ...]:
+    """What two adapters must have in common to share a loaded model."""
+    settings = plan.settings
+    weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
+    return weights, settings.load_in_4bit, settings.load_in_8bit, settings.dtype
+
+
 def answer_facts(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
     """What decides an answer beside its prompt: settings, base weights, adapter, versions. JSON values."""
     from importlib.metadata import version
 
     from finetune import __version__
-    from finetune.model.weights import weights_fingerprint
 
     files = [] if adapter is None else sorted(adapter.glob("adapter_*"))
     return {
@@ -143,19 +191,28 @@ def longest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
 def _load(plan: Plan, folder: Any, device: str) -> Any:
     settings = plan.settings
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, say=lambda _: None)
-    try:
+    with _explained(folder):
         model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
-        raise CommandError(
-            f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
-            f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
-        ) from None
     if folder and (broken := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
         raise CommandError(
             f"the adapter in {folder} has values that are not finite: {', '.join(broken[:3])}",
             "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
         )
     return model.eval()
+
+
+@contextlib.contextmanager
+def _explained(folder: Any) -> Iterator[None]:
+    """Turn errors of PEFT about an adapter that can't be loaded into a CommandError."""
+    try:
+        yield
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "mismatch" not in str(error):
+            raise  # out of memory, among others
+        raise CommandError(
+            f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
+            f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
+        ) from None
 
 
 def _is_adapter_not_finite(name: str, values: torch.Tensor) -> bool:

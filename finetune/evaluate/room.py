@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.recipe import Settings
 
 #: A processor is slower with more than its caches hold, and a small batch ends early.
 _MOST_TOKENS = {"cpu": 8_192, "cuda": 131_072}
@@ -38,6 +45,55 @@ def token_bytes(model: Any, device: str) -> float:
         if device == "cuda":
             taken = (torch.cuda.max_memory_allocated() - before) / length
     return max((held[_LONG] - held[_SHORT]) / (_LONG - _SHORT), taken)
+
+
+def cache_token_bytes(settings: Settings) -> float | None:
+    """Bytes of the KV cache for each token, by the model without weights, before one is loaded. None where it can't say."""
+    from finetune.model.build import build_on_meta
+    from finetune.model.quantisation import model_dtype
+    from finetune.model.transformers_config import load_config
+
+    try:
+        model = build_on_meta(load_config(settings), None, dtype=model_dtype(settings), attention=None)
+        return token_bytes(model.eval(), "meta")
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):  # it asks a tensor for its values
+        return None
+
+
+@dataclass(frozen=True)
+class ChatMemory:
+    """What a chat will take: the loaded model by the run's forecast, the KV cache of so many tokens, and what is free now."""
+
+    model_bytes: int | None
+    cache_bytes: int | None
+    tokens: int
+    free_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is known of it fits."""
+        return (self.model_bytes or 0) + (self.cache_bytes or 0) <= self.free_bytes
+
+    def in_words(self) -> str:
+        """One line."""
+        model = format_bytes(self.model_bytes) if self.model_bytes is not None else "not known"
+        cache = format_bytes(self.cache_bytes) if self.cache_bytes is not None else "not known"
+        fits = "" if self.fits else ": it may not fit"
+        return f"model {model}, KV cache of {self.tokens:,} tokens {cache}; {format_bytes(self.free_bytes)} free{fits}"
+
+
+def chat_memory(plan: Plan, max_new_tokens: int) -> ChatMemory:
+    """Forecast for a chat whose conversation is as long as the training's longest row, and an answer."""
+    tokens = plan.settings.max_length + max_new_tokens
+    peaks = plan.forecast.peaks if plan.forecast else {}
+    each = cache_token_bytes(plan.settings)
+    free = psutil.virtual_memory().available if plan.card.is_cpu else _free_on_card(plan)
+    return ChatMemory(peaks.get("load"), round(each * tokens) if each is not None else None, tokens, free)
+
+
+def _free_on_card(plan: Plan) -> int:
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else plan.card.free_bytes
+    return free if plan.budget_bytes is None else min(free, plan.budget_bytes)
 
 
 def halving(rows: list[int], work: Any) -> None:

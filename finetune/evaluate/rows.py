@@ -6,13 +6,16 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from finetune.bundled import PROBE
 from finetune.data.checks import BadRow
 from finetune.data.examples import read_examples
+from finetune.data.formats import Example
 from finetune.data.questions import questions_of
 from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.recipe import DatasetRecipe
+from finetune.run.origin import HELD_OUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,15 +38,23 @@ class EvalRows:
     labels: list[list[int]] = field(default_factory=list)
 
 
-def held_out(run: RunDirectory, most: int | None) -> EvalRows:
-    """At most so many of the run's held-out rows. Raises DataError when it has none."""
-    questions = json.loads((run.data / "eval_examples.json").read_text(encoding="utf-8"))[:most]
+def held_out(run: RunDirectory, most: int | None, *, first: bool = False) -> EvalRows:
+    """At most so many of the run's held-out rows, or of the `first` run's from whose adapter it went on.
+
+    Raises DataError when there are none.
+    """
+    folder = run.origin / HELD_OUT if first else run.data
+    if first and not folder.is_dir():
+        raise DataError(
+            f"{run.path} has no held-out rows of a run that it went on from", "Leave out --forgetting, or give --data FILE."
+        )
+    questions = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))[:most]
     ids: list[list[int]] = []
     labels: list[list[int]] = []
-    if (run.data / "eval").is_dir():
+    if (folder / "eval").is_dir():
         from datasets import load_from_disk
 
-        tokenised: Any = load_from_disk(str(run.data / "eval"))
+        tokenised: Any = load_from_disk(str(folder / "eval"))
         chosen = tokenised.select(range(min(len(tokenised), most or len(tokenised))))
         ids, labels = list(chosen["input_ids"]), list(chosen["labels"])
     if not questions and not ids:
@@ -77,6 +88,23 @@ def own(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, most:
     sequences = [one for made in encoded if not isinstance(made, BadRow) for one in made]
     ids, labels = ([getattr(one, name).tolist() for one in sequences] for name in ("input_ids", "labels"))
     return _rows(questions_of(usable, tokenizer), ids, labels)
+
+
+def probe(tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> EvalRows:
+    """At most so many of the bundled general questions, asked with the tokenizer's chat template where it has one."""
+    lines = PROBE.read_text(encoding="utf-8").splitlines()[:most]
+    examples = [_question(json.loads(line), tokenizer.chat_template is not None) for line in lines]
+    encoded = Encoder(tokenizer, conversations=tokenizer.chat_template is not None).encode(examples)
+    sequences = [one for made in encoded if not isinstance(made, BadRow) for one in made]
+    ids, labels = ([getattr(one, name).tolist() for one in sequences] for name in ("input_ids", "labels"))
+    return EvalRows(ids=ids, labels=labels)
+
+
+def _question(row: dict[str, str], as_conversation: bool) -> Example:
+    if not as_conversation:
+        return Example(PROBE.name, 0, prompt=f"{row['prompt']}\n", completion=row["completion"])
+    messages = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}
+    return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
 def _rows(questions: list[dict[str, Any]], ids: list[list[int]], labels: list[list[int]]) -> EvalRows:

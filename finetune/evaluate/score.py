@@ -63,6 +63,7 @@ class Score:
 class Comparison:
     """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows.
 
+    `forgetting`: the rows are those that the first run held out, and `base` is the adapter from which this run went on.
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models whose
     answer or loss was there from an earlier evaluation.
     """
@@ -80,6 +81,7 @@ class Comparison:
     data: str | None = None
     reused: int = 0
     notes: list[str] = field(default_factory=list)
+    forgetting: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
@@ -93,9 +95,14 @@ def compare(
     last: bool = False,
     score: Scorer | None = None,
     data: str | None = None,
+    forgetting: bool = False,
+    load: Callable[[], Answerer] | None = None,
     progress: Progress = lambda _: None,
 ) -> Comparison:
     """Score held-out rows, or those of the file `data`, with the result or, if `last`, the last step's adapter beside it.
+
+    With `forgetting`, the held-out rows of the run that this one went on from, with that adapter and with the result.
+    `load`: gives an answerer that is loaded already, or loads it.
 
     Raises DataError when there are no such rows or the score can't be computed for one, RecipeError when there is no such
     adapter, OutOfMemory when one row alone does not fit. Killed and called again, it goes on with the rows that are left.
@@ -105,22 +112,24 @@ def compare(
     chosen = score or scorer("exact")
     plan = read_plan(run.plan)
     tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
-    found = held_out(run, rows) if data is None else own(data, plan.settings, tokenizer, rows)
+    found = held_out(run, rows, first=forgetting) if data is None else own(data, plan.settings, tokenizer, rows)
     if chosen.name != "loss":
         _check(found, chosen)
     folder = adapter_folder(run, last=last)
 
     @functools.cache
-    def load() -> Answerer:
+    def load_now() -> Answerer:
         progress("loading base model and adapter")
-        return Answerer(run, last=last)
+        return Answerer(run, last=last, others={"origin": run.origin} if forgetting else None)
 
     new = longest(tokenizer, found.references) + 16 if chosen.name != "loss" else None
+    first = ("origin", run.origin) if forgetting else ("base", None)
     journals = [
         Journal(run.path / "evaluations", model, answer_facts(run, plan, adapter))
-        for model, adapter in (("base", None), ("tuned", folder))
+        for model, adapter in (first, ("tuned", folder))
     ]
-    base_made = Made(load, journals[0], found, "base", new, progress)
+    load = load or load_now
+    base_made = Made(load, journals[0], found, first[0], new, progress)
     tuned_made = Made(load, journals[1], found, "tuned", new, progress)
     base, tuned = base_made.scored(chosen), tuned_made.scored(chosen)
     enough = len(base.scores) > 1
@@ -132,9 +141,11 @@ def compare(
         if len(base.row_losses) > 1 and any(base.row_tokens) else None,
         chosen.name, difference(base.scores, tuned.scores, span=_span(chosen, base, tuned)) if enough else None,
         data, base_made.reused + tuned_made.reused, sorted({journal.problem for journal in journals} - {""}),
+        forgetting,
     )  # fmt: skip
     if not made.notes:
-        name = f"scores-{chosen.name}{'-last' if last else ''}{f'-{digest(data)}' if data else ''}.json"
+        kinds = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
+        name = f"scores-{chosen.name}{''.join(kinds)}.json"
         with contextlib.suppress(OSError):  # for reports; without room there is none of this evaluation
             write_json(run.path / "evaluations" / name, made.as_json())
     return made
@@ -196,7 +207,7 @@ class Made:
         done = first = len(keys) - sum(map(len, left))
         self.reused += done
         began, said = time.monotonic(), 0.0
-        with self._load().as_base() if self._model == "base" else contextlib.nullcontext():
+        with self._load().using(self._model):
             for batch in left:
                 now = time.monotonic()
                 if now - said > _SAID_S:

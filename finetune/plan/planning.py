@@ -13,6 +13,7 @@ from finetune.errors import DataError, ModelError, RecipeError
 from finetune.forecast.cache import LIBRARIES
 from finetune.model.configuration import named_model, vocabulary_size
 from finetune.plan.make import make_plan
+from finetune.plan.origin import taken_over
 from finetune.plan.plan import DataProblem, DataStatistics
 from finetune.recipe import AUTO, Recipe
 from finetune.recipe.compatibility import address_problems
@@ -47,9 +48,10 @@ def plan_recipe(
     if problems := address_problems(recipe.launch):
         raise RecipeError(problems)
     recipe, renamed = named_model(recipe)
+    recipe, reasons = taken_over(recipe)
     read = rows(recipe)
-    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare)
-    return dataclasses.replace(plan.noting(renamed).noting(read.note), data_problem=read.problem)
+    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare).noting(renamed).noting(read.note)
+    return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:

@@ -267,6 +267,11 @@ def _secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in found if name), None)
 
 
+def find_secret(text: str) -> bool:
+    """Whether a text has something that looks like a token."""
+    return bool(_SECRET_VALUE.search(text))
+
+
 def _holds_secret(value: Any) -> bool:
     """Whether a value, at any depth, looks like a token."""
     if isinstance(value, (dict, list)):

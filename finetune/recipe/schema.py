@@ -206,6 +206,9 @@ class Recipe(_Strict):
     )
     packing: AutoOr[bool] = _data(AUTO, COST | RESULT, "Pack several rows into one sequence of max_length.")
     # -- adapter
+    adapter_name_or_path: Text | None = _adapter(
+        None, RESULT, "Train on from this adapter: a run, or a folder; its rank, scale and layers are taken over.", min_length=1
+    )
     load_in_4bit: AutoOr[bool] = _adapter(
         AUTO, PARAMETERS | COST | RESULT, "QLoRA: base weights in NF4 with double quantisation."
     )
@@ -303,6 +306,9 @@ class Recipe(_Strict):
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
     report_to: Trackers = _run([], NOTHING, "Experiment trackers to log to.")
+    notify: Literal["none", "desktop", "apprise"] = _run(
+        "none", NOTHING, "Tell that the run has ended: on the desktop, or by Apprise and its own configuration."
+    )
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Many cards or machines.")
 
     @model_validator(mode="after")
@@ -322,6 +328,7 @@ ALIASES = {
     "cutoff_len": "max_length", "sequence_len": "max_length", "max_seq_length": "max_length", "max_seq_len": "max_length",
     "block_size": "max_length", "excess_length_strategy": "excess_length", "truncation_strategy": "excess_length",
     "sample_packing": "packing",
+    "adapter": "adapter_name_or_path",
     "lora_rank": "lora_r", "lora_target_modules": "target_modules", "lora_target": "target_modules",
     "peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora",
     "micro_batch_size": "per_device_train_batch_size", "batch_size": "per_device_train_batch_size",

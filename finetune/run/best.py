@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
 from finetune.events import Result, RunWarning
-from finetune.run.seal import verify, write_manifest
+from finetune.run.seal import changes_in, verify, write_manifest
 from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:
@@ -49,10 +49,19 @@ def since_best(evaluated: list[Evaluated]) -> int:
     return len(evaluated) - (evaluated.index(best) + 1 if best else 0)
 
 
-def best_sealed(evaluated: list[Evaluated], checkpoints: Path) -> Evaluated | None:
+def weights_of(run: RunDirectory, step: int) -> Path:
+    """The folder with a step's adapter; of step 0 the adapter that the run went on from."""
+    return run.checkpoints / f"checkpoint-{step}" if step else run.origin
+
+
+def _damage(run: RunDirectory, step: int) -> list[str]:
+    return verify(weights_of(run, step)) if step else changes_in(run.origin)
+
+
+def best_sealed(evaluated: list[Evaluated], run: RunDirectory) -> Evaluated | None:
     """The best of the steps whose checkpoint is intact on every machine, as all ranks find it."""
     for each in sorted(evaluated, key=lambda each: each.loss):
-        if each.loss < math.inf and ranks.all_reduce_min(int(not verify(checkpoints / f"checkpoint-{each.step}"))):
+        if each.loss < math.inf and ranks.all_reduce_min(int(not _damage(run, each.step))):
             return each
     return None
 
@@ -88,7 +97,7 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         return Result(step=step, path=run.adapter.name, eval_loss=loss.get(step), last_step=step)
     _finish(building, run.last_adapter, trainer, step, loss.get(step))
     shutil.copytree(run.last_adapter, building)
-    shutil.copyfile(run.checkpoints / f"checkpoint-{best.step}" / _WEIGHTS, building / _WEIGHTS)
+    shutil.copyfile(weights_of(run, best.step) / _WEIGHTS, building / _WEIGHTS)
     _finish(building, run.adapter, trainer, best.step, best.loss)
     return Result(
         step=best.step, path=run.adapter.name, eval_loss=best.loss,
@@ -101,7 +110,7 @@ def _winner(trainer: RunTrainer, run: RunDirectory) -> Evaluated | None:
     best = trainer.best
     if best is None or best.step == trainer.state.global_step:
         return None
-    if problems := verify(run.checkpoints / f"checkpoint-{best.step}"):
+    if problems := _damage(run, best.step):
         trainer.events.emit(RunWarning(message=f"{lost_best(best.step, '; '.join(problems[:3]))}; the result is the last step"))
         return None
     return best
@@ -114,7 +123,7 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     tokenizer.save_pretrained(str(building))
     shutil.copymode(building / "adapter_config.json", building / _WEIGHTS)  # its library lets only the owner read it
     shutil.copy(trainer.run.plan, building / "plan.json")
-    write_manifest(building, {"step": step, "eval_loss": loss})
+    write_manifest(building, {"step": step, "eval_loss": loss, "base": trainer.seal_facts.get("base")})
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
     sync_folder(target.parent)  # the run is told to have finished next: after a power cut, too, the result is there
@@ -125,6 +134,7 @@ def in_words(result: Result, run: RunDirectory, total_steps: int) -> str:
     if result.last_path is None:
         return f"adapter in {run.adapter}"
     text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}"
+    text += "" if result.step else ", the adapter from which it went on"
     if result.eval_loss is not None and result.last_eval_loss is not None:
         rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
         text += f"; since then held-out loss rose {_percent(rise)}"

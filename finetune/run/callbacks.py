@@ -137,7 +137,7 @@ class RunCallback(TrainerCallback):
         is_best = self.trainer.is_best_so_far()
         if state.global_step >= state.max_steps:  # its adapter is written next
             return
-        control.should_save |= is_best
+        control.should_save |= is_best and state.global_step > 0  # step 0 is the adapter that it went on from
         patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))
         if patience and waited >= patience:
             self.stopped_early = (

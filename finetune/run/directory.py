@@ -1,6 +1,6 @@
 """The run directory, which has all files of a run.
 
-recipe.yaml plan.json events.jsonl log.txt process.json data/ checkpoints/ adapter/ adapter-last/ trackers/
+recipe.yaml plan.json events.jsonl log.txt process.json data/ origin/ checkpoints/ adapter/ adapter-last/ trackers/
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Sealed checkpoints, `checkpoint-<step>`."""
         return self.path / "checkpoints"
+
+    @property
+    def origin(self) -> Path:
+        """The adapter that training went on from, when it did not begin with a new one."""
+        return self.path / "origin"
 
     @property
     def adapter(self) -> Path:

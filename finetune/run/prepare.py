@@ -21,6 +21,8 @@ from finetune.recipe import write_recipe
 from finetune.run.card import triton_needs
 from finetune.run.directory import create, remember
 from finetune.run.layers import with_layers_checked
+from finetune.run.notification import missing_notifier
+from finetune.run.origin import keep, located, require_usable
 from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
@@ -47,13 +49,14 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
-    recipe, _ = named_model(recipe)
+    recipe, _ = named_model(located(recipe))
     # first: a missing card is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
     rows = _Rows(progress)
     plan = plan_recipe(recipe, card, rows)
     settings = plan.settings
+    require_usable(settings)
     prepared = rows.selected.encoded.within(recipe, limit_of(recipe) or _shorter(settings, plan))
     prepared.refuse()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
@@ -95,6 +98,7 @@ def _shorter(settings: Settings, plan: Plan) -> int | None:
 def _check_machine(recipe: Recipe, card: Card) -> None:
     """Raise MachineError or CardError for what this machine lacks: cards, DeepSpeed, trackers; Triton."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
+    problems += missing_notifier(recipe.notify)
     if recipe.attn_implementation == "flash_attention_2" and find_spec("flash_attn") is None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:
@@ -135,6 +139,8 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     write_manifest(run.data, {})
+    if settings.adapter_name_or_path is not None:
+        keep(run, Path(settings.adapter_name_or_path))
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
 

@@ -23,7 +23,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 #: Files that a library would load if they were added to a folder; others (README.md) may be.
 _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
 #: Facts that are hashes, in words.
-_HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed"}
+_HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
+           "origin": "the adapter that it went on from has changed"}  # fmt: skip
 
 
 @dataclass(frozen=True)

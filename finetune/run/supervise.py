@@ -26,6 +26,7 @@ from finetune.plan.plan import read_plan
 from finetune.run.card import cards_of, holders_of, replacement, visibility
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
+from finetune.run.notification import notify
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import asked
@@ -75,13 +76,21 @@ class Supervisor:
         outlive_terminal()
         card = read_plan(self.run.plan).card
         if card.is_cpu:
-            return self._attempts()
+            return self._told(self._attempts())
         queue = card_queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
-            return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
+            code = self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
         finally:
             queue.leave()
+        return self._told(code)
+
+    def _told(self, code: int) -> int:
+        """Notify of the run's end, where the recipe asks for it; returns the exit status."""
+        last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
+        if last is not None and (problem := notify(read_plan(self.run.plan).settings.notify, self.run.path, last)):
+            self._emit(RunWarning(message=problem))
+        return code
 
     def _wait_for_turn(self, queue: Queue) -> bool:
         """Wait for other runs on the card; False when a signal came first."""

@@ -225,7 +225,7 @@ class RunTrainer(SFTTrainer):
     def recall_best(self) -> None:
         """Find the best step of a resumed run in its history; say when its checkpoint is lost."""
         evaluated = evaluations(self.state.log_history)
-        self.best, lowest = best_sealed(evaluated, self.run.checkpoints), best_of(evaluated)
+        self.best, lowest = best_sealed(evaluated, self.run), best_of(evaluated)
         if lowest is not None and lowest != self.best:
             self.events.emit(RunWarning(message=lost_best(lowest.step, "missing or damaged")))
 

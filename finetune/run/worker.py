@@ -27,6 +27,7 @@ from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
+from finetune.run.origin import load_origin, origin_hash, origin_of
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import start_recording, write_snapshot
@@ -106,6 +107,8 @@ class Worker:
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
         self._warm_up()
+        goes_on = self.plan.settings.adapter_name_or_path is not None
+        trainer.args.eval_on_start = goes_on and checkpoint is None and trainer.args.eval_strategy != "no"
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
@@ -182,6 +185,8 @@ class Worker:
         callback.trainer = trainer
         # after SFTTrainer, which casts the adapters of a 4-bit model to bf16
         prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
+        if settings.adapter_name_or_path is not None:
+            load_origin(trainer.model, self.run)
         return trainer, callback
 
     @cached_property
@@ -196,10 +201,13 @@ class Worker:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
         differences = facts_differ(checkpoint.facts, deciding_facts(self._facts)) if checkpoint else []
+        origin = origin_of(self.run)
+        if origin is not None and origin.base != self._facts.get("base", origin.base) and origin.base is not None:
+            differences.append("the base model's weights are not those that the adapter it goes on from was trained on")
         if ranks.all_reduce_max(len(differences)):  # all end together: only local rank 0 has compared the weights
-            name = checkpoint.path.name if checkpoint else "its checkpoint"
+            name = f"resume from {checkpoint.path.name}" if checkpoint else "go on from the adapter"
             raise FinetuneError(
-                [f"can't resume from {name}: {line}" for line in differences or ["another process finds a difference"]],
+                [f"can't {name}: {line}" for line in differences or ["another process finds a difference"]],
                 "Restore the setting, or start a new run.",
             )
         return checkpoint, skipped
@@ -277,13 +285,13 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
     facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
-    weights = weights_fingerprint(plan.settings) if base else None
-    return {**facts, **({"base": weights} if weights else {})}
+    weights, origin = weights_fingerprint(plan.settings) if base else None, origin_hash(run)
+    return {**facts, **({"base": weights} if weights else {}), **({"origin": origin} if origin else {})}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data", "base"} - {"dataset"}  # the fingerprint stands for the dataset
+    names = {*settings_that_decide(Decides.RESULT), "data", "base", "origin"} - {"dataset"}  # which the fingerprint stands for
     return {name: value for name, value in facts.items() if name in names}
 
 

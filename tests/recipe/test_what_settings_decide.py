@@ -25,6 +25,7 @@ CARDS = {
 OTHER = {
     "model_name_or_path": "a/larger", "dtype": "float32", "attn_implementation": "eager", "max_length": 256, "packing": True,
     "excess_length": "truncate", "train_on_inputs": True, "chat_template": "other.jinja", "load_in_4bit": False,
+    "adapter_name_or_path": "runs/first",
     "load_in_8bit": True, "lora_r": 64, "lora_alpha": 8.0, "lora_dropout": 0.1, "target_modules": ["q_proj"], "use_dora": True,
     "use_rslora": True, "effective_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_train_epochs": 5.0, "max_steps": 7, "learning_rate": 1e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0.5,
@@ -38,6 +39,7 @@ OTHER = {
     "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0,
     "record_memory_history": True, "save_total_limit": 9,
     "per_device_eval_batch_size": 8, "dataloader_num_workers": 2, "report_to": ["tensorboard"],
+    "notify": "desktop",
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",
     "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"],
     "dataset.on_bad_rows": "skip", "dataset.weights": [0.5], "dataset.accept_findings": ["leak"],

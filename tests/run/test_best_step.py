@@ -85,6 +85,18 @@ def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
 
 
 @pytest.mark.slow
+def test_after_five_times_too_many_epochs_both_are_evaluated_and_the_last_step_is_worse(overfitted):
+    from finetune.evaluate.score import compare
+    from finetune.evaluate.scores import scorer
+
+    (result,) = of(overfitted, Result)
+    assert result.last_step >= 5 * result.step
+    best, last = (compare(overfitted, last=last, score=scorer("loss")).tuned.loss for last in (False, True))
+    assert best == pytest.approx(result.eval_loss, rel=1e-3) and last == pytest.approx(result.last_eval_loss, rel=1e-3)
+    assert best < last
+
+
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(overfitted):
     (result,) = of(overfitted, Result)
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{result.step}", "checkpoint-24"}

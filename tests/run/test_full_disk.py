@@ -128,3 +128,25 @@ def test_a_full_disk_tears_no_event_and_loses_no_file(disk):
     events = read_events(disk / "events.jsonl")
     assert [event.state for event in events if isinstance(event, State)][-1] == "finished"
     assert (disk / "plan.json").read_text() == '{\n "kept": true\n}'
+
+
+def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, monkeypatch, capsys):
+    from finetune.cli import main
+
+    def finetune(*words):
+        monkeypatch.setattr("sys.argv", ["finetune", *words])
+        code = main()
+        return code, " ".join("".join(capsys.readouterr()).split())
+
+    run = on_disk(finished, disk)
+    before = {path for path in run.path.rglob("*") if path.is_file()}
+    ballast = fill(disk)
+    for verb in ("merge", "report"):
+        code, said = finetune(verb, str(run.path))
+        assert code == 7 and "No space left" in said, said
+    code, said = finetune("eval", str(run.path), "--rows", "2", "--score", "loss")
+    assert code == 0 and "answers are not kept" in said, said
+    assert finetune("push", str(run.path), "alice/lora", "--dry-run")[0] == 0
+    assert {path for path in run.path.rglob("*") if path.is_file() and path.stat().st_size} <= before
+    ballast.unlink()
+    assert finetune("merge", str(run.path))[0] == 0 and finetune("report", str(run.path))[0] == 0

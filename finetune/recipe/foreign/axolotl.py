@@ -59,7 +59,7 @@ KEYS: dict[str, Rule] = {
     "adapter": Read(), "lora_r": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"), "lora_dropout": Keep("lora_dropout", float),
     "lora_target_modules": Read(), "lora_target_linear": Read(),
     "lora_target_parameters": Refuse("adapters are on linear layers"),
-    "lora_model_dir": Refuse("going on with an adapter is not supported: training would start from a new one"),
+    "lora_model_dir": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
     "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
     "lora_fan_in_fan_out": Refuse("layers are linear"),
     "peft_use_dora": Keep("use_dora"), "peft_use_rslora": Keep("use_rslora"),

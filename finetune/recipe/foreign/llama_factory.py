@@ -36,7 +36,7 @@ KEYS: dict[str, Rule] = {
     # -- model
     "model_name_or_path": Keep("model_name_or_path"),
     "model_revision": Keep("model_revision", lambda name: None if name == "main" else name),
-    "adapter_name_or_path": Refuse("going on with an adapter is not supported: training would start from a new one"),
+    "adapter_name_or_path": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
     "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
     "cache_dir": Ignore("set HF_HOME"), "use_fast_tokenizer": PROCESS, "low_cpu_mem_usage": MEMORY, "flash_attn": KERNELS,
     "use_unsloth": KERNELS, "enable_liger_kernel": KERNELS, "use_v1_kernels": KERNELS, "use_unsloth_gc": MEMORY,

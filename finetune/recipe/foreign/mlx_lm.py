@@ -24,7 +24,7 @@ KEYS: dict[str, Rule] = {
     "val_batches": _EVALUATION, "steps_per_report": EVERY_STEP, "steps_per_eval": Keep("eval_steps"),
     "save_every": Keep("save_steps"),
     "adapter_path": Keep("output_dir"), "adapter_file": Ignore("the adapter is in the run directory"),
-    "resume_adapter_file": Refuse("going on with an adapter is not supported: training would start from a new one"),
+    "resume_adapter_file": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
     "test": Ignore("`finetune eval` scores"), "test_batches": _EVALUATION, "max_seq_length": Keep("max_length"),
     "grad_checkpoint": MEMORY,
     "lora_parameters.keys": Read(), "lora_parameters.rank": Keep("lora_r"),

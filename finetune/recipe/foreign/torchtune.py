@@ -22,7 +22,7 @@ KEYS: dict[str, Rule] = {
     "tokenizer.prompt_template": Refuse("the model's own chat template is used", lifted_by="chat_template"),
     "tokenizer.*": _FOUND,
     "checkpointer.checkpoint_dir": Read(),
-    "checkpointer.adapter_checkpoint": Refuse("going on with an adapter is not supported"), "checkpointer.*": _FOUND,
+    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter=FOLDER"), "checkpointer.*": _FOUND,
     "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` goes on"),
     "save_adapter_weights_only": PROCESS,
     "should_load_recipe_state": PROCESS, "dataset._component_": Read(), "dataset.source": Read(), "dataset.data_files": Read(),

@@ -1,0 +1,151 @@
+"""The adapter that a run goes on from: found, compared, and kept in the run with the rows that its own run held out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import CommandError, RecipeError
+from finetune.files import sha256_of, write_json
+from finetune.model.weights import weights_fingerprint
+from finetune.plan.origin import find_adapter, read_origin
+from finetune.run.directory import open_run
+from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe, Settings
+    from finetune.run.directory import RunDirectory
+
+WEIGHTS = "adapter_model.safetensors"
+#: In RUN/origin: which adapter it is, and the held-out rows of its run.
+_FACTS, HELD_OUT = "origin.json", "held-out"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class OriginFacts:
+    """Where an adapter is from: its run, or folder, its step and held-out loss, and a hash of its base model's weights.
+
+    None is not known: adapters of other programs.
+    """
+
+    name: str
+    step: int | None = None
+    eval_loss: float | None = None
+    base: str | None = None
+
+    def in_words(self) -> str:
+        """For example `runs/first (step 40, held-out loss 0.0123)`."""
+        parts = [f"step {self.step:,}"] if self.step is not None else []
+        parts += [f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss is not None else []
+        return f"{self.name} ({', '.join(parts)})" if parts else self.name
+
+
+def located(recipe: Recipe) -> Recipe:
+    """The recipe with its adapter's folder in place of a run's name. Raises RecipeError when there is none."""
+    name = recipe.adapter_name_or_path
+    if name is None:
+        return recipe
+    try:
+        found = find_adapter(name)
+    except RecipeError as error:
+        try:  # `latest`, or a run outside runs/
+            found = find_adapter(str(open_run(name).path))
+        except CommandError:
+            raise error from None
+    return recipe.model_copy(update={"adapter_name_or_path": str(found)})
+
+
+def require_usable(settings: Settings) -> None:
+    """Raise RecipeError when the adapter that training goes on from has changed, or belongs to another base model."""
+    if settings.adapter_name_or_path is None:
+        return
+    origin = read_origin(settings.adapter_name_or_path)
+    if not (origin.folder / WEIGHTS).is_file():
+        raise RecipeError(f"adapter_name_or_path {origin.folder} has no {WEIGHTS}", "Save it as safetensors.")
+    if changes := changes_in(origin.folder):
+        raise RecipeError([f"{origin.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
+    sealed, now = facts_of(origin.folder).base, weights_fingerprint(settings)
+    if sealed is not None and now is not None:
+        differs = sealed != now
+    else:  # a folder of another machine says nothing, a name on the hub does
+        differs = bool(_NAME.fullmatch(origin.base or "")) and origin.base != settings.model_name_or_path
+    if differs:
+        raise RecipeError(
+            f"the adapter in {origin.folder} was trained on other base weights: {origin.base}, "
+            f"and the recipe has {settings.model_name_or_path}",
+            "An adapter only fits the weights that it was trained on: set model_name_or_path to them.",
+        )
+
+
+def facts_of(folder: Path) -> OriginFacts:
+    """What is known of the adapter in a folder."""
+    manifest = _json(folder / MANIFEST)
+    run = _run_of(folder)
+    base = manifest.get("base") or manifest.get("facts", {}).get("base")
+    if base is None and run is not None:  # of a run from before an adapter had it
+        checkpoint, _ = newest_verified(run / "checkpoints")
+        base = checkpoint.facts.get("base") if checkpoint else None
+    return OriginFacts(str(run or folder), manifest.get("step"), manifest.get("eval_loss"), base)
+
+
+def keep(run: RunDirectory, folder: Path) -> None:
+    """Copy the adapter into a run, which then needs its first run no more, and the rows that this one held out."""
+    run.origin.mkdir()
+    for name in ("adapter_config.json", WEIGHTS):
+        shutil.copyfile(folder / name, run.origin / name)
+    first = _run_of(folder)
+    if first is not None and (first / "data" / "eval").is_dir():
+        shutil.copytree(first / "data" / "eval", run.origin / HELD_OUT / "eval")
+        shutil.copyfile(first / "data" / "eval_examples.json", run.origin / HELD_OUT / "eval_examples.json")
+    write_json(run.origin / _FACTS, asdict(facts_of(folder)))
+    write_manifest(run.origin, {})
+
+
+def origin_of(run: RunDirectory) -> OriginFacts | None:
+    """Where the adapter is from that a run went on from; None when it began with a new one."""
+    values = _json(run.origin / _FACTS)
+    return OriginFacts(**values) if values else None
+
+
+def origin_hash(run: RunDirectory) -> str | None:
+    """Hash of the adapter that a run went on from; None without one."""
+    path = run.origin / WEIGHTS
+    return sha256_of(path) if path.is_file() else None
+
+
+def load_origin(model: Any, run: RunDirectory) -> None:
+    """Put the adapter that the run goes on from into the new one of `model`. Raises RecipeError when it is another's."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    if changes := changes_in(run.origin):
+        raise RecipeError([f"{run.origin}: {change}" for change in changes[:5]], f"Start a new run: finetune run {run.recipe}")
+    try:
+        found: Any = set_peft_model_state_dict(model, load_file(run.origin / WEIGHTS))
+    except (RuntimeError, KeyError, ValueError) as error:  # of other shapes
+        raise RecipeError(f"the adapter in {run.origin} does not fit the model: {str(error).splitlines()[0]}") from None
+    odd = [*found.unexpected_keys, *(key for key in found.missing_keys if ".lora_" in key)]
+    if odd:
+        raise RecipeError(
+            f"the adapter in {run.origin} does not have the layers of target_modules: {', '.join(odd[:3])}",
+            "Leave out target_modules: they are the adapter's.",
+        )
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run directory that an adapter's or checkpoint's folder is in."""
+    run = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
+    return run if (run / "plan.json").is_file() else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,110 @@
+"""Result shows what a run has, whoever made it, and pushes only what a dry run has listed; Stop waits for an answer to stop."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from app.chat.chats import Turn
+from app.pages import chat
+from app.pages.result import _BEFORE, _View
+from app.starts.tasks import Tasks
+from app.workspace import Workspace
+from finetune.run import origin
+from finetune.run.directory import RunDirectory
+
+REPO = "alice/support-lora"
+
+
+@pytest.fixture
+def page(home, kept_run):
+    """The page's handlers with one run; `started` has the commands that were started."""
+    run = RunDirectory(kept_run(home / "runs"))
+    workspace, started = Workspace(home, home / "runs"), []
+    tasks = Tasks(workspace)
+    tasks.start = lambda run, verb, options: started.append([verb, *options])
+    view = _View(SimpleNamespace(workspace=workspace, tasks=tasks))
+    return SimpleNamespace(run=run, view=view, tasks=tasks, started=started)
+
+
+def write_scores(run, name, **more):
+    one = {"exact_match": 0.5, "score": 0.5, "valid": None, "loss": 1.0, "perplexity": 2.7, "token_accuracy": 0.5, "fields": {},
+           "scores": [0.0, 1.0], "answers": ["a", "b"]}  # fmt: skip
+    gap = {"value": 0.5, "low": 0.1, "high": 0.9, "more_rows": None}
+    values = {"rows": 2, "base": one, "tuned": one, "prompts": ["p", "q"], "references": ["r", "s"], "seconds": 1.0,
+              "score": "exact", "score_difference": gap, "exact_match_difference": gap, "loss_difference": gap, "data": None,
+              "reused": 0, **more}  # fmt: skip
+    (run.path / "evaluations").mkdir(exist_ok=True)
+    (run.path / "evaluations" / f"scores-{name}.json").write_text(json.dumps(values))
+
+
+def shown(page):
+    return page.view.tick("finished", "Where they differ", "")[1:]
+
+
+def done(page, verb, values):
+    task = page.tasks.of(page.run, verb)
+    task.path.mkdir(parents=True)
+    (task.path / "status.json").write_text(json.dumps({"state": "done", "command": f"finetune {verb}"}))
+    (task.path / "output.txt").write_text(json.dumps(values) + "\n")
+
+
+def test_evaluations_of_the_command_line_are_shown(page):
+    assert "Not evaluated yet" in shown(page)[0]
+    write_scores(page.run, "exact")
+    write_scores(page.run, "exact-forgetting", forgetting=True)
+    lost = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
+    (page.run.path / "evaluations" / "lost.json").write_text(json.dumps([lost]))
+    scores = shown(page)[0]
+    assert "held-out rows of the run it went on from" in scores and "now - before" in scores and "tuned - base" in scores
+    assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
+
+
+def test_a_report_can_be_downloaded_once_it_is_written(page):
+    assert "Not written yet" in shown(page)[1]
+    (page.run.path / "report.html").write_text("<html>")
+    assert 'href="/ft/report/finished/report.html" download' in shown(page)[1]
+    assert page.view.compare("finished", ["../x"]) != "" and page.started == []
+    page.view.report("finished")
+    assert page.started == [["report"]]
+
+
+def test_only_what_a_dry_run_has_listed_is_pushed(page):
+    assert "Dry run" in page.view.push("finished", REPO, "Adapter", False) and page.started == []
+    for name in ("", "--public", "no repo", "a/b/c"):
+        assert "OWNER/NAME" in page.view.dry_run("finished", name, "Adapter", False)
+    page.view.dry_run("finished", REPO, "Adapter", False)
+    assert page.started == [["push", REPO, "--adapter", "--dry-run"]]
+    listed = {"repo": REPO, "kind": "adapter", "public": False, "sent": False, "files": [{"name": "README.md", "bytes": 9}]}
+    done(page, "push", listed)
+    assert "nothing was sent yet" in shown(page)[3] and "README.md" in shown(page)[3]
+    for other in ((REPO, "Adapter", True), ("alice/other", "Adapter", False), (REPO, "Merged model", False)):
+        assert "Dry run" in page.view.push("finished", *other)
+    assert page.view.push("finished", REPO, "Adapter", False) == ""
+    assert page.started[1:] == [["push", REPO, "--adapter", "--yes"]]
+
+
+def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
+    (page.run.path / "gguf").mkdir()
+    (page.run.path / "gguf" / "model.gguf").write_bytes(b"GGUF")
+    assert page.view.depending("finished")[2].choices[-1][0] == "gguf/model.gguf"
+    page.view.dry_run("finished", REPO, "gguf/model.gguf", True)
+    assert page.started == [["push", REPO, f"--gguf={page.run.path}/gguf/model.gguf", "--public", "--dry-run"]]
+    assert "what to push" in page.view.dry_run("finished", REPO, "../other.gguf", True)
+
+
+def test_rows_of_before_can_be_chosen_where_there_are_some(page):
+    assert _BEFORE not in [choice[0] for choice in page.view.depending("finished")[0].choices]
+    origin.keep(page.run, page.run.adapter)
+    assert _BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
+    page.view.evaluate("finished", "Exact match", "", 0, _BEFORE, 0, False)
+    assert page.started == [["eval", "--forgetting"]]
+
+
+@pytest.mark.parametrize(("turns", "alive", "can_stop"), [([], True, False), ([Turn("a", done=True)], True, False),
+                                                          ([Turn("a")], True, True), ([Turn("a")], False, False)])  # fmt: skip
+def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, alive, can_stop, monkeypatch):
+    chats = SimpleNamespace(turns=lambda _: turns, at_work=lambda _: alive)
+    monkeypatch.setattr(chat._View, "_warning", lambda *_: "")
+    view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
+    assert view.tick("finished", "")[3].interactive is can_stop

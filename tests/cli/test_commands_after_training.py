@@ -1,0 +1,75 @@
+"""What comes after training ends with its exit code where the base model is gone, and a report that is killed is none."""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from finetune.cli import main
+from finetune.run.directory import RunDirectory
+
+
+@pytest.fixture
+def run(home, kept_run):
+    return RunDirectory(kept_run(home / "runs"))
+
+
+@pytest.fixture
+def finetune(monkeypatch, capsys):
+    """finetune(*words) -> exit code and all that was said, as one line."""
+
+    def call(*words):
+        monkeypatch.setattr("sys.argv", ["finetune", *words])
+        code = main()
+        return code, " ".join("".join(capsys.readouterr()).split())
+
+    return call
+
+
+@pytest.mark.slow
+def test_without_its_base_model_a_run_is_reported_and_its_adapter_pushed_but_not_evaluated_or_merged(run, home, finetune):
+    values = json.loads(run.plan.read_text())
+    values["plan"]["model_name_or_path"] = str(home / "nowhere")
+    run.plan.write_text(json.dumps(values))
+    for words in (("eval",), ("chat", "--prompt", "a"), ("merge",)):
+        code, said = finetune(words[0], "finished", *words[1:])
+        assert code == 2 and "nowhere is not a model folder" in said, said
+    assert finetune("report", "finished")[0] == 0
+    code, said = finetune("push", "finished", "alice/lora", "--dry-run")
+    assert code == 0 and "README.md" in said and "nowhere" not in said
+    assert not (run.path / "merged").exists()
+
+
+def test_a_report_killed_at_ten_moments_is_not_there_or_whole(run):
+    from app import report
+
+    target, argv = run.path / "report.html", ["report", str(run.path / "report.html"), str(run.path)]
+    gc.freeze()
+
+    def write(after_s=None):
+        pid = os.fork()
+        if not pid:
+            sys.argv = argv
+            try:
+                os._exit(report.main())
+            finally:
+                os._exit(99)
+        if after_s is not None:
+            time.sleep(after_s)
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1]
+
+    began = time.monotonic()
+    assert write() == 0
+    took, whole = time.monotonic() - began, target.read_text()
+    assert whole.endswith("</body></html>\n")
+    killed = 0
+    for moment in range(10):
+        target.unlink(missing_ok=True)
+        killed += os.WIFSIGNALED(write(took * moment / 10))
+        assert not target.exists() or target.read_text().endswith("</body></html>\n")
+    assert killed and write() == 0

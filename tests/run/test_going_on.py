@@ -1,0 +1,185 @@
+"""Training on from an adapter: it starts as the first run ended, with its rank and layers, and nothing else goes unsaid."""
+
+import json
+import os
+import shutil
+
+import pytest
+from conftest import adapter_hash
+from safetensors.torch import load_file, save_file
+
+from finetune.errors import RecipeError
+from finetune.events import Evaluation, Result, read_events
+from finetune.plan.origin import find_adapter, taken_over
+from finetune.plan.plan import read_plan
+from finetune.recipe import load_recipe
+from finetune.run.directory import RunDirectory
+from finetune.run.origin import located, origin_of, require_usable
+from finetune.run.seal import MANIFEST, write_manifest
+from finetune.run.state import read_state
+
+
+def of(run, kind):
+    return [event for event in read_events(run.events) if isinstance(event, kind)]
+
+
+def manifest(folder):
+    return json.loads((folder / MANIFEST).read_text())
+
+
+@pytest.fixture(scope="module")
+def make(make_run, tmp_path_factory):
+    """make(*overrides) -> a run whose held-out rows are few."""
+    from finetune.bundled import dataset_paths
+
+    held = tmp_path_factory.mktemp("rows") / "held.jsonl"
+    held.write_text("".join(dataset_paths("support")["eval"].read_text().splitlines(keepends=True)[:8]))
+    return lambda *overrides: make_run("sample_answers=0", "eval_steps=3", f"dataset.eval_path={held}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def first(make, train):
+    run = make("max_steps=6", "lora_alpha=24")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """foreign(**changes) -> a folder with the configuration of another program's adapter."""
+
+    def write(**changes):
+        values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "bias": "none",
+                  "base_model_name_or_path": "other/base", "use_dora": False, "rank_pattern": {}}  # fmt: skip
+        (tmp_path / "adapter").mkdir(exist_ok=True)
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(values | changes))
+        return tmp_path / "adapter"
+
+    return write
+
+
+OPEN = ("lora_r=auto", "lora_alpha=auto", "target_modules=auto", "load_in_4bit=auto")
+
+
+def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_said(foreign):
+    folder = foreign(use_rslora=True)
+    made, reasons = taken_over(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
+    assert (made.lora_r, made.lora_alpha, made.target_modules, made.use_rslora) == (4, 8.0, ["q_proj", "v_proj"], True)
+    assert set(reasons) == {"lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora"}
+    same = ["lora_r=4", "lora_alpha=8", "target_modules=[v_proj,q_proj]", "use_rslora=true"]
+    assert taken_over(load_recipe("tiny-cpu", [*same, f"adapter={folder}"]))[0].lora_r == 4
+    with pytest.raises(RecipeError) as refused:
+        taken_over(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
+    assert len(refused.value.problems) == 4 and "leave out lora_r, lora_alpha, target_modules, use_dora" in refused.value.fix
+    assert taken_over(load_recipe("tiny-cpu"))[1] == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}, {"r": None}],
+)
+def test_an_adapter_that_is_not_trained_here_is_refused(foreign, changes):
+    with pytest.raises(RecipeError, match="training does not go on from an adapter with"):
+        taken_over(load_recipe("tiny-cpu", [*OPEN, f"adapter={foreign(**changes)}"]))
+
+
+def test_what_is_no_adapter_is_named(foreign, tmp_path):
+    with pytest.raises(RecipeError, match="nowhere is no run and no folder"):
+        located(load_recipe("tiny-cpu", ["adapter=nowhere"]))
+    (foreign() / "adapter_config.json").write_text("{")
+    with pytest.raises(RecipeError, match="can't be read"):
+        taken_over(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(RecipeError, match="has no adapter yet"):
+        find_adapter(str(tmp_path))
+
+
+def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):
+    from finetune.recipe import plainest
+
+    folder = foreign()
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    settings = plainest(load_recipe("tiny-cpu", [f"adapter={folder}"]))
+    with pytest.raises(RecipeError, match="other base weights: other/base, and the recipe has tiny"):
+        require_usable(settings)
+    foreign(base_model_name_or_path="/models/somewhere")
+    require_usable(settings)
+
+
+@pytest.mark.slow
+def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make, train):
+    again = make("max_steps=6", f"adapter={first.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto")
+    assert read_plan(again.plan).settings.lora_alpha == 24.0
+    assert read_plan(again.plan).forecast.peaks == read_plan(first.plan).forecast.peaks
+    assert read_plan(again.plan).reasons["lora_r"].startswith("the adapter's")
+    assert train(again) == 0, again.log.read_text()[-2000:]
+    (result,) = of(first, Result)
+    losses = {event.step: event.eval_loss for event in of(again, Evaluation)}
+    assert losses[0] == result.eval_loss and losses[6] != losses[0]
+    facts = origin_of(again)
+    assert (facts.name, facts.step, facts.eval_loss) == (str(first.path), result.step, result.eval_loss)
+    assert facts.base == manifest(again.adapter)["base"]
+    assert manifest(again.checkpoints / "checkpoint-6")["facts"]["origin"]
+
+
+@pytest.mark.slow
+def test_killed_and_without_its_first_run_it_resumes_bit_exactly(first, make, train, tmp_path):
+    moved = tmp_path / "first"
+    shutil.copytree(first.path, moved)
+    whole = make(f"adapter={moved}", "lora_alpha=24")
+    run = RunDirectory(tmp_path / "again")
+    shutil.copytree(whole.path, run.path)
+    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    shutil.rmtree(moved)
+
+    def dies():
+        import finetune.run.training as training
+
+        real = training.seal
+
+        def seal(folder, target, step, facts):
+            done = real(folder, target, step, facts)
+            if step == 4:
+                os._exit(137)
+            return done
+
+        training.seal = seal
+
+    assert train(run, dies) == 137
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    assert adapter_hash(run) == adapter_hash(whole)
+    assert [event.step for event in of(run, Evaluation)].count(0) == 1
+
+
+@pytest.mark.slow
+def test_where_training_on_only_makes_it_worse_the_result_is_what_it_began_with(first, make, train):
+    worse = make("max_steps=3", "learning_rate=0.5", "lora_alpha=24", f"adapter={first.path}")
+    assert train(worse) == 0, worse.log.read_text()[-2000:]
+    (result,) = of(worse, Result)
+    assert (result.step, result.last_step) == (0, 3) and result.last_eval_loss > result.eval_loss
+    assert adapter_hash(worse) == adapter_hash(first)
+    assert "best at step 0 of 3, the adapter from which it went on" in read_state(worse).message
+
+
+@pytest.mark.slow
+def test_another_base_and_a_changed_adapter_are_refused(first, make, train, tmp_path):
+    from finetune.bundled import model_path
+
+    shutil.copytree(model_path("tiny"), tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights[next(iter(weights))] *= 2
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match="was trained on other base weights"):
+        make(f"model_name_or_path={tmp_path}/base", "lora_alpha=24", f"adapter={first.path}")
+    run = make("max_steps=2", "lora_alpha=24", f"adapter={first.path}")
+    tensors = load_file(run.origin / "adapter_model.safetensors")
+    save_file({name: values[:2] if "lora_A" in name else values for name, values in tensors.items()},
+              run.origin / "adapter_model.safetensors")  # fmt: skip
+    assert train(run) == 2 and "bytes, not the" in read_state(run).message
+    write_manifest(run.origin, {})
+    assert train(run) == 2 and "does not fit the model" in read_state(run).message
+    settings = read_plan(run.plan).settings
+    (first.adapter / "adapter_model.safetensors").open("ab").write(b"x")
+    with pytest.raises(RecipeError, match="bytes, not the"):
+        require_usable(settings)
