@@ -44,7 +44,7 @@ def build_base(
         repeat_keys()
     quantiser = quantiser_of(settings, config)
     if not weights:
-        model = build_on_meta(
+        model: Any = build_on_meta(
             config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code, quantiser=quantiser
         )
         if offloads:

@@ -156,7 +156,7 @@ class FileRuns:
         fill(run)
         try:
             self._file.seek(self._end)
-            self._file.write(memoryview(run.numpy()))
+            self._file.write(_bytes_of(run))
             self._file.flush()
         except OSError as error:
             raise DiskFull(
@@ -186,11 +186,16 @@ class FileRuns:
         if copied is not None:
             copies.finish(copied)
         self._file.seek(start)
-        read = self._file.readinto(memoryview(staging.numpy()))  # type: ignore[attr-defined]
+        read = self._file.readinto(_bytes_of(staging))  # type: ignore[attr-defined]
         if read < size:
             raise OSError(f"the file of the offloaded layers ends {size - read:,} bytes too early")
         self._copied.append(copies.copy(into[:size], staging, after=free))
         return self._copied[-1]
+
+
+def _bytes_of(run: torch.Tensor) -> memoryview:
+    array: Any = run.numpy()
+    return memoryview(array)
 
 
 class LayerOffloading:
@@ -214,6 +219,7 @@ class LayerOffloading:
         self.buffers: list[torch.Tensor] = []
         self._holds: list[int | None] = []  # the place of the layer that a buffer holds or is about to hold
         self._arriving: dict[int, Any] = {}  # the copy into a buffer, until it was waited for
+        self._running: int | None = None
         self.moved_bytes = 0
 
     def loaded(self, module: torch.nn.Module, name: str) -> None:
@@ -285,31 +291,41 @@ class LayerOffloading:
         assert self._copies is not None
         self._arrive(slot)
         with without_modes():  # that of selective checkpointing expects the operators of the forward pass, without copies
-            self._arriving[slot] = (self._runs.fetch(place, self.buffers[slot], self._copies),)
+            self._arriving[slot] = self._runs.fetch(place, self.buffers[slot], self._copies)
         self._holds[slot] = place
         self.moved_bytes += run_bytes(self._spots[place])
 
     def _arrive(self, slot: int) -> None:
+        if slot not in self._arriving:
+            return
         assert self._copies is not None
-        for started in self._arriving.pop(slot, ()):
-            with without_modes():
-                self._runs.wait(started, self._copies)
+        started, place, self._holds[slot] = self._arriving.pop(slot), self._holds[slot], None  # none, if it does not arrive
+        with without_modes():
+            self._runs.wait(started, self._copies)
+        self._holds[slot] = place
 
     def _slot(self, place: int) -> int:
         return place % len(self.buffers)
 
-    def _before_layer(self, place: int, layer: Any, _inputs: Any) -> None:
-        if not torch.is_grad_enabled():
+    @contextmanager
+    def recomputing(self, place: int) -> Iterator[None]:
+        """Inside, the layer runs by its checkpoint function, for the first time or again."""
+        before, self._running = self._running, place
+        try:
+            yield
+        finally:
+            self._running = before
+
+    def _before_layer(self, place: int, _layer: Any, _inputs: Any) -> None:
+        if not torch.is_grad_enabled():  # else its checkpoint function does
             self.use(place)
-            return
-        checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
-        if not (isinstance(checkpoint, _Recomputed) and layer.training and layer.gradient_checkpointing):
+
+    def _before_part(self, place: int, _part: Any, _inputs: Any) -> None:
+        if torch.is_grad_enabled() and self._running != place:
             raise RuntimeError(
                 "an offloaded layer is not recomputed: its backward would read the weights of another one. Every layer needs "
                 "gradient checkpointing; where there is no backward, use torch.no_grad()"
             )
-
-    def _before_part(self, place: int, _part: Any, _inputs: Any) -> None:
         slot = self._slot(place)
         if self._holds[slot] != place or slot in self._arriving:
             raise RuntimeError("a part of an offloaded layer runs by itself, without its weights: call the whole layer")
@@ -326,7 +342,8 @@ class _Recomputed:
 
         def present(*again: Any) -> Any:
             self._offloading.have(self._place)  # it is there, unless something recomputes layers in another order
-            return function(*again)
+            with self._offloading.recomputing(self._place):
+                return function(*again)
 
         self._offloading.use(self._place)
         outputs = self._checkpoint(present, *inputs)

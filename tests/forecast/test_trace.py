@@ -38,6 +38,7 @@ def both_ways(kind="llama", layers=7, **more):
                 {"load_in_4bit": False, "optim": "adamw_torch"},
                 {"optim": "adamw_8bit", "lora_r": 64},
                 {"use_dora": True},
+                {"layer_offloading": "cpu", "offloaded_layers": 7},
                 {"kind": "gemma2", "layers": 8},
             )
         ),

@@ -12,7 +12,13 @@ from finetune.events import Evaluation, Sample, Step, read_events
 from finetune.run.seal import newest_verified
 
 pytestmark = pytest.mark.slow
-RECOMPUTED = ["activation_checkpointing=true", "lora_dropout=0.1", "eval_steps=4", "sample_answers=1"]
+RECOMPUTED = [
+    "activation_checkpointing=true",
+    "activation_checkpointing_every_n_layers=1",
+    "lora_dropout=0.1",
+    "eval_steps=4",
+    "sample_answers=1",
+]
 AWAY = ["layer_offloading=cpu", "offloaded_layers=5"]
 FILE = ["layer_offloading=nvme", "offloaded_layers=4"]
 

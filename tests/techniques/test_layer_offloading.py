@@ -126,8 +126,17 @@ def test_a_layer_that_is_not_recomputed_is_refused_when_it_runs(saved):
 def test_a_part_of_a_layer_does_not_run_by_itself(saved):
     settings = recomputed(saved(), dtype="bfloat16")
     model = built(away(settings))
-    with pytest.raises(RuntimeError, match="call the whole layer"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="call the whole layer"):
         decoder_layers(model)[1].mlp(torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+def test_a_file_that_was_cut_off_is_noticed_each_time(saved):
+    settings = recomputed(saved(), dtype="bfloat16")
+    model = built(away(settings, "nvme"))
+    offloading_of(model)._runs._file.truncate(4096)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(OSError, match="bytes too early"):
+            model(**batch(0, tokens=16))
 
 
 def test_int8_weights_are_refused(saved):
