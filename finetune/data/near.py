@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 HASHES, _BAND, _AGREE = 12, 3, 10
 #: Bytes of a shingle. One of four is used, and a text with fewer than so many has no sketch.
 _SHINGLE, _LEAST = 12, 20
-#: Bytes of a text that are looked at, and of the texts that are hashed at once.
-_MOST_BYTES, _AT_ONCE = 20_000, 2**20
+#: Characters of a text that are looked at, and bytes of the texts that are hashed at once.
+_MOST_CHARACTERS, _AT_ONCE = 20_000, 2**20
 #: Rows that are compared.
 MOST_ROWS = 200_000
 _PRIME, _MIX = np.uint64(0x100000001B3), np.uint64(0x9E3779B97F4A7C15)
@@ -34,8 +34,7 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[bytes]]:
     texts: list[bytes] = []
     size = 0
     for example in examples:
-        words = " ".join(example.said()).lower().split()
-        texts.append(" ".join(words).encode("utf-8", "replace")[:_MOST_BYTES])
+        texts.append("\n".join(example.said())[:_MOST_CHARACTERS].lower().encode("utf-8", "replace"))
         size += len(texts[-1])
         if size > _AT_ONCE:
             yield texts

@@ -107,3 +107,9 @@ def test_convert_writes_a_recipe(tmp_path, monkeypatch, capsys):
     code, said = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
     assert code == 0 and "written" in said.out and "LLaMA-Factory's default" in said.err
     assert "lora_r: 8" in Path("recipe.yaml").read_text()
+
+
+def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, capsys):
+    source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+    code, said = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
+    assert code == 7 and "/sys/" in said.err and "Internal error" not in said.err
