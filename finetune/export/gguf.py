@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -185,9 +187,9 @@ def _why(said: str) -> Exception:
     """What to raise for a converter that failed, from its last words."""
     lines = [line for line in said.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1] if lines else "")
-    if is_disk_full(OSError(said)):
-        return OSError(last)
-    if "pre-tokenizer was not recognized" in said or "get_vocab_base_pre" in last:
+    if is_disk_full(OSError(said)) or re.search(r"\d+ requested and \d+ written", last):  # numpy's words for it
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if "pre-tokenizer was not recognized" in last:
         return NotTheSame("tokens", "llama.cpp does not know this tokenizer")
     return CommandError(f"llama.cpp's converter failed: {last[:300]}", "A newer checkout of llama.cpp may know this model.")
 

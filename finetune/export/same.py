@@ -13,8 +13,8 @@ from finetune.data.tokens import Encoder
 from finetune.errors import DataError, FinetuneError, PackagesError
 from finetune.export.ollama import conversations
 
-#: Smallest share of held-out rows with the adapter's answer; the quantised types change some.
-LEAST_SAME = {"f16": 0.95, "q8_0": 0.9, "q4_k_m": 0.5}
+#: Smallest share of held-out rows with the adapter's answer; the quantised types change those that were nearly a tie.
+LEAST_SAME = {"f16": 0.95, "q8_0": 0.5, "q4_k_m": 0.5}
 
 
 class NotTheSame(FinetuneError):

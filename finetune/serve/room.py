@@ -11,7 +11,9 @@ import torch
 from finetune.errors import OutOfMemory
 from finetune.evaluate.room import token_bytes
 from finetune.model.build import build_base, build_on_meta
+from finetune.model.checkpointing import decoder_layers
 from finetune.model.language_model import text_config
+from finetune.model.layer_offloading import BUFFERS, offloaded_numbers, run_bytes, spots_of
 from finetune.model.quantisation import model_dtype
 from finetune.units import format_bytes
 
@@ -43,6 +45,8 @@ def room(settings: Any, config: Any, *, on_cpu: bool, adapter_bytes: int = 0, co
     """
     model = build_base(settings, config, device="meta", weights=False)
     weights = sum(value.numel() * value.element_size() for value in (*model.parameters(), *model.buffers())) + adapter_bytes
+    if settings.layer_offloading is not False and not on_cpu:
+        weights -= _away_bytes(model, settings.offloaded_layers)
     # the cache is the same without quantised layers, which compute nothing on meta
     plain = build_on_meta(config, None, dtype=model_dtype(settings), attention=None, remote_code=settings.trust_remote_code)
     each = token_bytes(plain, "meta")
@@ -58,3 +62,10 @@ def room(settings: Any, config: Any, *, on_cpu: bool, adapter_bytes: int = 0, co
             "Close other programs, give a smaller --context, or use a smaller base model.",
         )
     return made
+
+
+def _away_bytes(model: Any, count: int) -> int:
+    """Bytes of the offloaded layers that are not on the card: all but those in the buffers."""
+    layers = decoder_layers(model)
+    runs = sorted(run_bytes(spots_of(layers[number])) for number in offloaded_numbers(len(layers), count))
+    return sum(runs[:-BUFFERS])

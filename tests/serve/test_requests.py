@@ -187,3 +187,15 @@ def test_what_fits_is_counted_before_loading(two_runs, monkeypatch):
     assert room(settings, config, on_cpu=True).tokens == 300
     with pytest.raises(OutOfMemory, match="KV cache"):
         room(settings, config, on_cpu=True, context=400)
+
+
+def test_of_the_offloaded_layers_only_two_are_counted_on_a_card(two_runs):
+    from finetune.model.build import build_base
+    from finetune.model.transformers_config import load_config
+    from finetune.plan.plan import read_plan
+    from finetune.serve.room import _away_bytes
+
+    settings = read_plan(two_runs[0].plan).settings
+    model = build_base(settings, load_config(settings), device="meta", weights=False)
+    matrices = 4 * (2 * 192 * 192 + 2 * 96 * 192 + 3 * 192 * 512)  # float32: attention, MLP
+    assert [_away_bytes(model, count) for count in (2, 3, 5)] == [0, matrices, 3 * matrices]
