@@ -88,7 +88,7 @@ class Supervisor:
     def _told(self, code: int) -> int:
         """Notify of the run's end, where the recipe asks for it; returns the exit status."""
         last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
-        if last is not None and (problem := notify(read_plan(self.run.plan).settings.notify, self.run.path, last)):
+        if last is not None and (problem := notify(adjusted_plan(self.run).settings.notify, self.run.path, last)):
             self._emit(RunWarning(message=problem))
         return code
 

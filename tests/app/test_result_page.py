@@ -105,6 +105,7 @@ def test_rows_of_before_can_be_chosen_where_there_are_some(page):
                                                           ([Turn("a")], True, True), ([Turn("a")], False, False)])  # fmt: skip
 def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, alive, can_stop, monkeypatch):
     chats = SimpleNamespace(turns=lambda _: turns, at_work=lambda _: alive)
-    monkeypatch.setattr(chat._View, "_warning", lambda *_: "")
+    for name in ("_warning", "_price"):  # of the forecast
+        monkeypatch.setattr(chat._View, name, lambda *_: "")
     view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
     assert view.tick("finished", "")[3].interactive is can_stop
