@@ -1,10 +1,15 @@
 """What torch reserves at most: the replay where all rows have one length, else never less than the interval without it."""
 
+import platform
+
 import pytest
 
 from finetune.card import find_card
 from finetune.forecast import whole_card
 from finetune.forecast.reserved import Replay
+from finetune.model.configuration import read_config
+from finetune.plan.planning import plan_recipe, without_rows
+from finetune.recipe import load_recipe
 
 GIB = 2**30
 
@@ -18,3 +23,16 @@ def test_the_replay_lowers_the_most_only_for_even_rows_without_expandable_segmen
     _, likely, most = whole_card._reserved(20 * GIB, find_card("rtx-4090"), held, even=even)
     assert likely == held.reserved_bytes
     assert most == pytest.approx(most_gib * GIB * (1 + whole_card.DRY_RUN_ERROR))
+
+
+@pytest.mark.slow
+def test_under_wsl_the_upper_end_of_7b_4090_packed_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    recipe = load_recipe("7b-4090", ["packing=true", "activation_checkpointing_every_n_layers=1"])
+    plan = plan_recipe(recipe, find_card("rtx-4090"), without_rows)
+    monkeypatch.setattr(whole_card, "replayed", lambda *_, **__: None)
+    before = whole_card.make_forecast(read_config(plan.settings), plan.settings, plan.card, tokens=plan.settings.max_length)
+    assert before.allocated_bytes == plan.forecast.allocated_bytes
+    assert before.peak_high_bytes - plan.forecast.peak_high_bytes > 1.5 * GIB
+    assert [note for note in plan.forecast.notes if note.endswith("more than is allocated, by a replay of torch's allocator")]
