@@ -3,9 +3,15 @@
     python benchmarks/step_time.py                               # 10,000 steps; 1,000,000 rows against 1,000
     python benchmarks/step_time.py --steps 2000 --rows 100000
 
-A model of one narrow layer, so that what grows beside the model shows: events, history, order of the rows, reading them. Prints
-the step of each tenth of the long run over a fixed piece of work beside it, which other programs on the machine slow down as
-much, and the step of runs with few and with many rows in turn. Targets: ratios of at most 1.02.
+A model of one narrow layer, so that what grows beside the model shows: events, history, order of the rows, reading them. Two
+measures of a step, one exact and one of time:
+
+* calls: how many functions Python calls in a step, its own and C's, by sys.setprofile in one step of 47. No other program
+  changes it. It shows any loop in Python that grows, and none inside one C function.
+* processor seconds: those of each step over those of a fixed piece of work just before it, which other programs slow down as
+  much; the median of a tenth of the run, or of a run, and runs with few and with many rows in turn.
+
+Targets: ratios of at most 1.02; the command fails when the number of calls misses it.
 """
 
 from __future__ import annotations
@@ -14,8 +20,10 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +31,62 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
-TOKENS, FEW, PAIRS = 32, 1_000, 5
+TOKENS, FEW, PAIRS, ALLOWED = 32, 1_000, 5, 1.02
+#: Calls are counted in one step of so many, which is not timed; an epoch, whose end makes more calls, has 100.
+EVERY = 47
 
 
-def main() -> None:
-    """Run both comparisons."""
+@dataclass
+class Steps:
+    """A run: seconds of each timed step over those of the work before it, calls of each counted step, seconds to the first."""
+
+    over_work: list[float]
+    calls: list[int]
+    start_s: float
+
+
+def main() -> int:
+    """Run both comparisons; returns 1 when a step makes more calls late in a run, or with many rows."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=10_000)
     arguments.add_argument("--rows", type=int, default=1_000_000)
+    arguments.add_argument("--pairs", type=int, default=PAIRS)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         save_model(place / "model")
-        step_s, beside_s, _ = step_times(place, options.steps, None)
-        tenths = [
-            undisturbed(steps) / undisturbed(beside) for steps, beside in zip(*map(in_tenths, (step_s, beside_s)), strict=True)
-        ]
+        long = steps_of(place, options.steps, None)
+        tenths = [statistics.median(each) for each in in_tenths(long.over_work)]
         print("step of each tenth of the run over the work beside it: " + " ".join(f"{each:.3f}" for each in tenths))
-        print(f"{options.steps} steps: last half / first half {sum(tenths[5:]) / sum(tenths[:5]):.3f}", flush=True)
-        ratios = [pair(place, options.rows, number) for number in range(PAIRS)]
-    print(f"{options.rows:,} rows / {FEW:,} rows: median ratio {statistics.median(ratios):.3f} over {len(ratios)} pairs")
-
-
-def pair(place: Path, rows: int, number: int) -> float:
-    """The step with many rows over that with few; which comes first alternates."""
-    made = {count: step_times(place, 200, count) for count in ((rows, FEW) if number % 2 else (FEW, rows))}
-    (many, many_start), (few, few_start) = ((undisturbed(made[count][0]), made[count][2]) for count in (rows, FEW))
+        half = len(long.calls) // 2
+        longer = statistics.median(long.calls[half:]) / statistics.median(long.calls[:half])
+        print(
+            f"{options.steps} steps, last half / first half: calls {longer:.4f} ({statistics.median(long.calls):,.0f} a step), "
+            f"processor seconds {statistics.median(tenths[5:]) / statistics.median(tenths[:5]):.3f}",
+            flush=True,
+        )
+        pairs = [pair(place, options.rows, number) for number in range(options.pairs)]
+    more = max(calls for calls, _ in pairs)
     print(
-        f"{1000 * many:.2f} ms with {rows:,} rows, {1000 * few:.2f} with {FEW:,}: ratio {many / few:.3f}; "
-        f"until the first step {many_start:.1f} s and {few_start:.1f} s",
+        f"{options.rows:,} rows / {FEW:,} rows: calls {more:.4f}, processor seconds, median of {len(pairs)} pairs "
+        f"{statistics.median(seconds for _, seconds in pairs):.3f}"
+    )
+    return int(max(longer, more) > ALLOWED)
+
+
+def pair(place: Path, rows: int, number: int) -> tuple[float, float]:
+    """Calls and seconds of a step with many rows over those with few; which comes first alternates."""
+    made = {count: steps_of(place, 6 * EVERY, count) for count in ((rows, FEW) if number % 2 else (FEW, rows))}
+    many, few = made[rows], made[FEW]
+    calls = statistics.median(many.calls) / statistics.median(few.calls)
+    seconds = statistics.median(many.over_work) / statistics.median(few.over_work)
+    print(
+        f"{rows:,} rows / {FEW:,}: calls {calls:.4f}, processor seconds {seconds:.3f}; until the first step "
+        f"{many.start_s:.1f} s and {few.start_s:.1f} s",
         flush=True,
     )
-    return many / few
-
-
-def undisturbed(step_s: list[float]) -> float:
-    """The step that a tenth of them are faster than: other programs share the processor's caches, and only slow steps down."""
-    return statistics.quantiles(step_s, n=10)[0]
+    return calls, seconds
 
 
 def save_model(folder: Path) -> None:
@@ -95,8 +121,8 @@ def work() -> None:
         json.dumps({"number": number})
 
 
-def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], list[float], float]:
-    """Processor seconds of each step, of the work beside it, and until the first step. `rows`: in place of the recipe's."""
+def steps_of(place: Path, steps: int, rows: int | None) -> Steps:
+    """A run's steps. `rows`: in place of the recipe's."""
     from transformers import TrainerCallback
 
     from finetune.recipe import recipe_from
@@ -109,14 +135,33 @@ def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], 
         "lora_alpha": 4.0, "max_steps": steps, "effective_batch_size": 1, "eval_steps": 0, "save_steps": 0, "max_length": 64,
         "learning_rate": 1e-4, "output_dir": str(place / "run"),
     })))  # fmt: skip
-    ends: list[float] = []
-    begins: list[float] = []
+    over_work: list[float] = []
+    calls: list[int] = []
+    starts: list[float] = []
 
     class Clock(TrainerCallback):
+        began, work_s, counted, number = 0.0, 1.0, -1, 0
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.process_time())
+            sys.setprofile(None)
+            ended = time.process_time()
+            if self.counted >= 0:
+                calls.append(self.counted)
+            elif self.number:
+                over_work.append((ended - self.began) / self.work_s)
+            else:
+                starts.append(ended)
+            self.number, self.counted = self.number + 1, -1
+            before = time.process_time()
             work()
-            begins.append(time.process_time())
+            self.began = time.process_time()
+            self.work_s = self.began - before
+            if self.number % EVERY == 0:
+                self.counted = 0
+                sys.setprofile(self.count)
+
+        def count(self, _frame: Any, event: str, _argument: Any) -> None:
+            self.counted += event in ("call", "c_call")
 
     trainer = Worker(run)._build()[0]
     trainer.add_callback(Clock())
@@ -124,8 +169,7 @@ def step_times(place: Path, steps: int, rows: int | None) -> tuple[list[float], 
         trainer.train_dataset = many_rows(place / f"{rows}", rows)
     began = time.process_time()
     trainer.train()
-    step_s = [end - begin for begin, end in zip(begins, ends[1:], strict=False)]
-    return step_s, [begin - end for end, begin in zip(ends, begins, strict=True)], ends[0] - began
+    return Steps(over_work, calls, starts[0] - began)
 
 
 def many_rows(folder: Path, rows: int) -> Any:
@@ -142,4 +186,4 @@ def many_rows(folder: Path, rows: int) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

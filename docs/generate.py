@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from blocks.measured import accuracy, accuracy_short, gpu, gpu_short, reserved
+from blocks.measured import accuracy, accuracy_short, gpu, gpu_short, peers, reserved
 from blocks.page import ROOT, blocks_of, pages, replaced
 from blocks.plans import (
     fits,
@@ -47,6 +47,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "families": families,
     "model-types": model_types,
     "gpu": gpu,
+    "peers": peers,
     "gpu-short": gpu_short,
     "gpu-short-zh": functools.partial(
         gpu_short,

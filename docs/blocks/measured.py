@@ -14,6 +14,7 @@ from pathlib import Path
 
 from blocks.page import GIB, ROOT, block, markdown
 
+PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
 
@@ -95,3 +96,26 @@ def gpu_short(
     """The summary of the runs on a card."""
     report = _gpu()
     return f"{text.format(**{**report, 'cards': ', '.join(report['cards'])}) if report['runs'] else none}\n"
+
+
+def peers(table: Path = PEERS) -> str:
+    """The results of benchmarks/peers.py: a row for each tool, with why where one could not be run."""
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    columns = (
+        "tool", ">real tokens/s", ">beside finetune", ">supervised", ">with padding", ">first step, s", ">peak memory, MiB",
+        ">loss", ">difference", "failed",
+    )  # fmt: skip
+    return markdown(columns, [_peer_row(row) for row in rows])
+
+
+def _peer_row(row: dict[str, str]) -> list[str]:
+    if not row["version"]:
+        return [row["peer"], *["-"] * 8, row["failed"]]
+    speeds = [f"{int(row[f'{kind}_tokens_per_s']):,}" for kind in ("real", "supervised", "padded")]
+    ratio = f"{float(row['ratio']):.2f} x ({float(row['least_ratio']):.2f} to {float(row['most_ratio']):.2f})"
+    return [
+        f"{row['peer']} {row['version']}", speeds[0], ratio, *speeds[1:], row["first_step_s"],
+        row["allocated_mib"] or row["peak_rss_mib"], f"{row['first_loss']} to {row['last_loss']}",
+        _percent(float(row["loss_difference"])), row["failed"] or "-",
+    ]  # fmt: skip

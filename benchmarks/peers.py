@@ -1,0 +1,211 @@
+"""This project beside plain TRL, LLaMA-Factory and Axolotl: the same rows in the same order, seed, rank and layers.
+
+    python benchmarks/peers.py                                                     # this project and TRL of this environment
+    python benchmarks/peers.py --peer llamafactory=/venvs/llamafactory/bin/python --peer axolotl=/venvs/axolotl/bin/python
+    python benchmarks/peers.py --rounds 5 --write                                  # writes benchmarks/reference/peers.csv
+
+Each peer runs in an environment of its own (`python -m venv`, `pip install llamafactory`), in a process of its own, with its
+defaults. A round has one run of each, and the order turns by one from round to round; ratios are of runs of the same round,
+and the table has their medians. The first steps of a run are its warm-up and stand apart. A peer whose loss differs from this
+project's by more than TOLERANCE, in its first step or over the run, has failed, however fast it was. One that can't be run
+gets a line that says why.
+
+Without a card seconds are those of the process's one thread on the processor, so that other programs don't count.
+The documentation's table is made from the results file: docs/generate.py peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "reference" / "peers.csv"
+PEERS = ("finetune", "trl", "llamafactory", "axolotl")
+SHORTEST, USUAL, LONGEST = 24, 90, 480
+BATCH, RANK, SEED, LEARNING_RATE = 8, 16, 42, 1e-3
+#: Steps of a run that are its warm-up.
+WARM_UP = 3
+#: Largest difference of losses, as a share: in the first step, where adapters do nothing yet, and on average over the run,
+#: where each peer's adapters began with other random numbers.
+TOLERANCE = {"first": 0.002, "run": 0.02}
+#: Seconds after which a run has hung.
+LIMIT_S = 3600
+COLUMNS = (
+    "peer", "version", "device", "rounds", "rows", "first_step_s", "supervised_tokens_per_s", "real_tokens_per_s",
+    "padded_tokens_per_s", "ratio", "least_ratio", "most_ratio", "mfu", "peak_rss_mib", "allocated_mib", "reserved_mib",
+    "first_loss", "last_loss", "loss_difference", "failed",
+)  # fmt: skip
+
+
+def main() -> int:
+    """Run the rounds; returns 1 when a peer failed."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--rows", type=int, default=160)
+    arguments.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="an environment's interpreter")
+    arguments.add_argument("--gpu", default="cpu", help="of the recipe; cpu or auto")
+    arguments.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    options = arguments.parse_args()
+    pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(each.split("=", 1) for each in options.peer)}
+    with tempfile.TemporaryDirectory() as place:
+        prepared, job = prepare(Path(place), options.rows, options.gpu)
+        runs: dict[str, list[Any]] = {peer: [] for peer in PEERS if peer in pythons}
+        for number in range(options.rounds):
+            order = list(runs)
+            for peer in order[number % len(order) :] + order[: number % len(order)]:
+                runs[peer].append(run(peer, pythons[peer], prepared, job, Path(place) / f"{peer}-{number}"))
+                print(f"round {number}: {peer}: {said(runs[peer][-1])}", flush=True)
+    table = [row_of(peer, runs.get(peer), runs["finetune"], options.rows) for peer in PEERS]
+    for row in table:
+        print(", ".join(f"{name} {value}" for name, value in row.items() if value not in ("", None)))
+    if options.write:
+        with RESULTS.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
+    return int(any(row["failed"] and runs.get(row["peer"]) for row in table))
+
+
+def prepare(place: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
+    """The planned run, and what all other peers are told: model, rows in the run's order, and settings."""
+    from datasets import load_from_disk
+
+    import finetune
+    from finetune.recipe import recipe_from
+    from finetune.run.prepare import create_run
+    from finetune.run.prepare import prepare as plan_run
+    from finetune.run.training import LongestEarly
+
+    drawn = random.Random(0)
+    known = ["the", "a", "one", "some", "any", "this", "that", "it"]
+    words = [" ".join(drawn.choices(known, k=length(drawn))) for _ in range(rows)]
+    source = place / "unordered.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in words), encoding="utf-8")
+    prepared = plan_run(recipe_from({
+        "model_name_or_path": "tiny", "dataset": {"path": str(source)}, "gpu": gpu, "lora_r": RANK, "lora_alpha": 2.0 * RANK,
+        "target_modules": "all-linear", "effective_batch_size": BATCH, "num_train_epochs": 1.0, "packing": False,
+        "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "seed": SEED, "eval_steps": 0,
+        "save_steps": 0, "output_dir": str(place / "run"),
+    }))  # fmt: skip
+    plan = prepared.plan
+    kept = load_from_disk(str(create_run(prepared).data / "train"))
+    order = list(LongestEarly([len(ids) for ids in kept["input_ids"]], SEED, BATCH, plan.total_steps or 0))
+    texts = [words[row] for row in order]
+    (place / "rows").mkdir()
+    ordered = place / "rows" / "rows.jsonl"
+    ordered.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    model = Path(finetune.__file__).parent / "bundled" / "tiny-base"
+    return prepared, {
+        "model": str(model), "rows": str(ordered), "batch": BATCH, "rank": RANK, "seed": SEED, "learning_rate": LEARNING_RATE,
+        "max_length": plan.settings.max_length,
+    }  # fmt: skip
+
+
+def length(drawn: random.Random) -> int:
+    """Words of a row: lognormal, a range of 20."""
+    return min(LONGEST, max(SHORTEST, round(USUAL * drawn.lognormvariate(0, 0.8))))
+
+
+def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path) -> dict[str, Any] | str:
+    """The figures of one run, or why there are none."""
+    from finetune.run.prepare import create_run
+
+    folder.mkdir()
+    own = {"run": str(create_run(prepared).path)} if peer == "finetune" else {}
+    (folder / "job.json").write_text(json.dumps({**job, **own, "folder": str(folder / "out")}), encoding="utf-8")
+    files = [str(folder / "job.json"), str(folder / "result.json")]
+    command = [python, str(Path(__file__).with_name("peer_run.py")), peer, *files]
+    environment = dict(os.environ) if python == sys.executable else {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        return (last or [f"exit status {done.returncode}"])[0][:200]
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def said(figures: dict[str, Any] | str) -> str:
+    """A run in a line."""
+    if isinstance(figures, str):
+        return figures
+    real = rate(figures, 1)
+    return f"{real:,.0f} real tokens/s, loss {figures['losses'][0]:.4f} to {figures['losses'][-1]:.4f}"
+
+
+def rate(figures: dict[str, Any], kind: int) -> float:
+    """Tokens per second after the warm-up: 0 supervised, 1 real, 2 with padding."""
+    return sum(each[kind] for each in figures["tokens"][WARM_UP:]) / sum(figures["step_s"][WARM_UP:])
+
+
+def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dict[str, Any]:
+    """A line of the table: medians over the rounds, or why there are none."""
+    row: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "peer": peer, "rows": rows}
+    if not runs:
+        return {**row, "failed": "not run: no environment was given"}
+    pairs = [(one, own) for one, own in zip(runs, ours, strict=True) if isinstance(one, dict) and isinstance(own, dict)]
+    if not pairs:
+        return {**row, "failed": next((one for one in runs if isinstance(one, str)), "no run of this project to compare with")}
+    good = [one for one, _ in pairs]
+    ratios = [rate(one, 1) / rate(own, 1) for one, own in pairs]
+    difference, why = compared(*pairs[0])
+
+    median = statistics.median
+    kinds = enumerate(("supervised", "real", "padded"))
+    tokens = {name: round(median([rate(one, kind) for one in good])) for kind, name in kinds}
+    peaks = {"peak_rss_mib": "peak_rss_bytes", "allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes"}
+    mib = {name: round(max(one[key] for one in good) / 2**20) for name, key in peaks.items() if key in good[0]}
+    return {
+        **row, "version": good[0]["version"], "device": good[0]["device"], "rounds": len(good),
+        "first_step_s": round(median([one["first_step_s"] for one in good]), 1),
+        **{f"{name}_tokens_per_s": value for name, value in tokens.items()}, **mib, "ratio": round(median(ratios), 3),
+        "least_ratio": round(min(ratios), 3), "most_ratio": round(max(ratios), 3), "mfu": mfu(good) or "",
+        "first_loss": round(good[0]["losses"][0], 4), "last_loss": round(good[0]["losses"][-1], 4),
+        "loss_difference": round(difference, 4), "failed": why,
+    }  # fmt: skip
+
+
+def compared(one: dict[str, Any], own: dict[str, Any]) -> tuple[float, str]:
+    """Mean difference of the losses of two runs as a share, and why the first has failed; empty when it has not."""
+    if len(one["losses"]) < len(own["tokens"]):
+        return 0.0, f"{len(one['losses'])} steps in place of {len(own['tokens'])}"
+    shares = [abs(a / b - 1) for a, b in zip(one["losses"], own["losses"], strict=False)]
+    supervised = [sum(each[0] for each in run["tokens"]) for run in (one, own)]
+    if abs(supervised[0] / supervised[1] - 1) > TOLERANCE["first"]:
+        return statistics.mean(shares), f"trained on {supervised[0]:,} tokens, not {supervised[1]:,}"
+    if shares[0] > TOLERANCE["first"]:
+        return statistics.mean(shares), f"first loss {one['losses'][0]:.4f}, not {own['losses'][0]:.4f}"
+    if statistics.mean(shares) > TOLERANCE["run"]:
+        return statistics.mean(shares), f"losses differ by {statistics.mean(shares):.1%}"
+    return statistics.mean(shares), ""
+
+
+def mfu(runs: list[dict[str, Any]]) -> float | None:
+    """Share of a card's matrix rate, by 4 FLOPs a frozen weight and token; None on a processor or an unknown card."""
+    from finetune.card.find import find_card
+    from finetune.model.configuration import read_config
+    from finetune.plan.shape import shape_of
+    from finetune.recipe import recipe_from
+
+    if "allocated_bytes" not in runs[0]:
+        return None
+    recipe = recipe_from({"model_name_or_path": "tiny", "dataset": "rows.jsonl"})
+    shape, card = shape_of(read_config(recipe), recipe), find_card("auto")
+    if card.bf16_flops is None:
+        return None
+    return round(statistics.median([4 * shape.computed * rate(one, 1) / card.bf16_flops for one in runs]), 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
