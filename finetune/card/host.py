@@ -7,7 +7,10 @@ from pathlib import Path
 import psutil
 
 from finetune.card.card import Card
-from finetune.units import format_bytes
+from finetune.units import MIB, format_bytes
+
+#: Resident memory of a process that has torch, transformers, TRL, PEFT and datasets imported (measured, Linux).
+PROCESS_BYTES = 800 * MIB
 
 
 def host_card() -> Card:
@@ -22,6 +25,11 @@ def host_card() -> Card:
         name="cpu", total_bytes=total, free_bytes=free, context_bytes=0, source="cpu",
         reason=f"CPU: {format_bytes(free)} of {format_bytes(total)} host memory available on {where}",
     )  # fmt: skip
+
+
+def free_for_run() -> int:
+    """Bytes of host memory available now, less what a training process takes by itself."""
+    return host_card().free_bytes - PROCESS_BYTES
 
 
 def _container_limit() -> int | None:

@@ -7,12 +7,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import AllocatorSettings, expandable_segments
+from finetune.card.host import PROCESS_BYTES
 from finetune.forecast.allocator_choice import candidates, choose
 from finetune.forecast.forecast import AtLimit, Forecast
 from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
-from finetune.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,6 @@ DRY_RUN_ERROR = 0.02
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
 #: Limits at which a run is tried, as steps down from what it reserves without one.
 LIMIT_STEP = 0.01
-#: Resident memory of a process that has torch, transformers, TRL, PEFT and datasets imported (measured, Linux).
-PROCESS_BYTES = 800 * MIB
 
 
 def make_forecast(

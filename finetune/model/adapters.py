@@ -17,7 +17,6 @@ from finetune.compat.peft import leave_casts_to_autocast
 from finetune.errors import RecipeError
 from finetune.model.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
-from finetune.model.layer_offloading import weights_for_magnitudes
 
 if TYPE_CHECKING:
     from finetune.recipe import Settings
@@ -41,6 +40,8 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
             raise RecipeError(
                 f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
             )
+    from finetune.model.layer_offloading import weights_for_magnitudes
+
     try:
         with warnings.catch_warnings(), weights_for_magnitudes(model):
             # PEFT looks for the ranks of experts among layers only

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.plan.plan import Alternative, Verdict, verdict_of
-from finetune.plan.resources import layer_copies_of
 from finetune.plan.speed import BUFFERS, knows_rates
 from finetune.recipe.compatibility import no_layer_offloading_because
 from finetune.units import format_bytes
@@ -28,6 +27,8 @@ class Comparison:
     """The chosen strategy against others with one setting changed."""
 
     def __init__(self, search: Search, chosen: Anchor) -> None:
+        from finetune.plan.resources import layer_copies_of
+
         self.search, self.chosen = search, chosen
         self.strategy = chosen.strategy
         self.copies = layer_copies_of(self.strategy, search.job, search.timing(self.strategy), chosen.forecast)

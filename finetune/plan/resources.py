@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.card.host import host_card
+from finetune.card.host import free_for_run, host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
-from finetune.forecast.whole_card import PROCESS_BYTES
 from finetune.plan.plan import LayerCopies, ResourceCheck
 from finetune.plan.speed import knows_rates
 from finetune.units import format_bytes
@@ -40,7 +39,7 @@ def _check(what: str, needed: int, free: int | None) -> ResourceCheck:
 
 def free_for_layers(card: Card) -> int | None:
     """Host memory that this machine has for offloaded layers, beside the process; None for another machine, or a CPU."""
-    return host_card().free_bytes - PROCESS_BYTES if card.source == "measured" else None
+    return free_for_run() if card.source == "measured" else None
 
 
 def nothing_to_offload(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:

@@ -7,10 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.card.host import host_card
+from finetune.card.host import free_for_run
 from finetune.errors import DiskFull, MachineError
 from finetune.files import cache_dir, free_disk_bytes
-from finetune.forecast.whole_card import PROCESS_BYTES
 from finetune.plan.resources import too_little_host_memory
 from finetune.run.drive import read_rate
 from finetune.units import format_bytes
@@ -40,7 +39,7 @@ def check_host_memory(plan: Plan) -> None:
     copies = plan.layer_copies
     if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:  # a retry or resume changed it
         return
-    free = host_card().free_bytes - PROCESS_BYTES
+    free = free_for_run()
     held = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
     if held > free:
         raise too_little_host_memory(copies.place, copies.layers, held, free)

@@ -5,11 +5,12 @@ from real_run import by_phase, forecast, measured, planned, save_model
 from tiny_models import config_values, settings
 
 from finetune.card import find_card
+from finetune.card.host import PROCESS_BYTES
 from finetune.forecast.depth import simulate_deep
 from finetune.forecast.ledger import dry_run
 from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.tracker import BLOCK_BYTES
-from finetune.forecast.whole_card import PROCESS_BYTES, make_forecast
+from finetune.forecast.whole_card import make_forecast
 from finetune.model.layer_offloading import BUFFERS
 from finetune.model.transformers_config import config_from
 
