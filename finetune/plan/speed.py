@@ -60,15 +60,15 @@ class Batches:
         if self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
         if (rows, batch) not in self._widths:  # hundreds of strategies ask for a few
-            self._widths[rows, batch] = self._expected_width(self.data.lengths, rows, batch)
+            self._widths[rows, batch] = self._expected_width(self.data, rows, batch)
         return self._widths[rows, batch]
 
-    def _expected_width(self, lengths: tuple[int, ...], rows: int, batch: int | None) -> float:
-        count = len(lengths)
+    def _expected_width(self, data: DataStatistics, rows: int, batch: int | None) -> float:
+        lengths, count = data.lengths, len(data.lengths)
         every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
         quantiles = ((lengths[place - 1], place) for place in (*range(every, count, every), count))
         total, below = 0.0, 0.0
-        for length, place in self.data.ends if every == 1 else quantiles:
+        for length, place in data.ends if every == 1 else quantiles:
             upto = _longest_below(place / count, rows, batch or rows)
             total += min(length, self.max_length) * (upto - below)
             below = upto
