@@ -62,8 +62,11 @@ def peak_rss_bytes() -> int:
         return int(getattr(used, "peak_wset", used.rss))
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # ru_maxrss is at least the memory of the process that started this one (fs/exec.c)
+    _, there, peak = Path("/proc/self/status").read_text(encoding="utf-8").partition("VmHWM:")
+    return 1024 * (int(peak.split()[0]) if there else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:

@@ -68,9 +68,13 @@ class Answerer:
             )
         assert folder is not None
         made = copy.copy(self)
-        made._read(other, plan, folder)
-        made._key, made._keys = self._added(folder), {}
+        made.answer_for(other, plan, folder, self._added(folder))
         return made
+
+    def answer_for(self, run: RunDirectory, plan: Plan, folder: Path, key: str) -> None:
+        """From now on answer as `run`, whose adapter is loaded under PEFT's name `key`."""
+        self._read(run, plan, folder)
+        self._key, self._keys = key, {}
 
     def _read(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
         """The run's own tokenizer and template."""

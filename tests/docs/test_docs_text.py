@@ -74,7 +74,10 @@ def test_files_in_the_text_exist(page):
 @pytest.mark.parametrize(
     ("page", "fence", "command"), every_command(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_command_has_its_program_options_and_recipe(page, fence, command, monkeypatch):
+def test_a_command_has_its_program_options_and_recipe(page, fence, command, monkeypatch, tmp_path, kept_run):
+    if "adapter=again" in command:
+        kept_run(tmp_path).rename(tmp_path / "again")
+        monkeypatch.chdir(tmp_path)
     for part in re.split(r"&&", command.splitlines()[0]):
         program, *arguments = shlex.split(part)
         if program == "finetune":

@@ -13,10 +13,11 @@ import json, resource, sys
 from finetune.card import find_card
 from finetune.plan.make import make_plan
 from finetune.recipe import parse_recipe
+from finetune.system import peak_rss_bytes
 plan = make_plan(parse_recipe(f"model_name_or_path: {sys.argv[1]}\\ndataset: d.jsonl\\n"), find_card("rtx-4090"), None)
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"verdict": plan.verdict, "plan": plan.as_json(), "processor_s": used.ru_utime + used.ru_stime,
-                  "resident_bytes": used.ru_maxrss * 1024, "torch": "torch" in sys.modules}))
+                  "resident_bytes": peak_rss_bytes(), "torch": "torch" in sys.modules}))
 """
 
 

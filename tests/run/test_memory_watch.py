@@ -1,9 +1,22 @@
 """Warnings about memory: each once, and only when it applies."""
 
+import subprocess
+import sys
+
 from finetune.events import Memory
 from finetune.run.memory_watch import MemoryWatch, leaks
 
 GIB = 2**30
+LARGE_PARENT = """
+import subprocess, sys
+held = b"x" * 500_000_000
+code = "from finetune.system import peak_rss_bytes; print(peak_rss_bytes())"
+print(subprocess.check_output([sys.executable, "-c", code], text=True))
+"""
+
+
+def test_peak_memory_is_of_the_process_and_not_of_the_one_that_started_it():
+    assert int(subprocess.check_output([sys.executable, "-c", LARGE_PARENT], text=True)) < 200_000_000
 
 
 def sample(**bytes_):
