@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.report import Finding, places
+from finetune.data.scripts import SCRIPTS
 from finetune.data.shards import Stored
 from finetune.data.tokenizer import is_replaced
 
@@ -20,6 +21,8 @@ _CUT, _SAME_ANSWER = 0.01, 0.9
 _ENOUGH = 20
 #: Share of rows that say nearly the same as an earlier one from which it is said.
 _NEAR = 0.01
+#: Share of answers in other scripts than the usual one from which it is said.
+_MIXED = 0.01
 #: Damage in a row's texts -> the same.
 _DAMAGE = {
     "replaced": (
@@ -99,6 +102,9 @@ def find(
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
         same = used & (stored.answer == answers[counts.argmax()])
         yield say("same answer", text, same, "Add rows with other answers.")
+    if others := _other_scripts(stored, used):
+        text, rows = others
+        yield say("languages", text, rows, "The model will mix them; leave the others out if that isn't meant.")
     if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
         text = "the system prompt of {rows} is learnt, too: the model will write it itself"
         yield say("system", text, rows, "Set train_on_inputs=false.")
@@ -111,6 +117,21 @@ def find(
     if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"
         yield Finding("today", text, int(used.sum()), (), "")
+
+
+def _other_scripts(stored: Stored, used: np.ndarray) -> tuple[str, np.ndarray] | None:
+    """What to say of the answers that are not in the usual script, and their rows; None where they are few."""
+    rows = {name: used & stored.has(name) for name in SCRIPTS}
+    counts = {name: int(found.sum()) for name, found in rows.items() if found.any()}
+    if not counts:
+        return None
+    usual = max(counts, key=lambda name: counts[name])
+    others = {name: count for name, count in counts.items() if name != usual}
+    if sum(others.values()) <= _MIXED * sum(counts.values()):
+        return None
+    named = ", ".join(f"{count:,} in {name}" for name, count in sorted(others.items(), key=lambda item: -item[1]))
+    text = f"answers are in several scripts, most ({counts[usual]:,}) in {usual}: {named}; that is {{rows}}"
+    return text, np.logical_or.reduce([rows[name] for name in others])
 
 
 class _Sayer:

@@ -17,14 +17,15 @@ from finetune.data.checks import BadRow
 from finetune.data.formats import Example
 from finetune.data.near import HASHES, MOST_ROWS, near, sketches
 from finetune.data.report import Refused
+from finetune.data.scripts import SCRIPTS, script_of
 
 if TYPE_CHECKING:
     from finetune.data.tokens import Encoded
 
-#: What a row's bits say: notes of its tokens, damage in its texts, and its kind. Their order is in the files.
+#: What the bits of a row say: notes of its tokens, damage in its texts, its kind, its answer's script. Files have this order.
 FLAGS = (
     "unprompted", "altered", "endless", "literal", "control", "unknown", "replaced", "mojibake", "conversation", "pair",
-    "system",
+    "system", *SCRIPTS,
 )  # fmt: skip
 _BIT = {name: 1 << place for place, name in enumerate(FLAGS)}
 #: UTF-8 that was read as Windows-1252 or Latin-1: an accented letter, a quotation mark, an emoji.
@@ -89,6 +90,8 @@ def _answer(example: Example) -> int:
 def _flags(example: Example, sequences: list[Encoded]) -> int:
     bits = (_BIT["conversation"] if example.messages else 0) | (_BIT["pair"] if example.prompt is not None else 0)
     bits |= _BIT["system"] if example.messages and example.messages[0]["role"] in ("system", "developer") else 0
+    if script := script_of(example.reference() or example.text or ""):
+        bits |= _BIT[script]
     for one in sequences:
         for note in one.notes:
             bits |= _BIT[note]

@@ -52,6 +52,20 @@ def test_the_same_answer_to_everything_is_found(write):
     assert "30 row(s) of 31 have the same answer" in str(finding)
 
 
+def test_answers_in_several_languages_are_found_by_their_script(write):
+    rows = [
+        *CLEAN,
+        talk("Straße?", "Größe 42"),
+        talk("Только?", "Да, конечно."),
+        talk("何?", "はい、東京です。"),
+        talk("6 x 7?", "42"),
+    ]
+    [finding] = report_of(write, rows).findings
+    assert (finding.kind, finding.rows) == ("languages", 2)
+    assert "most (31) in Latin: 1 in Cyrillic, 1 in Chinese or Japanese" in str(finding)
+    assert "row" in finding.first[0] and "32" in finding.first[0]
+
+
 @pytest.mark.parametrize(("long", "found"), [(1, False), (2, True)])
 def test_more_than_a_hundredth_of_cut_rows_is_found(write, long, found):
     rows = [talk(f"{n}?", f"{n}") for n in range(100 - long)] + [talk("?", "long " * 80)] * long
