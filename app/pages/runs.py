@@ -48,11 +48,10 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Row(elem_classes="ft-controls"):
         entry = gr.Dropdown([], label="Waiting run", elem_id="runs-queue-entry")
         cancel = gr.Button("Cancel", elem_id="runs-queue-cancel", size="sm")
-    tables, names = gr.State(None), gr.State(None)
-    page.load(view.tick, None, [tables, names], **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, None, [tables, names], **QUIET)
-    tables.change(view.tables, None, [listed, queue], **QUIET)
-    names.change(view.names, [chosen, name, entry], [chosen, name, entry], **QUIET)
+    seen = gr.State(None)
+    shown = [seen, listed, queue, chosen, name, entry]
+    page.load(view.tick, [seen, chosen, name, entry], shown, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [seen, chosen, name, entry], shown, **QUIET)
     chosen.change(view.compare, chosen, compared, **QUIET)
     rename.click(view.rename, [name, new], [said, name], **BUTTON)
     discard.click(lambda chosen: gr.Row(visible=bool(chosen)), name, sure, **BUTTON)
@@ -67,35 +66,23 @@ class _View:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def tick(self) -> list[int]:
-        """What stands for the tables, and for the names to choose from: their own handlers run when it changes.
-
-        Gradio makes a component for each that an answer updates or skips, and keeps those that an event reads, too.
-        """
+    def tick(self, seen: Any, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
+        """The table and the queue when they changed."""
         self.context.queue.ensure()
-        return [hash(tuple(self.tables())), hash(tuple(map(str, self._names())))]
-
-    def tables(self) -> list[str]:
-        """The runs and the queue."""
+        runs = self.context.workspace.list_runs()[:_LISTED]
+        listed = _list([self._row(run) for run in runs])
         entries = [(waiting.path.name, waiting.status()) for waiting in self.context.queue.entries()]
-        return [_list([self._row(run) for run in self._runs()]), _queue(entries)]
-
-    def names(self, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
-        """The runs and waiting starts to choose from."""
-        names, waiting = self._names()
+        waiting = [(_asked(name), name) for name, status in entries if status["state"] == "waiting"]
+        queue = _queue(entries)
+        now = hash((listed, queue))
+        if now == seen:
+            return gr.skip()
+        names = [run.path.name for run in runs]
         return [
-            gr.Dropdown(choices=names, value=[one for one in chosen or [] if one in names]),
+            now, listed, queue, gr.Dropdown(choices=names, value=[one for one in chosen or [] if one in names]),
             gr.Dropdown(choices=names, value=name if name in names else None),
             gr.Dropdown(choices=waiting, value=entry if entry in [name for _, name in waiting] else None),
-        ]
-
-    def _runs(self) -> list[RunDirectory]:
-        return self.context.workspace.list_runs()[:_LISTED]
-
-    def _names(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Names of the runs; and of the waiting starts, each with the time it was asked for."""
-        waiting = (entry.path.name for entry in self.context.queue.entries() if entry.status()["state"] == "waiting")
-        return [run.path.name for run in self._runs()], [(_asked(name), name) for name in waiting]
+        ]  # fmt: skip
 
     def compare(self, names: list[str] | None) -> str:
         """Curves of the chosen runs in one chart, and the settings that differ."""

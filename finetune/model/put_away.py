@@ -21,7 +21,7 @@ import torch
 from finetune.compat.transformers import loading_in_order, quantised_on
 from finetune.errors import DiskFull
 from finetune.files import free_disk_bytes, write_text
-from finetune.model.build import build_base
+from finetune.model import build
 from finetune.model.configuration import resolve_model_path
 from finetune.model.layer_offloading import offload_layers
 from finetune.model.quantisation import quantization_config
@@ -59,7 +59,7 @@ def open_store(settings: Settings, config: PretrainedConfig, device: torch.devic
     `device` quantises. One process of a machine does the work, others that want the same file wait for it. Raises DiskFull when
     it can't be written and NotThisModel when this model can't be put away: then nothing is left of it.
     """
-    shell = build_base(settings, config, device="cpu", weights=False)
+    shell = build.build_base(settings, config, device="cpu", weights=False)
     parts = parts_of(shell)
     facts = facts_of(settings, config, torch.device(device).type)
     path = folder() / f"{_slug(settings)}-{_key(facts)}.safetensors"
@@ -169,7 +169,7 @@ def _make(
         )
     with _disk_errors(path), StoreWriter(path, parts) as writer:
         with quantised_on(device), loading_in_order(_PutAway(writer)):
-            base = build_base(settings, config, device="cpu", weights=True)
+            base = build.build_base(settings, config, device="cpu", weights=True)
         for part in writer.missing:
             writer.write(part, {name: value_of(base, name) for name in part.parameters})
         writer.finish(facts)
@@ -240,12 +240,12 @@ def load_base(settings: Settings, config: PretrainedConfig, device: torch.device
             return base_from(open_store(settings, config, device, say), settings, config, device)
         except (DiskFull, NotThisModel) as error:
             say(f"{error}. Its weights are quantised again at every start instead.")
-    return build_base(settings, config, device=device, weights=True, offloads=True)
+    return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
 def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: torch.device | str | int) -> PreTrainedModel:
     """The base model on `device` with the weights of its file, as `build_base` would load them, with its offloaded layers."""
-    base = build_base(settings, config, device=device, weights=False)
+    base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
     books = code_books(store, device)
     for part in [store.parts[-1], *store.parts[:-1]]:
@@ -274,7 +274,7 @@ def finished(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
 def code_books(store: Store, device: torch.device | str | int) -> dict[str, torch.Tensor]:
     """The code books of the file's 4-bit weights; empty where it has none."""
     outside = store.parts[-1]
-    return {entry.name: store.rows(outside, entry).to(device) for entry in outside.entries if entry.name in BOOKS}
+    return {entry.name: store.rows(outside, entry).to(device, copy=True) for entry in outside.entries if entry.name in BOOKS}
 
 
 def fill(
@@ -285,11 +285,11 @@ def fill(
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for entry in part.entries:
         if entry.table:
-            tables.setdefault(entry.name, {})[entry.table] = store.rows(part, entry).to(device)
+            tables.setdefault(entry.name, {})[entry.table] = store.rows(part, entry).to(device, copy=True)
     for entry in part.entries:
         if entry.table or entry.name in BOOKS:
             continue
-        data = store.rows(part, entry).to(device)
+        data = store.rows(part, entry).to(device, copy=True)  # the file may be replaced
         state = store.quant_state(entry.name, tables[entry.name], books) if entry.name in tables else None
         put(base, entry.name, data, state, places)
 

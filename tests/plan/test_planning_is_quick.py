@@ -14,15 +14,16 @@ from finetune.card import find_card
 from finetune.plan.make import make_plan
 from finetune.recipe import parse_recipe
 from finetune.system import peak_rss_bytes
-plan = make_plan(parse_recipe(f"model_name_or_path: {sys.argv[1]}\\ndataset: d.jsonl\\n"), find_card("rtx-4090"), None)
+recipe = parse_recipe(f"model_name_or_path: {sys.argv[1]}\\ndataset: d.jsonl\\n", "recipe", sys.argv[2:])
+plan = make_plan(recipe, find_card("rtx-4090"), None)
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"verdict": plan.verdict, "plan": plan.as_json(), "processor_s": used.ru_utime + used.ru_stime,
                   "resident_bytes": peak_rss_bytes(), "torch": "torch" in sys.modules}))
 """
 
 
-def planned(model):
-    done = subprocess.run([sys.executable, "-c", PLAN, model], capture_output=True, text=True, check=True)
+def planned(*given):
+    done = subprocess.run([sys.executable, "-c", PLAN, *given], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -38,5 +39,11 @@ def test_an_8b_takes_15_seconds_at_first_and_no_torch_the_second_time():
 @pytest.mark.slow
 def test_a_70b_is_planned_in_3_gib():
     made = planned("meta-llama/Llama-3.3-70B-Instruct")
+    assert made["verdict"] == "fits" and made["plan"]["layer_copies"] and made["resident_bytes"] <= 3 * GIB
+
+
+@pytest.mark.slow
+def test_a_70b_with_its_layers_on_the_card_does_not_fit_and_the_plan_says_what_would():
+    made = planned("meta-llama/Llama-3.3-70B-Instruct", "layer_offloading=false")
     assert made["verdict"] == "does not fit" and made["resident_bytes"] <= 3 * GIB
     assert made["plan"]["shortfall"]["largest_model_that_fits"] and made["plan"]["suggestions"]
