@@ -57,7 +57,7 @@ def settings_for(model):
         "tiny-cpu",
         [
             "gpu=auto", f"model_name_or_path={model}", "per_device_train_batch_size=1", "launch.num_processes=2",
-            "launch.strategy=fsdp",
+            "launch.strategy=fsdp", "lora_r=4",  # small adapters: the memory is that of the weights
         ],
     )  # fmt: skip
     return resolved(
