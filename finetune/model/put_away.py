@@ -274,7 +274,7 @@ def finished(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
 def code_books(store: Store, device: torch.device | str | int) -> dict[str, torch.Tensor]:
     """The code books of the file's 4-bit weights; empty where it has none."""
     outside = store.parts[-1]
-    return {entry.name: store.rows(outside, entry).to(device, copy=True) for entry in outside.entries if entry.name in BOOKS}
+    return {entry.name: store.rows(outside, entry).to(device) for entry in outside.entries if entry.name in BOOKS}
 
 
 def fill(
@@ -285,11 +285,11 @@ def fill(
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for entry in part.entries:
         if entry.table:
-            tables.setdefault(entry.name, {})[entry.table] = store.rows(part, entry).to(device, copy=True)
+            tables.setdefault(entry.name, {})[entry.table] = store.rows(part, entry).to(device)
     for entry in part.entries:
         if entry.table or entry.name in BOOKS:
             continue
-        data = store.rows(part, entry).to(device, copy=True)  # the file may be replaced
+        data = store.rows(part, entry).to(device)
         state = store.quant_state(entry.name, tables[entry.name], books) if entry.name in tables else None
         put(base, entry.name, data, state, places)
 

@@ -36,7 +36,7 @@ OUTSIDE = "outside"
 #: Names of the code books, which all 4-bit weights share.
 BOOKS = ("quant_map", "nested_quant_map")
 _NESTED_BLOCK = 256
-_CHUNK = 2**23
+_CHUNK = 2**20
 _THREADS = 4
 _ZEROS = "0" * 64
 

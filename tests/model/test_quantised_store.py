@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tracemalloc
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ from finetune.model import put_away, quantised_store
 from finetune.model.build import build_base
 from finetune.model.put_away import base_from, open_store
 from finetune.model.quantised_files import clear, folder, kept, lock_of, size_bytes
-from finetune.model.quantised_store import Damaged, NotThisModel, Store, StoreWriter, file_bytes, parts_of, view
+from finetune.model.quantised_store import (
+    Damaged,
+    Entry,
+    NotThisModel,
+    Part,
+    Store,
+    StoreWriter,
+    file_bytes,
+    parts_of,
+    view,
+)
 from finetune.model.transformers_config import load_config
 from finetune.recipe import plainest, recipe_from
 from finetune.system import take_lock
@@ -124,6 +135,32 @@ def test_a_layers_run_is_its_tensors_one_behind_the_other(stored):
         assert all(torch.equal(view(copied, entry), tensors[entry.key]) for entry in part.entries)
         matrices = [entry.table != "" or len(entry.shape) > 1 for entry in part.entries]
         assert matrices == sorted(matrices, reverse=True)
+
+
+def test_rows_are_in_memory_of_their_own(stored):
+    store, *_ = stored()
+    part = store.parts[-1]
+    entry = next(entry for entry in part.entries if entry.name == "lm_head.weight")
+    before = store.rows(part, entry)
+    store.rows(part, entry).zero_()
+    store.rows(part, entry, 3, 2).zero_()
+    assert before.any() and torch.equal(store.rows(part, entry), before)
+
+
+def test_checking_takes_little_memory_however_large_the_parts_are(tmp_path):
+    size = 3 * 2**20
+    parts = tuple(Part(f"layers.{number}", (Entry("codes", "", "uint8", (size,), 0),), size) for number in range(4))
+    with StoreWriter(tmp_path / "large.safetensors", parts) as writer:
+        for part in parts:
+            writer.write(part, {"codes": torch.zeros(size, dtype=torch.uint8)})
+        writer.finish({})
+    store = Store(writer.path)
+    tracemalloc.start()
+    try:
+        store.verify()
+        assert tracemalloc.get_traced_memory()[1] < 2 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_safetensors_reads_it(stored):
