@@ -44,6 +44,6 @@ def test_each_process_takes_less_than_the_model_while_it_is_loaded(tmp_path):
     for _ in ("first start", "second"):
         for each in two_processes(tmp_path / "model", tmp_path):
             assert each["model_bytes"] > 120e6
-            if not each["said"]:  # who quantises on a processor has bitsandbytes' distances to 16 codes for each element, too
-                assert each["peak_bytes"] < 0.85 * each["model_bytes"]  # 0.80 to 0.81 was seen
+            if not each["said"]:  # who quantises on a processor has a matrix in float32 several times, too
+                assert each["peak_bytes"] < 0.75 * each["model_bytes"]  # half is its rows; 0.66 was seen
             assert each["loss"] == pytest.approx(each["whole_loss"], rel=1e-6)
