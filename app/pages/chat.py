@@ -9,7 +9,7 @@ import gradio as gr
 from app.chat.chats import Turn
 from app.chat.said import MODELS, Model
 from app.context import Context
-from app.views.binding import BUTTON, QUIET, show
+from app.views.binding import BUTTON, QUIET, mark, show, stands_for
 from app.views.markup import inert, note, problem
 from finetune.errors import CommandError
 from finetune.run.directory import RunDirectory
@@ -46,12 +46,12 @@ def build(context: Context, page: gr.Blocks) -> None:
         send = gr.Button("Send", variant="primary", elem_id="chat-send")
         stop = gr.Button("Stop", variant="stop", elem_id="chat-stop", interactive=False)
     said = show(elem_id="chat-said")
-    seen = gr.State("")
+    changed = mark()
     asked = [name, question, most, who, system, temperature, top_p, seed]
-    shown = [seen, turns, warning, stop]
-    page.load(view.choose, None, name, **QUIET).then(view.tick, [name, seen], shown, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [name, seen], shown, **QUIET)
-    name.input(view.tick, [name, seen], shown, **QUIET)
+    page.load(view.choose, None, name, **QUIET).then(view.tick, name, changed, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, name, changed, **QUIET)
+    name.input(view.tick, name, changed, **QUIET)
+    changed.change(view.show, name, [turns, warning, stop], **QUIET)
     send.click(view.ask, asked, [question, said], **BUTTON)
     question.submit(view.ask, asked, [question, said], **BUTTON)
     stop.click(view.stop, name, said, **BUTTON)
@@ -71,17 +71,23 @@ class _View:
         chosen = asked or (runs[0] if runs else None)
         return gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None)
 
-    def tick(self, name: str | None, seen: str) -> list[Any]:
-        """The conversation when it grew, the current memory warning, and whether there is an answer to stop."""
+    def tick(self, name: str | None) -> str:
+        """What stands for all that is shown."""
+        return stands_for(name, self._shown(name))
+
+    def show(self, name: str | None) -> list[Any]:
+        """The conversation, the current memory warning, and whether there is an answer to stop."""
+        shown, warning, answering = self._shown(name)
+        return [shown, warning, gr.Button(interactive=answering)]
+
+    def _shown(self, name: str | None) -> tuple[str, str, bool]:
         run = self.context.workspace.run(name)
         if run is None:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            return gr.skip() if seen == "none" else ["none", empty, "", gr.Button(interactive=False)]
+            return empty, "", False
         turns = self.context.chats.turns(run)
-        shown, warning = _conversation(turns), self._price(run) + self._warning(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.at_work(run)
-        now = f"{name}\n{answering}\n{warning}\n{shown}"
-        return gr.skip() if now == seen else [now, shown, warning, gr.Button(interactive=answering)]
+        return _conversation(turns), self._price(run) + self._warning(run), answering
 
     def ask(  # None: a field of the closed panel
         self, name: str | None, question: str, most: float | None, who: str, system: str | None,

@@ -12,7 +12,7 @@ import gradio as gr
 from app.context import Context
 from app.planning.catalogue import local_datasets
 from app.starts.tasks import Task
-from app.views.binding import BUTTON, QUIET, show
+from app.views.binding import BUTTON, QUIET, mark, show, stands_for
 from app.views.markup import inert, note, problem, table
 from app.views.scores import rows_of, saved, saved_lost, scores, what_was_lost
 from finetune.errors import FinetuneError
@@ -38,7 +38,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     show('<h1 class="ft-title" data-title="Result">Result</h1>')
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="result-run", scale=3)
-    seen = gr.State("")
+    changed = mark()
     said = show(elem_id="result-said")
     show("<h2>Base against tuned</h2>")
     with gr.Row(elem_classes="ft-controls"):
@@ -93,11 +93,11 @@ def build(context: Context, page: gr.Blocks) -> None:
     look.click(view.dry_run, [name, repo, kind, public], said, **BUTTON)
     push.click(view.push, [name, repo, kind, public], said, **BUTTON)
     name.change(view.depending, name, [rows, others, kind], **QUIET)
-    inputs, outputs = [name, order, seen], [seen, scores, reported, merged, pushed]
-    page.load(view.choose, None, [name, rows], **QUIET).then(view.tick, inputs, outputs, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, inputs, outputs, **QUIET)
-    name.input(view.tick, inputs, outputs, **QUIET)
-    order.input(view.tick, inputs, outputs, **QUIET)
+    page.load(view.choose, None, [name, rows], **QUIET).then(view.tick, [name, order], changed, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [name, order], changed, **QUIET)
+    name.input(view.tick, [name, order], changed, **QUIET)
+    order.input(view.tick, [name, order], changed, **QUIET)
+    changed.change(view.show, [name, order], [scores, reported, merged, pushed], **QUIET)
 
 
 def evaluation(
@@ -225,21 +225,22 @@ class _View:
             return problem("Not started", error.problems, error.fix)
         return ""
 
-    def tick(self, name: str | None, order: str, seen: str) -> list[Any]:
-        """Each command's progress or result when it changed."""
+    def tick(self, name: str | None, order: str) -> str:
+        """What stands for all that is shown."""
+        return stands_for(name, self.show(name, order))
+
+    def show(self, name: str | None, order: str) -> list[str]:
+        """Each command's progress or result."""
         run = self.context.workspace.run(name)
         if run is None:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            shown = [empty, "", "", ""]
-        else:
-            tasks = self.context.tasks
-            shown = [
-                _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),
-                _reports(run, tasks.of(run, "report"), tasks.of(run, "compare")),
-                _task("merge", tasks.of(run, "merge")), _pushed(tasks.of(run, "push")),
-            ]  # fmt: skip
-        now = f"{name}{shown}"
-        return gr.skip() if now == seen else [now, *shown]
+            return [empty, "", "", ""]
+        tasks = self.context.tasks
+        return [
+            _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),
+            _reports(run, tasks.of(run, "report"), tasks.of(run, "compare")),
+            _task("merge", tasks.of(run, "merge")), _pushed(tasks.of(run, "push")),
+        ]  # fmt: skip
 
 
 def _evaluations(run: RunDirectory, task: Task, order: str) -> str:

@@ -8,7 +8,7 @@ import gradio as gr
 
 from app.context import Context
 from app.views import run as run_view
-from app.views.binding import BUTTON, QUIET, show
+from app.views.binding import BUTTON, QUIET, mark, show, stands_for
 from app.views.markup import note, problem
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe
@@ -43,14 +43,15 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Accordion("Messages and log", open=False):
         messages = show(elem_id="run-messages")
         log = show(elem_id="run-log")
-    seen = gr.State(())
-    shown = [seen, head, curves, more, memory, samples, messages, log, numbers, stop, resume]
+    changed = mark()
+    shown = [head, curves, more, memory, samples, messages, log, numbers, stop, resume]
     view = _View(context)
-    inputs = [name, smoothing, seen]
-    page.load(view.choose, None, name, **QUIET).then(view.tick, inputs, shown, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, inputs, shown, **QUIET)
-    name.input(view.tick, inputs, shown, **QUIET)
-    smoothing.input(view.tick, inputs, shown, **QUIET)
+    inputs = [name, smoothing]
+    page.load(view.choose, None, name, **QUIET).then(view.tick, inputs, changed, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, inputs, changed, **QUIET)
+    name.input(view.tick, inputs, changed, **QUIET)
+    smoothing.input(view.tick, inputs, changed, **QUIET)
+    changed.change(view.show, inputs, shown, **QUIET)
     stop.click(view.stop, name, said, **BUTTON)
     resume.click(view.resume, name, said, **BUTTON)
 
@@ -68,23 +69,32 @@ class _View:
         chosen = asked or self.context.workspace.newest()
         return gr.Dropdown(choices=names, value=chosen.path.name if chosen else None)
 
-    def tick(self, name: str | None, factor: float, seen: tuple[Any, ...]) -> list[Any]:
-        """What changed since `seen`; nothing when nothing did."""
+    def tick(self, name: str | None, factor: float) -> str:
+        """What stands for all that is shown."""
         run = self.context.workspace.run(name)
         if run is None:
-            return self._without_run(seen)
+            self.context.queue.ensure()
+            return stands_for(len(self.context.workspace.list_runs()))
+        live = self.context.lives.of(run)
+        whole = live.refresh()
+        return stands_for(name, live.version, whole, round(factor, 3), live.state())
+
+    def show(self, name: str | None, factor: float) -> list[Any]:
+        """The run as its files say now."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            link = '<a href="/fit">Plan and start a run.</a>'
+            words = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
+            return [words, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
         live = self.context.lives.of(run)
         whole = live.refresh()
         state = live.state()
-        now = (name, live.version, whole, round(factor, 3), state)
-        if now == tuple(seen):
-            return gr.skip()
         head = run_view.headline(live, state)
         if not whole:
             head += note(f"Reading this run's history: {live.progress:.0%}")
         digest, plan = live.digest, live.plan()
         return [
-            now, head, run_view.curves(live, factor), run_view.more_curves(digest), run_view.memory(digest, plan),
+            head, run_view.curves(live, factor), run_view.more_curves(digest), run_view.memory(digest, plan),
             run_view.samples(digest), run_view.messages(digest), run_view.log_tail(live), run_view.numbers(digest),
             gr.Button(interactive=state.state in ("running", "starting")), gr.Button(**_resume_button(state)),
         ]  # fmt: skip
@@ -107,15 +117,6 @@ class _View:
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
         return note("Resuming from the newest checkpoint.")
-
-    def _without_run(self, seen: tuple[Any, ...]) -> list[Any]:
-        self.context.queue.ensure()
-        now = ("none", len(self.context.workspace.list_runs()))
-        if now == tuple(seen):
-            return gr.skip()
-        link = '<a href="/fit">Plan and start a run.</a>'
-        words = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
-        return [now, words, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
 
 
 def _resume_button(state: RunState) -> dict[str, Any]:

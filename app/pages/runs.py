@@ -9,7 +9,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from app.context import Context
-from app.views.binding import BUTTON, QUIET, show
+from app.views.binding import BUTTON, QUIET, mark, show, stands_for
 from app.views.charts import sparkline
 from app.views.compare import comparison, last_loss
 from app.views.markup import Safe, inert, note, problem, table
@@ -48,10 +48,11 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Row(elem_classes="ft-controls"):
         entry = gr.Dropdown([], label="Waiting run", elem_id="runs-queue-entry")
         cancel = gr.Button("Cancel", elem_id="runs-queue-cancel", size="sm")
-    seen = gr.State(None)
-    shown = [seen, listed, queue, chosen, name, entry]
-    page.load(view.tick, [seen, chosen, name, entry], shown, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [seen, chosen, name, entry], shown, **QUIET)
+    changed, renamed = mark(), mark()
+    page.load(view.tick, None, [changed, renamed], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, None, [changed, renamed], **QUIET)
+    changed.change(view.tables, None, [listed, queue], **QUIET)
+    renamed.change(view.names, [chosen, name, entry], [chosen, name, entry], **QUIET)
     chosen.change(view.compare, chosen, compared, **QUIET)
     rename.click(view.rename, [name, new], [said, name], **BUTTON)
     discard.click(lambda chosen: gr.Row(visible=bool(chosen)), name, sure, **BUTTON)
@@ -66,23 +67,31 @@ class _View:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def tick(self, seen: Any, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
-        """The table and the queue when they changed."""
+    def tick(self) -> list[str]:
+        """What stands for the tables, and for the names to choose from."""
         self.context.queue.ensure()
-        runs = self.context.workspace.list_runs()[:_LISTED]
-        listed = _list([self._row(run) for run in runs])
-        entries = [(waiting.path.name, waiting.status()) for waiting in self.context.queue.entries()]
-        waiting = [(_asked(name), name) for name, status in entries if status["state"] == "waiting"]
-        queue = _queue(entries)
-        now = hash((listed, queue))
-        if now == seen:
-            return gr.skip()
-        names = [run.path.name for run in runs]
+        return [stands_for(self.tables()), stands_for(self._names())]
+
+    def tables(self) -> list[str]:
+        """The runs and the queue."""
+        entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
+        return [_list([self._row(run) for run in self.context.workspace.list_runs()[:_LISTED]]), _queue(entries)]
+
+    def names(self, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
+        """The runs and waiting starts to choose from; what is chosen stays chosen while it is there."""
+        names, waiting = self._names()
         return [
-            now, listed, queue, gr.Dropdown(choices=names, value=[one for one in chosen or [] if one in names]),
+            gr.Dropdown(choices=names, value=[one for one in chosen or [] if one in names]),
             gr.Dropdown(choices=names, value=name if name in names else None),
             gr.Dropdown(choices=waiting, value=entry if entry in [name for _, name in waiting] else None),
-        ]  # fmt: skip
+        ]
+
+    def _names(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """Names of the runs; and of the waiting starts, each with the time it was asked for."""
+        waiting = [entry.path.name for entry in self.context.queue.entries() if entry.status()["state"] == "waiting"]
+        return [run.path.name for run in self.context.workspace.list_runs()[:_LISTED]], [
+            (_asked(name), name) for name in waiting
+        ]
 
     def compare(self, names: list[str] | None) -> str:
         """Curves of the chosen runs in one chart, and the settings that differ."""

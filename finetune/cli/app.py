@@ -154,7 +154,7 @@ def plan(
 
 
 @cli.command()
-def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
+def data(process: typer.Context, recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Show what is trained on: rows, lengths, a marked example.
 
     Exit codes: 0, or 4 when a run would refuse the rows.
@@ -163,7 +163,7 @@ def data(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False
     """
     from finetune.cli.data import show_data
 
-    raise typer.Exit(show_data(recipe, overrides or [], as_json=json))
+    raise typer.Exit(show_data(recipe, overrides or [], as_json=json, alone=bool(process.obj)))
 
 
 @cli.command()

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from finetune.cli.output import print_json, report
 from finetune.cli.render import doing, out, printable, table
+from finetune.compat.transformers import tokenizers_only
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.recipe import load_recipe
@@ -18,12 +19,14 @@ from finetune.units import format_count
 _BRACKETS = "\u27e6", "\u27e7"
 
 
-def show_data(source: str, overrides: list[str], *, as_json: bool) -> int:
+def show_data(source: str, overrides: list[str], *, as_json: bool, alone: bool = False) -> int:
     """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it.
 
-    Returns the exit code: 4 when a run would refuse the data, which it then says last.
+    `alone`: the process does nothing else. Returns the exit code: 4 when a run would refuse the data, which it then says last.
     """
     recipe = load_recipe(source, overrides)
+    if alone and not recipe.trust_remote_code:
+        tokenizers_only()
     with doing(quiet=as_json) as say:
         say("reading the data")
         from finetune import data

@@ -26,17 +26,17 @@ def process() -> int:
         if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")
     try:
-        return main()
+        return main(alone=True)
     finally:
         leave_all()
 
 
-def main() -> int:
-    """Runs a command and turns a FinetuneError into a message and its exit code."""
+def main(*, alone: bool = False) -> int:
+    """Runs a command and turns a FinetuneError into a message and its exit code. `alone`: the process does nothing else."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
     try:
-        return int(cli(standalone_mode=False) or 0)  # typer.Exit arrives here as its code
+        return int(cli(standalone_mode=False, obj=alone) or 0)  # typer.Exit arrives here as its code
     except FinetuneError as error:
         return report(error)
     except typer.Exit as ended:

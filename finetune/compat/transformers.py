@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -127,6 +128,28 @@ TOUCHED = (
         "self input_dict full_layer_name model kwargs", needs="a card",
     ),
 )  # fmt: skip
+
+
+def tokenizers_only() -> None:
+    """transformers won't import torch in this process, which takes longer than reading a million prepared rows.
+
+    Then it loads tokenizers and configurations, as where torch isn't installed, and no model. For the process of one command;
+    nothing is done where either is imported already.
+    """
+    if {"torch", "transformers"} & sys.modules.keys():
+        return
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # to import it fails, and find_spec says that there is none
+    try:
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # it keeps the answer
+    finally:
+        del sys.modules["torch"]
+        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        if advice is not None:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
 
 
 @contextmanager

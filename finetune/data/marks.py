@@ -19,14 +19,12 @@ def mark_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, ind
 
     Empty without any training sequence. Raises FinetuneError for an index out of range.
     """
-    if not len(prepared.train):
+    count = len(prepared.lengths)
+    if not count:
         return []
-    if not 0 <= index < len(prepared.train):
-        raise FinetuneError(
-            f"there is no training sequence {index}", f"The last one is {len(prepared.train) - 1}; the first is 0."
-        )
-    row = prepared.train[index]
-    return marked(row["input_ids"], row["labels"], tokenizer)
+    if not 0 <= index < count:
+        raise FinetuneError(f"there is no training sequence {index}", f"The last one is {count - 1}; the first is 0.")
+    return marked(*prepared.sequence(index), tokenizer)
 
 
 def marked(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

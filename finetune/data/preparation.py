@@ -33,16 +33,14 @@ Progress = Callable[[int, int | None], None]
 
 @dataclass
 class PreparedData:
-    """The trainer's datasets and their report.
+    """What the trainer needs, and its report.
 
-    `train` and `eval` have columns input_ids and labels (-100 where not trained on), one sequence per row, none longer than
-    max_length. `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact
+    `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact
     match prompts with an Example's `question()` and expects its `reference()`. `plain`: every training row is a prompt and its
     completion without a template.
     """
 
-    train: Dataset
-    eval: Dataset | None
+    sides: list[LimitedSide]
     report: DataReport
     eval_report: DataReport | None
     fingerprint: str
@@ -51,6 +49,27 @@ class PreparedData:
     examples: Sequence[Example]
     eval_examples: Sequence[Example]
     plain: bool
+
+    @cached_property
+    def train(self) -> Dataset:
+        """The trainer's dataset, with columns input_ids and labels (-100 where not trained on): one sequence per row, none
+        longer than max_length.
+        """
+        return self.sides[0].dataset(f"{self.fingerprint}-train")
+
+    @cached_property
+    def eval(self) -> Dataset | None:
+        """The same of the held-out rows; None where no rows are held out."""
+        return self.sides[1].dataset(f"{self.fingerprint}-eval") if len(self.sides) > 1 else None
+
+    def sequence(self, index: int) -> tuple[list[int], list[int]]:
+        """The ids and labels of one training sequence, without importing datasets, which takes a second."""
+        for table in self.sides[0].tables():
+            if index < table.num_rows:
+                row = table.slice(index, 1).to_pylist()[0]
+                return row["input_ids"], row["labels"]
+            index -= table.num_rows
+        raise IndexError(index)
 
 
 @dataclass
@@ -136,8 +155,7 @@ class SelectedRows:
         encoder = self.encoded.encoder
         fingerprint = _fingerprint(self.sides, self.recipe, encoder, self.max_length)
         return PreparedData(
-            train=train.dataset(f"{fingerprint}-train"),
-            eval=held.dataset(f"{fingerprint}-eval") if held else None,
+            sides=self.sides,
             report=_report(train, self.findings[0]),
             eval_report=_report(held, self.findings[1]) if held else None,
             fingerprint=fingerprint,

@@ -140,8 +140,8 @@ class Stored:
         self.flags = self._column("flags", np.uint32)
         self.count = self._join([_counts(table["input_ids"]) for table in self.tables], np.int64)
         self.length = self._join([_lengths(_inner(table["input_ids"])) for table in self.tables], np.int32)
-        self.trained = self._join([_inner(table["trained"]).to_numpy() for table in self.tables], np.int32)
-        self.first = self._join([_inner(table["first"]).to_numpy() for table in self.tables], np.int32)
+        self.trained = self._join([_numbers(_inner(table["trained"]), np.int32) for table in self.tables], np.int32)
+        self.first = self._join([_numbers(_inner(table["first"]), np.int32) for table in self.tables], np.int32)
 
     def __len__(self) -> int:
         return len(self.row)
@@ -238,7 +238,7 @@ class Stored:
         return self._join(flat, np.uint8).reshape(-1, width)
 
     def _column(self, name: str, kind: Any) -> np.ndarray:
-        return self._join([table[name].to_numpy() for table in self.tables], kind)
+        return self._join([_numbers(_whole(table[name]), kind) for table in self.tables], kind)
 
     @staticmethod
     def _join(arrays: list[np.ndarray], kind: Any) -> np.ndarray:
@@ -273,9 +273,15 @@ def _inner(column: pa.ChunkedArray) -> Any:
     return _whole(column).flatten()
 
 
+def _numbers(array: Any, kind: Any) -> np.ndarray:
+    """The numbers of an array without nulls, in place; its own `to_numpy` imports pandas, which takes half a second."""
+    size = np.dtype(kind).itemsize
+    return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * size) if len(array) else np.array([], kind)
+
+
 def _counts(column: pa.ChunkedArray) -> np.ndarray:
     return _lengths(_whole(column))
 
 
 def _lengths(lists: Any) -> np.ndarray:
-    return np.diff(lists.offsets.to_numpy())
+    return np.diff(_numbers(lists.offsets, np.int32))

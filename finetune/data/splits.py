@@ -115,11 +115,12 @@ class LimitedSide:
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
-        schema = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
-        table = pa.concat_tables([schema.empty_table(), *self._pieces(schema)])
+        table = pa.concat_tables([_schema().empty_table(), *self.tables()])
         return Dataset(InMemoryTable(table), fingerprint=fingerprint)
 
-    def _pieces(self, schema: pa.Schema) -> Iterator[pa.Table]:
+    def tables(self) -> Iterator[pa.Table]:
+        """The sequences (input_ids, labels), in order."""
+        schema = _schema()
         made: list[pa.Table] = []
         for table, keep, numbers in (piece for which in self.sequences for piece in self.stored.pieces(which)):
             over = bool((keep & (self.stored.length[numbers] > self._limit)).any())
@@ -152,6 +153,12 @@ class LimitedSide:
             f"no trained token is left after truncation to {self._limit:,} tokens: the answer begins at token {place + 1:,}"
         )
         return Refused(*self.stored.place(index), None, reason)
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
 
 
 def _passes(stored: Stored, usable: np.ndarray, seed: int) -> list[np.ndarray]:

@@ -1,9 +1,12 @@
-"""A page that is open and shows nothing new takes no memory."""
+"""A page that is open takes no memory with time, and shows what has changed."""
 
 import asyncio
+import shutil
 
-import gradio as gr
 import pytest
+
+from finetune.events import EventWriter, Step
+from finetune.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -17,21 +20,83 @@ def page(tmp_path):
     context.close()
 
 
-def test_ticks_leave_no_component_behind(page):
-    from gradio.state_holder import SessionState
+class Tab:
+    """Does what the browser does: sends the values of inputs, keeps those of outputs, and fires `change` when one differs."""
 
-    session = SessionState(page)
-    ticking = [event for event in page.fns.values() if any(name == "tick" for _, name in event.targets)]
-    timers = [event for event in ticking if not any(isinstance(shown, gr.Dropdown) for shown in event.outputs)]
-    assert len(timers) == len(ticking) - 1 == 5  # Gradio keeps the list to choose from of each answer of the Runs page
+    def __init__(self, page):
+        from gradio.state_holder import SessionState
 
-    async def ticks(count):
-        for _ in range(count):
-            for event in timers:
-                values = [None if component.stateful else component.value for component in event.inputs]
-                await page.process_api(event, values, state=session)
+        self.page, self.session = page, SessionState(page)
+        self.values = {number: getattr(component, "value", None) for number, component in page.blocks.items()}
+        self.named = {component.elem_id: number for number, component in page.blocks.items() if component.elem_id}
+        self.fired = 0
 
-    asyncio.run(ticks(2))
-    known = set(session.blocks_config.blocks)
-    asyncio.run(ticks(5))
-    assert set(session.blocks_config.blocks) == known
+    def events(self, kind, source=None):
+        return [event for event in self.page.fns.values()
+                if any(name == kind and source in (None, number) for number, name in event.targets)]  # fmt: skip
+
+    def tick(self, count=1):
+        async def ticks():
+            for _ in range(count):
+                for event in self.events("tick"):
+                    await self._fire(event)
+
+        asyncio.run(ticks())
+
+    async def _fire(self, event):
+        self.fired += 1
+        sent = [None if component.stateful else self.values[component._id] for component in event.inputs]
+        answer = await self.page.process_api(event, sent, state=self.session)
+        for component, value in zip(event.outputs, answer["data"], strict=True):
+            if isinstance(value, dict) and value.get("__type__") == "update":
+                value = value.get("value", self.values[component._id])
+            if not component.stateful and value != self.values[component._id]:
+                self.values[component._id] = value
+                for follows in self.events("change", component._id):
+                    await self._fire(follows)
+
+    def __getitem__(self, elem_id):
+        return self.values[self.named[elem_id]]
+
+    @property
+    def components(self):
+        return set(self.session.blocks_config.blocks)
+
+
+def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
+    tab = Tab(page)
+    tab.tick(2)
+    known, fired = tab.components, tab.fired
+    tab.tick(5)
+    assert tab.components == known
+    assert tab.fired - fired == 5 * len(tab.events("tick")) == 5 * 6
+
+
+def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, tmp_path, kept_run):
+    run = RunDirectory(kept_run(tmp_path / "runs"))
+    tab = Tab(page)
+    tab.values[tab.named["run-name"]] = "finished"
+    writer, known = EventWriter(run.events), []
+    for step in range(1001, 1005):
+        writer.emit(Step(step=step, total_steps=2000, loss=1.0))
+        tab.tick(2)
+        assert f"{step:,} of " in tab["runs-list"] and f"{step:,}" in tab["run-numbers"]
+        known.append(tab.components)
+    writer.close()
+    assert known[1] == known[3]
+
+
+def test_a_new_run_is_listed_and_can_be_chosen(page, tmp_path, kept_run):
+    first = kept_run(tmp_path / "runs")
+    tab = Tab(page)
+    tab.tick()
+    tab.values[tab.named["runs-name"]] = "finished"
+    shutil.copytree(first, first.with_name("second"))
+    tab.tick()
+    choices = tab.session[tab.named["runs-name"]].choices
+    assert {name for name, _ in choices} == {"finished", "second"}
+    assert tab["runs-name"] == "finished"  # what was chosen stays
+    shutil.rmtree(first)
+    tab.tick()
+    assert tab["runs-name"] is None
+    assert "second" in tab["runs-list"] and "finished</a>" not in tab["runs-list"]

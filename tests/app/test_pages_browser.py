@@ -219,6 +219,27 @@ def test_two_apps_on_one_folder_start_one_run_once(served, visit):
         other.kill()
 
 
+def test_open_pages_follow_runs_without_being_loaded_again(served, visit, kept_run, tmp_path):
+    listed = visit("runs")
+    listed.wait_for_selector("#runs-queue >> text=queue")
+    run = RunDirectory(served.folder / "runs" / "followed")
+    kept_run(tmp_path).rename(run.path)
+    listed.wait_for_selector("#runs-list >> text=followed")
+    page = visit("run?run=followed")
+    page.wait_for_selector("#run-head >> text=finished")
+    writer = EventWriter(run.events)
+    for step in (1001, 1002):
+        writer.emit(Step(step=step, total_steps=2000, loss=1.0))
+        listed.wait_for_selector(f"#runs-list >> text={step:,} of")
+        page.wait_for_selector(f"#run-head >> text={step:,}")
+    writer.close()
+    listed.click("#runs-name input")
+    listed.click("[role=option] >> text=followed")
+    shutil.rmtree(run.path)
+    listed.wait_for_selector("#runs-list >> text=followed", state="detached")
+    listed.wait_for_function("document.querySelector('#runs-name input').value === ''")
+
+
 def test_hostile_names_and_words_are_shown_as_text(served, visit):
     page = visit("run?run=other%20run")
     page.wait_for_selector("#run-samples td")

@@ -39,7 +39,7 @@ def write_scores(run, name, **more):
 
 
 def shown(page):
-    return page.view.tick("finished", "Where they differ", "")[1:]
+    return page.view.show("finished", "Where they differ")
 
 
 def done(page, verb, values):
@@ -108,4 +108,4 @@ def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, 
     for name in ("_warning", "_price"):  # of the forecast
         monkeypatch.setattr(chat._View, name, lambda *_: "")
     view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
-    assert view.tick("finished", "")[3].interactive is can_stop
+    assert view.show("finished")[2].interactive is can_stop

@@ -15,8 +15,8 @@ def finetune(*arguments, **environment):
 
 def imported_by(*arguments):
     code = (
-        "import sys; sys.argv = ['finetune', *sys.argv[1:]]\nfrom finetune.cli import main\n"
-        f"main()\nprint('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+        "import sys; sys.argv = ['finetune', *sys.argv[1:]]\nfrom finetune.cli import process\n"
+        f"process()\nprint('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     return done.stdout.splitlines()[-1]
@@ -27,6 +27,12 @@ def imported_by(*arguments):
 )
 def test_help_and_recipe_errors_import_nothing_heavy(arguments):
     assert imported_by(*arguments) == "HEAVY []"
+
+
+def test_data_imports_tokenizers_and_no_torch(tmp_path):
+    row = json.dumps({"prompt": "What is two and two?", "completion": "Four."})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+    assert imported_by("data", "tiny-cpu", f"dataset.path={tmp_path / 'rows.jsonl'}") == "HEAVY ['transformers']"
 
 
 def test_every_command_has_help_with_an_example():
