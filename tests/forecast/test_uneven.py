@@ -136,6 +136,7 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
     assert with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=[7, 7]) is before
 
 
+@pytest.mark.slow
 def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_covers_other_orders(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(whole_card, "expandable_segments", lambda: False)
