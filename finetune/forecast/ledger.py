@@ -116,7 +116,8 @@ def replayed(
     """What torch's allocator makes of the dry run's events, with or without expandable segments; cached on disk.
 
     `limit`: most bytes that torch may reserve; then None also when that is too little. None where events can't be replayed:
-    where copies run beside the computation, layers are compiled, or only every n-th layer is checkpointed.
+    where copies run beside the computation, layers are compiled, or some are offloaded; and with expandable segments where only
+    every n-th layer is checkpointed, which takes a dry run of its own and could not lower the upper end there.
     """
     if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
         return None
@@ -144,14 +145,15 @@ def grown(
     lengths: Sequence[int],
     tried: Sequence[AllocatorSettings],
     limit: int | None = None,
+    seed: int = 0,
 ) -> list[Growth | None]:
     """What torch reserves over steps of rows of these `lengths` with each of the allocator's settings that are `tried`, by
     replays; cached on disk. None for those that don't reserve clearly less than the first. Empty where there can be no replay.
 
-    `limit`: most bytes that torch may reserve, for settings that depend on it.
+    `limit`: most bytes that torch may reserve, for settings that depend on it. `seed`: of the rows' order.
     """
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    widths = widths_of(lengths, micro, tokens, accumulation)
+    widths = widths_of(lengths, micro, tokens, accumulation, seed)
     key = cache.key_of(
         kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, None),
         capability=capability, tried=[asdict(one) for one in tried], limit=limit, widths=widths, accumulation=accumulation,
@@ -190,7 +192,7 @@ def _grown(
     narrow, micro = tokens // 2, settings.per_device_train_batch_size
     with _collecting_nothing():
         traces = [
-            _simulated(config, settings, Batch(**_shape(settings, micro, width, None)), capability)[0].trace()
+            _simulated(config, settings, Batch(**_shape(settings, micro, width, None)), capability, mixes=False)[0].trace()
             for width in (tokens, narrow)
         ]
         wide, other = traces
@@ -234,7 +236,7 @@ def _replay(
     from finetune.forecast.simulate import Batch
     from finetune.model.transformers_config import config_from
 
-    simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability)
+    simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability, mixes=expandable)
     with _collecting_nothing():
         trace = simulation.trace()
         try:
@@ -304,14 +306,15 @@ def _lean_notes(simulation: Simulation) -> Iterator[str]:
 
 
 def _simulated(
-    config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None
+    config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None, *, mixes: bool = True
 ) -> tuple[Simulation, str]:
+    """`mixes`: every n-th layer checkpointed may be made from two simulations, which is faster and has peaks but no events."""
     from finetune.forecast.depth import has_identical_layers, layer_kinds, simulate_deep
     from finetune.forecast.mixed_layers import can_mix, mix_layers, mix_resident
     from finetune.forecast.simulate import simulate
 
     every = settings.activation_checkpointing_every_n_layers
-    if every > 1 and can_mix(settings, has_identical_layers(config)):
+    if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
         recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
         kept, _ = _simulated(config, _recomputing(settings, False), batch, capability)
         return mix_layers(recomputed, kept, every), method

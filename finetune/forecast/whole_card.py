@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
 #: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
 #: expandable segments freed pages serve any request: up to 5 %. Without: 6-14 % on 18 measured A100 rows with a fused loss.
 EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
+_SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
 #: Growth that is worth a word, and rows so short that half of them show nothing.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
+#: Where uneven rows reserve more, the upper end is the most of the rows' order and of these other ones.
+OTHER_ORDERS = (1, 2)
 #: Limits at which a run is tried, as steps down from what it reserves without one.
 LIMIT_STEP = 0.01
 
@@ -89,23 +93,27 @@ def with_growth(
     tokens: int,
     lengths: Sequence[int],
     budget_bytes: int | None = None,
+    lowers: bool = False,
 ) -> Forecast:
     """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
 
     Without expandable segments the allocator's settings are chosen by it. With them no others are tried: on every trace that
     was replayed they reserve less than any setting without. Unchanged for packed rows, for rows of one length, and where the
-    allocator was not replayed.
+    allocator was not replayed. `lowers`: the upper end is that of these steps and not at least the interval of runs that are
+    not replayed; without lengths, as the rows were not read, of steps with rows of any length.
     """
+    expandable, read = expandable_segments(), bool(lengths)
+    if lowers and not read:
+        lengths = range(LEAST_WIDTH, tokens + 1)
     if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or tokens < LEAST_WIDTH:
         return forecast
-    expandable = expandable_segments()
     loaded = forecast.parts["weights"] + forecast.parts["adapters"]
     tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
     limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
-    growths = grown(
-        config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, tried=tried,
-        limit=limit,
-    )  # fmt: skip
+    steps = functools.partial(
+        grown, config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit
+    )
+    growths = steps(tried=tried)
     if not growths:
         return forecast
     place, why = choose(tried, growths)
@@ -114,24 +122,34 @@ def with_growth(
     likely = max(forecast.reserved_bytes, growth.reserved_bytes)
     more = likely - forecast.reserved_bytes
     around = (card.context_bytes or 0) + card.context_uncertainty_bytes
-    high = max(forecast.peak_high_bytes, round(likely * (1 + DRY_RUN_ERROR)) + around)
+    most = [likely]
+    if lowers and growth.reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
+        again = (steps(tried=[tried[place]], seed=seed) for seed in OTHER_ORDERS)
+        most += [other.reserved_bytes for (other,) in again if other is not None]
+    high = round(max(most) * (1 + DRY_RUN_ERROR)) + around
+    if not lowers:
+        high = max(forecast.peak_high_bytes, high)
+    share = max(most) / max(forecast.peaks.values()) - 1 if lowers else None
+    kept = [note for note in forecast.notes if not lowers or note != _SEGMENTED_NOTE]
     return dataclasses.replace(
         forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
         reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
-        notes=(*forecast.notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why)),
+        notes=(*kept, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
         allocator=tried[place] if place else None,
     )  # fmt: skip
 
 
-def _growth_note(share: float, why: str) -> str:
+def _growth_note(growth: float, why: str, share: float | None, *, read: bool) -> str:
     """What rows of uneven length do to reserved memory, and why the allocator's settings are what they are; `why` is empty with
-    expandable segments."""
+    expandable segments. `share`: what is reserved beyond the allocated, where that is the upper end."""
     over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
-    more = f"{share:.1%} more" if share > SMALL_GROWTH else "no more"
+    more = f"{growth:.1%} more" if growth > SMALL_GROWTH else "no more"
     if not why:
         return f"{over} {more} than for the longest alone, with expandable segments"
-    packing = "; packing=true would avoid that" if share > SMALL_GROWTH else ""
-    return f"{over} {more} than for the longest alone{packing}; {why}"
+    packing = "; packing=true would avoid that" if growth > SMALL_GROWTH else ""
+    end = "" if share is None else f"; at most {share:.1%} more than is allocated, the upper end where segments can't expand"
+    unread = "" if read else "; the rows were not read, so those of every length were replayed"
+    return f"{over} {more} than for the longest alone{packing}{end}{unread}; {why}"
 
 
 def _at_limit(
@@ -259,11 +277,13 @@ def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay
     elif settings.torch_compile:
         notes.append("compiled layers keep what torch's partitioner chose on fake tensors; not measured on a card")
     if not card.is_cpu and not expandable_segments():
-        more = "may reserve up to 14 % more than is allocated"
         if held is not None and settings.packing is True:
-            share = held.reserved_bytes / held.allocated_bytes - 1
-            more = f"reserves {share:.1%} more than is allocated, by a replay of torch's allocator"
-        notes.append(f"no expandable segments on this platform: fragmentation {more}")
+            share = f"{held.reserved_bytes / held.allocated_bytes - 1:.1%} more than is allocated"
+            notes.append(
+                f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator"
+            )
+        else:
+            notes.append(_SEGMENTED_NOTE)
     if micro > 1 and settings.packing is not True and settings.attn_implementation == "sdpa":
         notes.append(f"padded rows need a {tokens} x {tokens} attention mask each, counted as activations")
     return tuple(notes)

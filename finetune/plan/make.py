@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.card.allocator import expandable_segments
 from finetune.forecast.forecast import Forecast
 from finetune.forecast.whole_card import make_forecast, with_growth
 from finetune.model.configuration import read_config
@@ -177,18 +178,23 @@ class _Planner:
 
     def _over_steps(self, choices: Choices, search: Search, found: Anchor) -> Anchor:
         """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
-        batches = search.job.batches
-        if not self.grows or self.card.is_cpu or batches.data is None or not batches.data.lengths:
+        if not self.grows or self.card.is_cpu or not self._lengths or not expandable_segments():
             return found
         self.tell("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, found.strategy)
-        forecast = with_growth(
-            found.forecast, self.config, settings, self.card, tokens=found.width, lengths=batches.data.lengths,
-            budget_bytes=self.budget,
-        )  # fmt: skip
-        raised = dataclasses.replace(found, forecast=forecast)
+        raised = dataclasses.replace(found, forecast=self._grown(found.forecast, self.config, settings, found.width))
         search.anchors[search.anchors.index(found)] = raised
         return raised
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        return self.data.lengths if self.data else ()
+
+    def _grown(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
+        return with_growth(
+            forecast, config, settings, self.card, tokens=width, lengths=self._lengths, budget_bytes=self.budget,
+            lowers=not expandable_segments(),
+        )  # fmt: skip
 
     def compare(self, found: _Attempt) -> None:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
@@ -272,8 +278,13 @@ class _Planner:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        """A forecast whose upper end is raised by the worst excess of earlier runs on this card, which no replay had."""
+        """A forecast whose upper end is raised by the worst excess of earlier runs on this card, which no replay had.
+
+        Where segments can't expand uneven rows decide the upper end, so each strategy has them from the start.
+        """
         forecast = self.forecaster(config, settings, self.card, tokens=width)
+        if self.grows and not self.card.is_cpu and not expandable_segments():
+            forecast = self._grown(forecast, config, settings, width)
         more = round(self.history.worst_excess * forecast.allocated_bytes)
         high = forecast.peak_high_bytes + more
         return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)

@@ -26,13 +26,23 @@ def test_the_replay_lowers_the_most_only_for_even_rows_without_expandable_segmen
 
 
 @pytest.mark.slow
-def test_under_wsl_the_upper_end_of_7b_4090_packed_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "the upper end"),
+        (["activation_checkpointing=true", "activation_checkpointing_every_n_layers=3"], "the upper end"),
+        (["packing=true", "activation_checkpointing_every_n_layers=1"], "by a replay of torch's allocator"),
+    ],
+    ids=["as it is", "every third layer", "packed"],
+)
+def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path, overrides, said):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
-    recipe = load_recipe("7b-4090", ["packing=true", "activation_checkpointing_every_n_layers=1"])
-    plan = plan_recipe(recipe, find_card("rtx-4090"), without_rows)
+    plan = plan_recipe(load_recipe("7b-4090", overrides), find_card("rtx-4090"), without_rows)
     monkeypatch.setattr(whole_card, "replayed", lambda *_, **__: None)
     before = whole_card.make_forecast(read_config(plan.settings), plan.settings, plan.card, tokens=plan.settings.max_length)
     assert before.allocated_bytes == plan.forecast.allocated_bytes
     assert before.peak_high_bytes - plan.forecast.peak_high_bytes > 1.5 * GIB
-    assert [note for note in plan.forecast.notes if note.endswith("more than is allocated, by a replay of torch's allocator")]
+    assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes and plan.verdict == "fits"
+    (note,) = [note for note in plan.forecast.notes if "more than is allocated" in note]
+    assert said in note and "replay" in note and note in plan.as_json()["forecast"]["notes"]

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import config_values, settings
 
 from finetune.forecast.depth import simulate_deep
-from finetune.forecast.ledger import _first_layer_saves_less, replayed
+from finetune.forecast.ledger import _first_layer_saves_less, _shape, replayed
 from finetune.forecast.reserved import replay
 from finetune.forecast.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
@@ -50,6 +50,16 @@ def test_a_few_layers_reserve_what_all_do(more):
     assert deep.warm_up == full.warm_up
     for expandable in (True, False):
         assert replay(deep, expandable=expandable) == replay(full, expandable=expandable)
+
+
+@pytest.mark.slow
+def test_every_nth_layer_checkpointed_is_replayed_as_all_layers_run_where_segments_cannot_expand(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    values, recipe = config_values(num_hidden_layers=8), settings(activation_checkpointing_every_n_layers=2)
+    shape = {"micro_batch": 1, "tokens": 192, "capability": AMPERE}
+    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, 192, None)), AMPERE).trace()
+    assert replayed(values, recipe, expandable=False, **shape) == replay(full, expandable=False)
+    assert replayed(values, recipe, expandable=True, **shape) is None
 
 
 def test_every_release_is_of_something_live_and_only_what_lasts_is_left():

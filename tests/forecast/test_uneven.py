@@ -134,3 +134,24 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
     packed = recipe.model_copy(update={"packing": True})
     assert with_growth(before, VALUES, packed, CARD, tokens=2048, lengths=LENGTHS) is before
     assert with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=[7, 7]) is before
+
+
+@pytest.mark.slow
+def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_covers_other_orders(monkeypatch, tmp_path):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(whole_card, "expandable_segments", lambda: False)
+    recipe = settings(per_device_train_batch_size=1)
+    before = make_forecast(VALUES, recipe, CARD, tokens=2048)
+    after, unread = (
+        with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=lengths, lowers=True) for lengths in (LENGTHS, ())
+    )
+    assert "up to 14 %" in str(before.notes) and "14 %" not in str(after.notes) + str(unread.notes)
+    assert "rows were not read" in unread.notes[-1] and "rows were not read" not in after.notes[-1]
+    for forecast, lengths in ((after, LENGTHS), (unread, range(64, 2049))):
+        least = before.reserved_bytes * (1 + whole_card.DRY_RUN_ERROR) + CARD.context_bytes
+        assert least - 1 <= forecast.peak_high_bytes and "the upper end where segments can't expand" in forecast.notes[-1]
+        wide, steps, chosen = traced(2048), recipe.gradient_accumulation_steps, forecast.allocator or AllocatorSettings()
+        known = Widths(wide, 2048, traced(1024), 1024)
+        for seed in (3, 4):
+            one = replay_uneven(wide, known, widths_of(lengths, 1, 2048, steps, seed), steps, chosen)
+            assert one.reserved_bytes + CARD.context_bytes <= forecast.peak_high_bytes
