@@ -19,10 +19,10 @@ from app.views import run as run_view
 from app.views.compare import comparison
 from app.views.markup import inert, note, table
 from app.views.scores import saved, saved_lost, scores, what_was_lost
-from finetune.errors import DiskFull, FinetuneError
+from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, in_words
 from finetune.events import ForecastCheck, Result, Start, read_events
-from finetune.files import write_text
+from finetune.files import write_output
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.origin import origin_of
 from finetune.units import format_bytes
@@ -45,12 +45,7 @@ def main() -> int:
     """Write the file and print its path; returns the exit code."""
     target, names = Path(sys.argv[1]), sys.argv[2:]
     try:
-        text = page([open_run(name) for name in names])
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_text(target, text)
-        except OSError as error:
-            raise DiskFull(f"{target} can't be written: {error.strerror or error}", "Give another --output.") from None
+        write_output(target, page([open_run(name) for name in names]))
     except FinetuneError as error:
         sys.stderr.write(json.dumps(error.as_json()) + "\n")
         return error.exit_code

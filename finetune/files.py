@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import DiskFull
 from finetune.system import WINDOWS, replace
 
 
@@ -43,6 +45,25 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 def write_json(path: Path, values: Any) -> None:
     """Replace a JSON file atomically and durably."""
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False), durable=True)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write the file that a command was asked for, whole or not at all, and remove what a killed command left of it.
+
+    Raises DiskFull where it can't be written.
+    """
+    import psutil
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
+            writer = left.name.split(".")[-2]
+            if writer.isdigit() and not psutil.pid_exists(int(writer)):
+                left.unlink(missing_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        fix = "Free some space, or choose a folder that you can write to."
+        raise DiskFull(f"{path} can't be written: {error.strerror or error}", fix) from None
 
 
 def existing_parent(path: Path) -> Path:

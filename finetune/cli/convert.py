@@ -10,7 +10,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out
 from finetune.errors import CommandError
-from finetune.files import write_text
+from finetune.files import write_output
 from finetune.recipe import load_source, write_recipe
 
 _COLOURS = {"carried over": "green", "no effect": "dim"}
@@ -23,7 +23,7 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
     if output:
         if Path(output).exists():
             raise CommandError(f"{output} exists already", "Edit it, or delete or rename it first.")
-        write_text(Path(output), text)
+        write_output(Path(output), text)
     if as_json:
         keys = [asdict(entry) for entry in read.entries] if read else []
         print_json({"tool": read.tool if read else None, "recipe": text, "keys": keys, "assumed": read.assumed if read else {}})

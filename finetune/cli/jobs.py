@@ -9,6 +9,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import err
 from finetune.errors import CommandError
+from finetune.files import write_output
 from finetune.recipe import load_recipe
 
 
@@ -29,7 +30,7 @@ def export_launch(
     path = Path(output)
     if path.exists():
         raise CommandError(f"{path} exists already", "Delete or rename it, or give another --output.")
-    path.write_text(text, encoding="utf-8")
+    write_output(path, text)
     if as_json:
         print_json({"engine": engine, "name": job.label, "path": str(path)})
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.padding import Padding
 from finetune.cli.output import print_json
 from finetune.cli.render import out, table
 from finetune.errors import CommandError
+from finetune.files import write_output
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes
 from finetune.recipe.reference import settings_reference
 
@@ -50,7 +50,7 @@ def _copy(path: Path) -> None:
     target = Path(path.name)
     if target.exists():
         raise CommandError(f"{target} exists already", "Edit it, or delete or rename it first.")
-    shutil.copy(path, target)
+    write_output(target, path.read_text(encoding="utf-8"))
     out.print(f"{target} written; run it with: finetune run {target}")
 
 

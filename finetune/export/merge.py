@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.errors import CommandError, DiskFull, OutOfMemory
+from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.plan.plan import read_plan
@@ -133,7 +133,7 @@ def _whole(
 
 
 def folder_of(settings: Any) -> Path:
-    """The folder with the model's files, which for a model of the hub are in its cache or fetched now."""
+    """The folder with the model's files, which for a model of the hub are in its cache or fetched now. Raises ModelError."""
     from huggingface_hub import snapshot_download
 
     from finetune.model.configuration import resolve_model_path
@@ -141,9 +141,14 @@ def folder_of(settings: Any) -> Path:
     place = resolve_model_path(settings)
     if Path(place).is_dir():
         return Path(place)
-    return Path(
-        snapshot_download(place, revision=settings.model_revision, ignore_patterns=[f"*{end}" for end in OTHER_WEIGHTS])
-    )
+    others = [f"*{end}" for end in OTHER_WEIGHTS]
+    try:
+        return Path(snapshot_download(place, revision=settings.model_revision, ignore_patterns=others))
+    except OSError as error:  # the hub's own errors are among them
+        if is_disk_full(error):
+            raise
+        fix = "Its weights must be on this disk or reachable on the hub (gated models: `hf auth login`)."
+        raise ModelError(f"model_name_or_path {place}: {str(error).strip().splitlines()[0]}", fix) from None
 
 
 def _check_memory(needed: int, what: str) -> None:

@@ -69,8 +69,8 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
     for role in ("supervisor", "worker"):  # without a supervisor the worker is asked itself
         record = processes.get(role)
         if record and process_is(record):
-            if stopping.is_first(run) or now or role == "worker":  # which takes a second request as the first
-                stopping.ask(run, int(record["pid"]), number)
+            ask = stopping.ask if now or role == "worker" else stopping.ask_once  # a worker takes a second request as the first
+            ask(run, int(record["pid"]), number)
             return True
     return False
 

@@ -83,8 +83,13 @@ class RunDirectory:
 
     @property
     def stop_requests(self) -> Path:
-        """Requests to stop, where there are no signals: a line for each."""
+        """Requests to stop: a line for each where there are no signals, else one when the first was sent."""
         return self.path / "stop"
+
+    @property
+    def stop_lock(self) -> Path:
+        """Lock file of who asks it to stop."""
+        return self.path / "stop.lock"
 
     @property
     def data(self) -> Path:

@@ -1,14 +1,15 @@
 """Requests to stop a run: signals, and on Windows, which can't send them, lines of a file that the run's processes read.
 
-The first one creates the file, also where a signal is sent: the second ends a run at once, and two commands may ask together.
+A line is also written where a signal was sent: a second request ends a run at once, and two commands may ask together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from finetune.system import WINDOWS
+from finetune.system import WINDOWS, take_lock
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -23,15 +24,28 @@ def ask(run: RunDirectory, pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def is_first(run: RunDirectory) -> bool:
-    """Whether nobody has asked this run to stop since its start; true for one caller only."""
+def ask_once(run: RunDirectory, pid: int, number: int) -> None:
+    """Ask, unless somebody has since the run's start: of several commands one does, and the next when that one was killed."""
+    lock = None
+    with contextlib.suppress(OSError):  # a full disk: better asked twice than never
+        lock = take_lock(run.stop_lock, wait_s=1)
     try:
-        run.stop_requests.open("xb").close()
-    except FileExistsError:
+        if _was_asked(run):
+            return
+        ask(run, pid, number)
+        if not WINDOWS:
+            with contextlib.suppress(OSError), run.stop_requests.open("ab") as file:
+                file.write(b"signalled\n")
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _was_asked(run: RunDirectory) -> bool:
+    try:
+        return run.stop_requests.stat().st_size > 0
+    except OSError:
         return False
-    except OSError:  # a full disk: better asked twice than never
-        return True
-    return True
 
 
 def asked(run: RunDirectory) -> list[int]:

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -35,13 +36,23 @@ def test_without_its_base_model_a_run_is_reported_and_its_adapter_pushed_but_not
     values = json.loads(run.plan.read_text())
     values["plan"]["model_name_or_path"] = str(home / "nowhere")
     run.plan.write_text(json.dumps(values))
-    for words in (("eval",), ("chat", "--prompt", "a"), ("merge",)):
+    shutil.copytree(run.path, run.path.with_name("other"))
+    for words in (("eval",), ("chat", "--prompt", "a"), ("merge",), ("serve", "--port", "0")):
         code, said = finetune(words[0], "finished", *words[1:])
         assert code == 2 and "nowhere is not a model folder" in said, said
     assert finetune("report", "finished")[0] == 0
     code, said = finetune("push", "finished", "alice/lora", "--dry-run")
     assert code == 0 and "README.md" in said and "nowhere" not in said
+    assert finetune("compare", "finished", "other")[0] == 0 and finetune("snapshot", "finished")[0] == 0
     assert not (run.path / "merged").exists()
+
+
+@pytest.mark.slow
+def test_a_base_model_of_the_hub_that_can_not_be_fetched_is_no_problem_of_the_disk(run, finetune):
+    run.plan.write_text(run.plan.read_text().replace('"model_name_or_path": "tiny"', '"model_name_or_path": "Qwen/Qwen3-8B"'))
+    code, said = finetune("merge", "finished")
+    assert code == 2 and "Qwen/Qwen3-8B: Cannot find" in said and "Free some space" not in said
+    assert not (run.path / ".merged").exists()
 
 
 def test_a_report_killed_at_ten_moments_is_not_there_or_whole(run):

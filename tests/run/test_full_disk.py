@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import adapter_hash
@@ -147,6 +148,13 @@ def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, mo
     code, said = finetune("eval", str(run.path), "--rows", "2", "--score", "loss")
     assert code == 0 and "answers are not kept" in said, said
     assert finetune("push", str(run.path), "alice/lora", "--dry-run")[0] == 0
+    monkeypatch.chdir(disk)
+    foreign = str(Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml")
+    two, job = ("compare", str(run.path), str(finished.path)), ("export-launch", "slurm", "tiny-cpu", "-o", "job")
+    for words in (two, job, ("recipes", "copy", "tiny-cpu"), ("convert", foreign, "-o", "r")):
+        code, said = finetune(*words)
+        assert code == 7 and "No space left" in said, said
     assert {path for path in run.path.rglob("*") if path.is_file() and path.stat().st_size} <= before
+    assert sorted(path.name for path in disk.iterdir()) == ["ballast", "run"]
     ballast.unlink()
     assert finetune("merge", str(run.path))[0] == 0 and finetune("report", str(run.path))[0] == 0

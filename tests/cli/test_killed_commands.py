@@ -1,0 +1,110 @@
+"""Commands killed at ten moments of what they do to files: each file is whole or not there, and the next command is as ever."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killed import forked, moments
+
+from finetune.cli import main
+from finetune.files import write_json
+from finetune.run import control
+from finetune.run.directory import RunDirectory
+from finetune.run.state import process_record
+
+FOREIGN = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+
+
+@pytest.fixture
+def work(home, kept_run, monkeypatch):
+    """A folder with the run `finished`, apart from the caches."""
+    made = home / "work"
+    kept_run(made / "runs")
+    monkeypatch.chdir(made)
+    return made
+
+
+def files_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def command(*words):
+    def call():
+        sys.argv = ["finetune", *map(str, words)]
+        return main()
+
+    return call
+
+
+def page(*words):
+    """The process that `report` and `compare` start."""
+    from app import report
+
+    def call():
+        sys.argv = ["report", *words]
+        return report.main()
+
+    return call
+
+
+def is_whole(path, content, reference):
+    match path.suffix:
+        case ".html":  # it has the time
+            return content.endswith(b"</body></html>\n")
+    return content == reference
+
+
+def killed_at_ten_moments(work, call):
+    """Kill it at each moment, look at what is there, and let the next one end. Returns its operations."""
+    before = files_in(work)
+    operations = forked(call, work)
+    after = files_in(work)
+    chosen = moments(operations)
+    assert len(chosen) == min(10, len(operations))
+    for moment in chosen:
+        for path in files_in(work).keys() - before.keys():
+            path.unlink()
+        forked(call, work, moment)
+        for path, content in files_in(work).items():
+            assert path in before or path.name.startswith(".") or is_whole(path, content, after[path]), (moment, operations)
+    for path in after.keys() - before.keys():
+        path.unlink(missing_ok=True)
+    forked(call, work)
+    assert files_in(work).keys() == after.keys(), "the next one is whole, and what the killed ones left is gone"
+    return operations
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipes", "copy", "tiny-cpu"),
+        ("convert", FOREIGN, "-o", "new/recipe.yaml"),
+        ("export-launch", "slurm", "tiny-cpu", "-o", "job.sbatch"),
+    ],
+)
+def test_a_written_recipe_or_job_file_is_whole_or_not_there(work, words):
+    assert "c" in killed_at_ten_moments(work, command(*words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("report.html", "runs/finished"), ("new/two.html", "runs/finished", "runs/other")])
+def test_a_report_or_a_comparison_is_whole_or_not_there(work, kept_run, words):
+    kept_run(work).rename(work / "runs" / "other")
+    assert "c" in killed_at_ten_moments(work, page(*words))
+
+
+def test_a_run_that_was_asked_to_stop_by_a_killed_command_stops_when_it_is_asked_again(work):
+    run = RunDirectory(work / "runs" / "finished")
+    for moment in range(len(asked(run, None)[0])):
+        _, process = asked(run, moment)
+        control.stop(run)
+        assert process.wait() == -15
+
+
+def asked(run, moment):
+    """The operations of a request that is killed, and the process that it is for."""
+    run.stop_requests.unlink(missing_ok=True)
+    process = subprocess.Popen(["sleep", "600"])
+    write_json(run.process, {"supervisor": process_record(process.pid)})
+    return forked(lambda: not control.stop(run), run.path, moment), process
