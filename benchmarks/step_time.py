@@ -8,91 +8,193 @@ measures of a step, one exact and one of time:
 
 * calls: how many functions Python calls in a step, its own and C's, by sys.setprofile in one step of 47. No other program
   changes it. It shows any loop in Python that grows, and none inside one C function.
-* processor seconds: those of each step over those of a fixed piece of work just before it, which other programs slow down as
-  much; the median of a tenth of the run, or of a run, and runs with few and with many rows in turn.
+* processor seconds, of two runs in one process that train in turn, a few steps each: the long run beside runs that begin anew
+  every 500 steps, and the run with many rows beside one with few. Other programs slow both down alike. Each turn gives one
+  ratio of the medians of a step; the growth over the long run is the slope of a line through them.
 
-Targets: ratios of at most 1.02; the command fails when the number of calls misses it.
+Targets: ratios of at most 1.02. The command fails when the calls miss it, or when the whole 95 % interval of the seconds does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
+import queue
+import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
-TOKENS, FEW, PAIRS, ALLOWED = 32, 1_000, 5, 1.02
+TOKENS, FEW, ALLOWED = 32, 1_000, 1.02
 #: Calls are counted in one step of so many, which is not timed; an epoch, whose end makes more calls, has 100.
 EVERY = 47
-
-
-@dataclass
-class Steps:
-    """A run: seconds of each timed step over those of the work before it, calls of each counted step, seconds to the first."""
-
-    over_work: list[float]
-    calls: list[int]
-    start_s: float
+#: Steps of a turn of the long run and of the one beside it; the first, with the caches of the other run, is not timed.
+TURN, BESIDE = 8, 4
+#: Steps of a short run; of each run when runs with many and with few rows are compared.
+SHORT, COMPARED = 500, 1_000
 
 
 def main() -> int:
-    """Run both comparisons; returns 1 when a step makes more calls late in a run, or with many rows."""
+    """Run both comparisons; returns 1 when a step makes more calls or takes longer late in a run, or with many rows."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=10_000)
     arguments.add_argument("--rows", type=int, default=1_000_000)
-    arguments.add_argument("--pairs", type=int, default=PAIRS)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         save_model(place / "model")
-        long = steps_of(place, options.steps, None)
-        tenths = [statistics.median(each) for each in in_tenths(long.over_work)]
-        print("step of each tenth of the run over the work beside it: " + " ".join(f"{each:.3f}" for each in tenths))
-        half = len(long.calls) // 2
-        longer = statistics.median(long.calls[half:]) / statistics.median(long.calls[:half])
-        print(
-            f"{options.steps} steps, last half / first half: calls {longer:.4f} ({statistics.median(long.calls):,.0f} a step), "
-            f"processor seconds {statistics.median(tenths[5:]) / statistics.median(tenths[:5]):.3f}",
-            flush=True,
-        )
-        pairs = [pair(place, options.rows, number) for number in range(options.pairs)]
-    more = max(calls for calls, _ in pairs)
-    print(
-        f"{options.rows:,} rows / {FEW:,} rows: calls {more:.4f}, processor seconds, median of {len(pairs)} pairs "
-        f"{statistics.median(seconds for _, seconds in pairs):.3f}"
-    )
-    return int(max(longer, more) > ALLOWED)
+        missed = [with_many_rows(place, options.rows), late_in_a_run(place, options.steps)]
+    return int(any(missed))
 
 
-def pair(place: Path, rows: int, number: int) -> tuple[float, float]:
-    """Calls and seconds of a step with many rows over those with few; which comes first alternates."""
-    made = {count: steps_of(place, 6 * EVERY, count) for count in ((rows, FEW) if number % 2 else (FEW, rows))}
-    many, few = made[rows], made[FEW]
-    calls = statistics.median(many.calls) / statistics.median(few.calls)
-    seconds = statistics.median(many.over_work) / statistics.median(few.over_work)
+def late_in_a_run(place: Path, steps: int) -> bool:
+    """Time a long run beside short ones; returns whether a target is missed."""
+    run = Run(place, steps)
+    beside = turns_of(lambda: Run(place, SHORT), SHORT)
+    ratios = []
+    for _ in range(steps // TURN):
+        mine, theirs = run.advance(TURN), next(beside)
+        ratios.append(statistics.median(mine) / statistics.median(theirs))
+    half = len(run.calls) // 2
+    calls = statistics.median(run.calls[half:]) / statistics.median(run.calls[:half])
+    print("a step of each tenth of the long run over one of a short run: " + " ".join(f"{each:.3f}" for each in tenths(ratios)))
+    growth, wide = trend(ratios)
     print(
-        f"{rows:,} rows / {FEW:,}: calls {calls:.4f}, processor seconds {seconds:.3f}; until the first step "
-        f"{many.start_s:.1f} s and {few.start_s:.1f} s",
+        f"{steps:,} steps: calls, last half / first half {calls:.4f} ({statistics.median(run.calls):,.0f} a step); processor "
+        f"seconds, end / begin {in_words(growth, wide)}, {len(ratios)} turns, "
+        f"{1000 * statistics.median(run.seconds):.2f} ms a step",
         flush=True,
     )
-    return calls, seconds
+    return max(calls, math.exp(growth - wide)) > ALLOWED
+
+
+def with_many_rows(place: Path, rows: int) -> bool:
+    """Time a run with many rows beside one with few; returns whether a target is missed."""
+    many, few = Run(place, COMPARED, rows), Run(place, COMPARED, FEW)
+    ratios = []
+    for turn in range(COMPARED // BESIDE):
+        order = (many, few) if turn % 2 else (few, many)
+        took = {id(run): statistics.median(run.advance(BESIDE)) for run in order}
+        ratios.append(took[id(many)] / took[id(few)])
+    calls = statistics.median(many.calls) / statistics.median(few.calls)
+    logs = [math.log(ratio) for ratio in ratios[1:]]  # the first turn has the rows' order in it
+    middle, wide = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    print(
+        f"{rows:,} rows / {FEW:,} rows: calls {calls:.4f}; processor seconds {in_words(middle, wide)}, {len(logs)} turns; "
+        f"until the first step's end {many.first_s:.1f} s and {few.first_s:.1f} s",
+        flush=True,
+    )
+    return max(calls, math.exp(middle - wide)) > ALLOWED
+
+
+def trend(ratios: list[float]) -> tuple[float, float]:
+    """Last ratio over first one, as a logarithm, by a line through the ratios' logarithms; and half of its 95 % interval."""
+    logs, count = [math.log(ratio) for ratio in ratios], len(ratios)
+    places = [place / (count - 1) - 0.5 for place in range(count)]
+    middle, squares = statistics.fmean(logs), sum(place**2 for place in places)
+    slope = sum(place * value for place, value in zip(places, logs, strict=True)) / squares
+    left = [value - middle - slope * place for place, value in zip(places, logs, strict=True)]
+    error = math.sqrt(sum(each**2 for each in left) / (count - 2) / squares)
+    return slope, 1.96 * error
+
+
+def in_words(middle: float, wide: float) -> str:
+    """A ratio with its interval, from their logarithms."""
+    return f"{math.exp(middle):.3f} (95 % interval {math.exp(middle - wide):.3f} to {math.exp(middle + wide):.3f})"
+
+
+def tenths(values: list[float]) -> list[float]:
+    """The medians of ten parts of the values; the rest is left out."""
+    size = max(1, len(values) // 10)
+    return [statistics.median(values[start : start + size]) for start in range(0, 10 * size, size)]
+
+
+def turns_of(begin: Callable[[], Run], steps: int) -> Iterator[list[float]]:
+    """Seconds of the steps of one turn after the other, of runs that begin anew after so many steps."""
+    while True:
+        run = begin()
+        run.advance(BESIDE)  # its start
+        for _ in range(steps // BESIDE - 1):
+            yield run.advance(BESIDE)
+
+
+class Run(TrainerCallback):
+    """A run, in a thread of its own, that trains only in its turns.
+
+    `seconds`: of the timed steps. `calls`: of each counted step. `first_s`: processor seconds to the end of the first step.
+    """
+
+    def __init__(self, place: Path, steps: int, rows: int | None = None) -> None:
+        self.seconds: list[float] = []
+        self.calls: list[int] = []
+        self.first_s = 0.0
+        self._turns: queue.Queue[int] = queue.Queue()
+        self._ends: queue.Queue[BaseException | None] = queue.Queue()
+        self._left = self._number = 0
+        self._counted, self._timed, self._began = -1, False, 0.0
+        self._trainer = trainer_of(place, steps)
+        self._trainer.add_callback(self)
+        if rows is not None:
+            self._trainer.train_dataset = many_rows(place / f"{rows}", rows)
+        threading.Thread(target=self._train, daemon=True).start()
+
+    def advance(self, steps: int) -> list[float]:
+        """Train so many steps; returns the processor seconds of those timed. Raises what the trainer raises."""
+        before = len(self.seconds)
+        self._turns.put(steps)
+        if error := self._ends.get():
+            raise error
+        return self.seconds[before:]
+
+    def _train(self) -> None:
+        try:
+            self._left = self._turns.get()
+            self._began = time.process_time()
+            self._trainer.train()
+            self._ends.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised in advance()
+            self._ends.put(error)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the step; at a turn's end wait for the next one."""
+        sys.setprofile(None)
+        took = time.process_time() - self._began
+        self._number, self._left = self._number + 1, self._left - 1
+        if self._counted >= 0:
+            self.calls.append(self._counted)
+        elif self._timed:
+            self.seconds.append(took)
+        if self._number == 1:
+            self.first_s = took
+        self._timed = self._left > 0
+        if not self._left and self._number < state.max_steps:
+            self._ends.put(None)
+            self._left = self._turns.get()
+        self._counted = 0 if self._number % EVERY == 0 else -1
+        self._began = time.process_time()
+        if self._counted == 0:
+            sys.setprofile(self._count)
+
+    def _count(self, _frame: Any, event: str, _argument: Any) -> None:
+        self._counted += event in ("call", "c_call")
 
 
 def save_model(folder: Path) -> None:
     """One narrow layer, with the bundled model's tokenizer."""
-    import shutil
-
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import finetune
@@ -107,69 +209,26 @@ def save_model(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-def in_tenths(values: list[float]) -> list[list[float]]:
-    """Ten lists of equally many values; the rest is left out."""
-    size = len(values) // 10
-    return [values[start : start + size] for start in range(0, 10 * size, size)]
-
-
-def work() -> None:
-    """A few milliseconds of small operators and of Python, as in a step."""
-    x = torch.ones(32, 32)
-    for number in range(200):
-        x = torch.addmm(x, x, x, alpha=1e-3).mul_(0.1)
-        json.dumps({"number": number})
-
-
-def steps_of(place: Path, steps: int, rows: int | None) -> Steps:
-    """A run's steps. `rows`: in place of the recipe's."""
-    from transformers import TrainerCallback
-
-    from finetune.recipe import recipe_from
-    from finetune.run.prepare import create_run, prepare
+def trainer_of(place: Path, steps: int) -> Any:
+    """The trainer of a new run of so many steps."""
+    from finetune.run.prepare import create_run
     from finetune.run.worker import Worker
 
+    return Worker(create_run(prepared(place, steps)))._build()[0]
+
+
+@functools.cache
+def prepared(place: Path, steps: int) -> Any:
+    """The plan and the rows of a run of so many steps."""
+    from finetune.recipe import recipe_from
+    from finetune.run.prepare import prepare
+
     (place / "rows.jsonl").write_text("".join(json.dumps({"text": f"a row {n}"}) + "\n" for n in range(100)), encoding="utf-8")
-    run = create_run(prepare(recipe_from({
+    return prepare(recipe_from({
         "model_name_or_path": str(place / "model"), "dataset": {"path": str(place / "rows.jsonl")}, "gpu": "cpu", "lora_r": 2,
         "lora_alpha": 4.0, "max_steps": steps, "effective_batch_size": 1, "eval_steps": 0, "save_steps": 0, "max_length": 64,
         "learning_rate": 1e-4, "output_dir": str(place / "run"),
-    })))  # fmt: skip
-    over_work: list[float] = []
-    calls: list[int] = []
-    starts: list[float] = []
-
-    class Clock(TrainerCallback):
-        began, work_s, counted, number = 0.0, 1.0, -1, 0
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            sys.setprofile(None)
-            ended = time.process_time()
-            if self.counted >= 0:
-                calls.append(self.counted)
-            elif self.number:
-                over_work.append((ended - self.began) / self.work_s)
-            else:
-                starts.append(ended)
-            self.number, self.counted = self.number + 1, -1
-            before = time.process_time()
-            work()
-            self.began = time.process_time()
-            self.work_s = self.began - before
-            if self.number % EVERY == 0:
-                self.counted = 0
-                sys.setprofile(self.count)
-
-        def count(self, _frame: Any, event: str, _argument: Any) -> None:
-            self.counted += event in ("call", "c_call")
-
-    trainer = Worker(run)._build()[0]
-    trainer.add_callback(Clock())
-    if rows is not None:
-        trainer.train_dataset = many_rows(place / f"{rows}", rows)
-    began = time.process_time()
-    trainer.train()
-    return Steps(over_work, calls, starts[0] - began)
+    }))  # fmt: skip
 
 
 def many_rows(folder: Path, rows: int) -> Any:
