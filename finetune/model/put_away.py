@@ -38,7 +38,7 @@ from finetune.model.quantised_store import (
     parts_of,
 )
 from finetune.model.weights import weights_fingerprint
-from finetune.system import take_lock
+from finetune.system import return_freed_memory, take_lock
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ class _PutAway:
                 self._writer.write(part, {one: value_of(model, one) for one in part.parameters})
             for one in part.parameters:
                 _forget(model, one)
+        return_freed_memory()  # a processor quantises in 14 bytes for each element of a matrix
 
 
 def _forget(model: torch.nn.Module, name: str) -> None:

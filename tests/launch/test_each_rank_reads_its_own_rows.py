@@ -44,6 +44,6 @@ def test_each_process_takes_less_than_the_model_while_it_is_loaded(tmp_path):
     for _ in ("first start", "second"):
         for each in two_processes(tmp_path / "model", tmp_path):
             assert each["model_bytes"] > 120e6
-            if not each["said"]:  # who quantises on a processor has a matrix in float32 several times, too
-                assert each["peak_bytes"] < 0.75 * each["model_bytes"]  # half is its rows; 0.66 was seen
+            # Half is its rows; 0.62 to 0.70 was seen. Who quantises has 14 bytes for each element of a matrix: to 0.73.
+            assert each["peak_bytes"] < (0.9 if each["said"] else 0.75) * each["model_bytes"]
             assert each["loss"] == pytest.approx(each["whole_loss"], rel=1e-6)

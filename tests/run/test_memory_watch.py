@@ -3,8 +3,12 @@
 import subprocess
 import sys
 
+import psutil
+import pytest
+
 from finetune.events import Memory
 from finetune.run.memory_watch import MemoryWatch, leaks
+from finetune.system import return_freed_memory
 
 GIB = 2**30
 LARGE_PARENT = """
@@ -21,6 +25,16 @@ def test_peak_memory_is_of_the_process_and_not_of_the_one_that_started_it():
 
 def sample(**bytes_):
     return Memory(**{f"{name}_bytes": value for name, value in bytes_.items()})
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc keeps freed memory")
+def test_freed_memory_goes_back_to_the_system():
+    pieces = [b"x" * size for size in [60_000] * 500]
+    kept, own = pieces.pop(), psutil.Process()  # what is behind the others is in use, so that glibc can't shorten its heap
+    pieces.clear()
+    before = own.memory_info().rss
+    return_freed_memory()
+    assert own.memory_info().rss < before - 20e6 and kept
 
 
 def test_without_a_card_there_is_nothing_to_say():
