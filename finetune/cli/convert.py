@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,10 +21,8 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
     """Print the recipe, or write it to `output`; says on standard error what became of each key."""
     loaded = load_source(source, overrides)
     text, read = write_recipe(loaded.recipe), loaded.conversion
-    if output:
-        if Path(output).exists():
-            raise CommandError(f"{output} exists already", "Edit it, or delete or rename it first.")
-        write_text(Path(output), text)
+    if output is not None:
+        _write(Path(output), text)
     if as_json:
         keys = [asdict(entry) for entry in read.entries] if read else []
         print_json({"tool": read.tool if read else None, "recipe": text, "keys": keys, "assumed": read.assumed if read else {}})
@@ -38,7 +37,21 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
                 err.print(f"    [yellow]{escape(entry.note)}[/]", soft_wrap=True)
         for setting, value in read.assumed.items():
             err.print(f"  [green]{setting}: {escape(str(value))}[/]  {read.tool}'s default", soft_wrap=True)
-    if output:
+    if output is not None:
         out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
     else:
         print(text, end="")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        if path.exists():
+            raise CommandError(f"{path} exists already", "Edit it, or delete or rename it first.")
+        write_text(path, text)
+    except (OSError, ValueError) as error:  # the name is wrong; other errors are the disk's
+        if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CommandError(
+            f"{str(path)[:200]!r} can't be written: {reason}", "Name a new file in a folder that exists."
+        ) from None
