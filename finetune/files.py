@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
@@ -11,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import DiskFull
+from finetune.errors import CommandError, DiskFull
 from finetune.system import WINDOWS, replace
 
 
@@ -47,23 +48,28 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False), durable=True)
 
 
-def write_output(path: Path, text: str) -> None:
+def write_output(path: Path, text: str, *, new: bool = False) -> None:
     """Write the file that a command was asked for, whole or not at all, and remove what a killed command left of it.
 
-    Raises DiskFull where it can't be written.
+    Raises DiskFull where it can't be written, and CommandError for a name that no file can have or, if `new`, that one has.
     """
     import psutil
 
     try:
+        if new and path.exists():
+            raise CommandError(f"{path} exists already", "Edit it, or delete or rename it first.")
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
             writer = left.name.split(".")[-2]
             if writer.isdigit() and not psutil.pid_exists(int(writer)):
                 left.unlink(missing_ok=True)
         write_text(path, text)
-    except OSError as error:
-        fix = "Free some space, or choose a folder that you can write to."
-        raise DiskFull(f"{path} can't be written: {error.strerror or error}", fix) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        wrong = f"{str(path)[:200]!r} can't be written: {reason}"
+        if isinstance(error, ValueError) or error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
+            raise CommandError(wrong, "Give another name.") from None
+        raise DiskFull(wrong, "Free some space, or choose a folder that you can write to.") from None
 
 
 def existing_parent(path: Path) -> Path:

@@ -8,14 +8,14 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import out
-from finetune.errors import DiskFull, RecipeError
+from finetune.errors import CommandError, DiskFull
 from finetune.units import format_bytes
 
 
 def use_cache(verb: str, *, as_json: bool) -> None:
     """Show or clear tokenised rows and quantised models. Raises DiskFull when they can't be deleted."""
     if verb not in ("list", "clear"):
-        raise RecipeError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
+        raise CommandError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
     from finetune.data.token_cache import folder
     from finetune.model import quantised_files
 

@@ -9,7 +9,6 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out
-from finetune.errors import CommandError
 from finetune.files import write_output
 from finetune.recipe import load_source, write_recipe
 
@@ -20,10 +19,8 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
     """Print the recipe, or write it to `output`; says on standard error what became of each key."""
     loaded = load_source(source, overrides)
     text, read = write_recipe(loaded.recipe), loaded.conversion
-    if output:
-        if Path(output).exists():
-            raise CommandError(f"{output} exists already", "Edit it, or delete or rename it first.")
-        write_output(Path(output), text)
+    if output is not None:
+        write_output(Path(output), text, new=True)
     if as_json:
         keys = [asdict(entry) for entry in read.entries] if read else []
         print_json({"tool": read.tool if read else None, "recipe": text, "keys": keys, "assumed": read.assumed if read else {}})
@@ -38,7 +35,7 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
                 err.print(f"    [yellow]{escape(entry.note)}[/]", soft_wrap=True)
         for setting, value in read.assumed.items():
             err.print(f"  [green]{setting}: {escape(str(value))}[/]  {read.tool}'s default", soft_wrap=True)
-    if output:
+    if output is not None:
         out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
     else:
         print(text, end="")

@@ -28,9 +28,7 @@ def export_launch(
         print_json({"engine": engine, "name": job.label, "text": text}) if as_json else print(text, end="")
         return
     path = Path(output)
-    if path.exists():
-        raise CommandError(f"{path} exists already", "Delete or rename it, or give another --output.")
-    write_output(path, text)
+    write_output(path, text, new=True)
     if as_json:
         print_json({"engine": engine, "name": job.label, "path": str(path)})
     else:

@@ -48,9 +48,7 @@ def _list(as_json: bool) -> None:
 
 def _copy(path: Path) -> None:
     target = Path(path.name)
-    if target.exists():
-        raise CommandError(f"{target} exists already", "Edit it, or delete or rename it first.")
-    write_output(target, path.read_text(encoding="utf-8"))
+    write_output(target, path.read_text(encoding="utf-8"), new=True)
     out.print(f"{target} written; run it with: finetune run {target}")
 
 

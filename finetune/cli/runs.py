@@ -34,7 +34,8 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
 def _remove(names: list[str], as_json: bool) -> None:
     from finetune.run.keeping import discard
 
-    for run in [open_run(name) for name in names]:  # all of them exist, or none is deleted
+    runs = [open_run(name) for name in names]  # all of them exist, or none is deleted
+    for run in {run.path.resolve(): run for run in runs}.values():
         trashed = discard(run)
         _say(as_json, f"{run.path} deleted; it can be restored from {trashed}", {"run": str(run.path), "trash": str(trashed)})
 

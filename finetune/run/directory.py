@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,12 +221,13 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
             raise CommandError("there are no runs yet", "Start one: finetune run tiny-cpu")
         return found[0]
     for path in (Path(source), runs / str(source)):
-        if (path / "plan.json").is_file():
-            return RunDirectory(path)
+        with suppress(OSError):  # a name that is too long
+            if (path / "plan.json").is_file():
+                return RunDirectory(path)
     for run in runs_from_here(runs):
         if run.path.name == str(source):
             return run
-    raise CommandError(f"{source} is not a run directory (it has no plan.json)", "`finetune runs` lists the runs.")
+    raise CommandError(f"{str(source)[:200]} is not a run directory (it has no plan.json)", "`finetune runs` lists the runs.")
 
 
 def require_data(run: RunDirectory) -> None:

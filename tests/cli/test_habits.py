@@ -44,6 +44,34 @@ def test_train_is_run(capsys, monkeypatch):
     assert code == 2 and "no-such-recipe" in said.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["convert", "tiny-cpu", "--output", "file/r.yaml"], "can't be written"),
+        (["convert", "tiny-cpu", "--output", "n" * 300], "File name too long"),
+        (["convert", "tiny-cpu", "--output", "a\0b"], "null byte"),
+        (["convert", "tiny-cpu", "--output", ""], "exists already"),
+        (["runs", "rm", "n" * 5000], "is not a run directory"),
+        (["runs", "rename", "a", "m" * 300], "is not a valid run name"),
+        (["cache", "purge"], "finetune cache purge: unknown"),
+    ],
+)
+def test_a_wrong_name_is_said_in_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    made(tmp_path / "runs" / "a")
+    code, said = finetune(capsys, monkeypatch, *arguments)
+    assert code == 2 and said.err.startswith("This can't be done\n") and says in " ".join(said.err.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
+
+
+def test_a_run_named_twice_is_deleted_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = made(tmp_path / "runs" / "a")
+    code, said = finetune(capsys, monkeypatch, "runs", "rm", "a", "runs/a", "--json")
+    assert code == 0 and len(said.out.splitlines()) == 1 and not run.path.exists()
+
+
 def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = made(tmp_path / "elsewhere" / "mine")
