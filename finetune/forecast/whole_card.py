@@ -40,19 +40,27 @@ LIMIT_STEP = 0.01
 
 
 def make_forecast(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, *, tokens: int, budget_bytes: int | None = None
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    card: Card,
+    *,
+    tokens: int,
+    budget_bytes: int | None = None,
+    quick: bool = False,
 ) -> Forecast:
     """The forecast for a run of `settings` on `card` whose longest row has `tokens` tokens.
 
     `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
-    that limit. Raises RecipeError for a model that can't be built.
+    that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes a dry run of its own. Raises
+    RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
     run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
-    held = _replayed(config, settings, card, highest, tokens) if run is alone else None
+    able = run is alone and not (quick and settings.activation_checkpointing_every_n_layers > 1)
+    held = _replayed(config, settings, card, highest, tokens) if able else None
     even = settings.packing is True
     low, likely, high = _reserved(highest, card, held, even=even)
     low -= highest - _least_peak(run, alone) if run is not alone else 0
@@ -137,6 +145,15 @@ def with_growth(
         notes=(*kept, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
         allocator=tried[place] if place else None,
     )  # fmt: skip
+
+
+def scaled_beside(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
+    """The forecast with an upper end as far above what is allocated as that of `other`, where that is less than its own."""
+    around = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    share = (other.peak_high_bytes - around) / max(other.peaks.values())
+    least = forecast.reserved_bytes * (1 + DRY_RUN_ERROR) if forecast.reserved_peaks else 0.0
+    high = round(max(least, share * max(forecast.peaks.values()))) + around
+    return dataclasses.replace(forecast, peak_high_bytes=min(high, forecast.peak_high_bytes))
 
 
 def _growth_note(growth: float, why: str, share: float | None, *, read: bool) -> str:

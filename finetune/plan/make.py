@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.forecast.forecast import Forecast
-from finetune.forecast.whole_card import make_forecast, with_growth
+from finetune.forecast.whole_card import make_forecast, scaled_beside, with_growth
 from finetune.model.configuration import read_config
 from finetune.model.stored import stored_quantisation, trainable_bits
 from finetune.plan.advice import RANKS, advise_alpha
@@ -199,9 +199,11 @@ class _Planner:
     def compare(self, found: _Attempt) -> None:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if found.verdict != Verdict.NO_FIT:
-            able = found.search.able(self._open_strategies(found))
-            for strategy in neighbours(found.anchor.strategy, able):
-                found.search.forecast(strategy)
+            search, chosen = found.search, found.anchor
+            beside = self._with_excess(chosen.forecast, -1)
+            search = dataclasses.replace(search, forecaster=self._forecasts(found.choices, search.job, beside))
+            for strategy in neighbours(chosen.strategy, search.able(self._open_strategies(found))):
+                search.forecast(strategy)
 
     def plan(self, found: _Attempt) -> Plan:
         """The plan with reasons, forecast and alternatives."""
@@ -255,13 +257,13 @@ class _Planner:
         advised: int = basics.value("lora_r")
         return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
 
-    def _forecasts(self, choices: Choices, job: Job) -> Callable[[Strategy], Forecast]:
-        """Forecasts a strategy by dry run, with the widest row of the attempt."""
+    def _forecasts(self, choices: Choices, job: Job, beside: Forecast | None = None) -> Callable[[Strategy], Forecast]:
+        """Forecasts a strategy by dry run, with the widest row of the attempt. `beside`: the chosen one's, to compare with."""
 
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
             self.tell(f"forecasting {words(strategy, job.batch, job.world)}, rows of {width:,} tokens")
-            return self._made(self.config, self._settings_of(choices, strategy), width)
+            return self._made(self.config, self._settings_of(choices, strategy), width, beside)
 
         return forecast
 
@@ -277,15 +279,22 @@ class _Planner:
         micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
         return total_steps(choices, micro, accumulation, self.data)
 
-    def _made(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        """A forecast whose upper end is raised by the worst excess of earlier runs on this card, which no replay had.
+    def _made(self, config: dict[str, Any], settings: Settings, width: int, beside: Forecast | None = None) -> Forecast:
+        if not self.grows or self.card.is_cpu or expandable_segments():
+            return self._with_excess(self.forecaster(config, settings, self.card, tokens=width))
+        return self._with_excess(self._in_segments(config, settings, width, beside))
 
-        Where segments can't expand uneven rows decide the upper end, so each strategy has them from the start.
-        """
-        forecast = self.forecaster(config, settings, self.card, tokens=width)
-        if self.grows and not self.card.is_cpu and not expandable_segments():
-            forecast = self._grown(forecast, config, settings, width)
-        more = round(self.history.worst_excess * forecast.allocated_bytes)
+    def _in_segments(self, config: dict[str, Any], settings: Settings, width: int, beside: Forecast | None) -> Forecast:
+        """A forecast where segments can't expand: steps of uneven rows decide the upper end, so each strategy has them from
+        the start; one that is only compared with `beside` is scaled from it, as they take time."""
+        if beside is not None:
+            quick = self.forecaster(config, settings, self.card, tokens=width, quick=True)
+            return scaled_beside(quick, beside, self.card)
+        return self._grown(self.forecaster(config, settings, self.card, tokens=width), config, settings, width)
+
+    def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
+        """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again."""
+        more = sign * round(self.history.worst_excess * forecast.allocated_bytes)
         high = forecast.peak_high_bytes + more
         return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)
 

@@ -6,7 +6,9 @@ import pytest
 
 from finetune.card import find_card
 from finetune.forecast import whole_card
+from finetune.forecast.forecast import Forecast
 from finetune.forecast.reserved import Replay
+from finetune.forecast.whole_card import scaled_beside
 from finetune.model.configuration import read_config
 from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
@@ -23,6 +25,21 @@ def test_the_replay_lowers_the_most_only_for_even_rows_without_expandable_segmen
     _, likely, most = whole_card._reserved(20 * GIB, find_card("rtx-4090"), held, even=even)
     assert likely == held.reserved_bytes
     assert most == pytest.approx(most_gib * GIB * (1 + whole_card.DRY_RUN_ERROR))
+
+
+def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than_its_replay_nor_more_than_its_interval():
+    card = find_card("rtx-4090")
+    around = (card.context_bytes or 0) + card.context_uncertainty_bytes
+
+    def forecast(allocated, reserved, high, **more):
+        return Forecast(allocated, reserved, reserved, allocated, high + around, {}, {"train": allocated}, **more)
+
+    def scaled(other):
+        return scaled_beside(other, forecast(100, 110, 112), card).peak_high_bytes - around
+
+    assert scaled(forecast(200, 216, 233)) == 224
+    assert scaled(forecast(200, 216, 220)) == 220
+    assert scaled(forecast(2000, 2250, 2330, reserved_peaks={"train": 2250})) == 2295
 
 
 @pytest.mark.slow
