@@ -48,22 +48,24 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write the file that a command was asked for, whole or not at all, and remove what a killed command left of it.
-
-    Raises DiskFull where it can't be written.
-    """
-    import psutil
-
+    """Write the file that a command was asked for, whole or not at all. Raises DiskFull where it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
-            writer = left.name.split(".")[-2]
-            if writer.isdigit() and not psutil.pid_exists(int(writer)):
-                left.unlink(missing_ok=True)
+        remove_left_over(path)
         write_text(path, text)
     except OSError as error:
         fix = "Free some space, or choose a folder that you can write to."
         raise DiskFull(f"{path} can't be written: {error.strerror or error}", fix) from None
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove what processes of this machine that were killed while they wrote a file left beside it. Raises OSError."""
+    import psutil
+
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
+        writer = left.name.split(".")[-2]
+        if writer.isdigit() and not psutil.pid_exists(int(writer)):
+            left.unlink(missing_ok=True)
 
 
 def existing_parent(path: Path) -> Path:
