@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.padding import Padding
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import out, table
 from finetune.errors import CommandError
 from finetune.files import write_output
