@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -202,6 +203,7 @@ def _why(said: str) -> Exception:
 def _quantise(source: Path, target: Path, kind: Kind) -> None:
     import llama_cpp
 
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else it prints a line for each tensor
     how = llama_cpp.llama_model_quantize_default_params()
     how.ftype = _FTYPES[kind]
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(how)) != 0:
