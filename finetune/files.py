@@ -53,16 +53,11 @@ def write_output(path: Path, text: str, *, new: bool = False) -> None:
 
     Raises DiskFull where it can't be written, and CommandError for a name that no file can have or, if `new`, that one has.
     """
-    import psutil
-
     try:
         if new and path.exists():
             raise CommandError(f"{path} exists already", "Edit it, or delete or rename it first.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
-            writer = left.name.split(".")[-2]
-            if writer.isdigit() and not psutil.pid_exists(int(writer)):
-                left.unlink(missing_ok=True)
+        remove_left_over(path)
         write_text(path, text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -70,6 +65,16 @@ def write_output(path: Path, text: str, *, new: bool = False) -> None:
         if isinstance(error, ValueError) or error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
             raise CommandError(wrong, "Give another name.") from None
         raise DiskFull(wrong, "Free some space, or choose a folder that you can write to.") from None
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove what processes of this machine that were killed while they wrote a file left beside it. Raises OSError."""
+    import psutil
+
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
+        writer = left.name.split(".")[-2]
+        if writer.isdigit() and not psutil.pid_exists(int(writer)):
+            left.unlink(missing_ok=True)
 
 
 def existing_parent(path: Path) -> Path:

@@ -15,7 +15,7 @@ from finetune.evaluate.journal import Journal
 from finetune.evaluate.paired import Difference, difference, in_words
 from finetune.evaluate.rows import EvalRows, held_out, probe
 from finetune.evaluate.scores import scorer
-from finetune.files import write_json
+from finetune.files import remove_left_over, write_json
 from finetune.plan.plan import read_plan
 from finetune.run.origin import HELD_OUT, origin_of
 
@@ -72,8 +72,10 @@ def what_was_lost(
         enough = len(before.row_losses) > 1 and any(before.row_tokens)
         gap = difference(before.row_losses, now.row_losses, before.row_tokens) if enough else None
         found.append(Lost(name, len(rows.ids), before.loss, now.loss, gap))
+    path = run.path / "evaluations" / f"lost{'-last' if last else ''}.json"
     with contextlib.suppress(OSError):  # for reports; without room they have none of it
-        write_json(run.path / "evaluations" / f"lost{'-last' if last else ''}.json", [asdict(each) for each in found])
+        remove_left_over(path)
+        write_json(path, [asdict(each) for each in found])
     return found
 
 

@@ -20,7 +20,7 @@ from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.room import halving, tokens_at_once
 from finetune.evaluate.rows import EvalRows, held_out, own
 from finetune.evaluate.scores import Marked, Scorer, scorer
-from finetune.files import write_json
+from finetune.files import remove_left_over, write_json
 from finetune.plan.plan import read_plan
 from finetune.run.directory import require_data
 from finetune.units import format_seconds
@@ -145,9 +145,10 @@ def compare(
     )  # fmt: skip
     if not made.notes:
         kinds = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
-        name = f"scores-{chosen.name}{''.join(kinds)}.json"
+        path = run.path / "evaluations" / f"scores-{chosen.name}{''.join(kinds)}.json"
         with contextlib.suppress(OSError):  # for reports; without room there is none of this evaluation
-            write_json(run.path / "evaluations" / name, made.as_json())
+            remove_left_over(path)
+            write_json(path, made.as_json())
     return made
 
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -175,10 +176,15 @@ def _base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
 
 
 def _run_converter(llama_cpp: Path, pre: str, script: str, written: Path, *arguments: str) -> None:
-    """Raises what the converter's last words say."""
+    """Raises what the converter's last words say. It ends with this process, however: then its standard input is closed."""
     words = [sys.executable, "-P", "-m", "finetune.export.llama_converter", str(llama_cpp), pre, script, *arguments]
     how: dict[str, Any] = {"capture_output": True, "text": True, "encoding": "utf-8", "errors": "replace"}
-    done = subprocess.run([*words, "--outfile", str(written), "--outtype", "f16"], **how)
+    alive, held = os.pipe()
+    try:
+        done = subprocess.run([*words, "--outfile", str(written), "--outtype", "f16"], stdin=alive, **how)
+    finally:
+        os.close(alive)
+        os.close(held)
     if done.returncode or not written.is_file():
         raise _why(done.stderr)
 
@@ -197,6 +203,7 @@ def _why(said: str) -> Exception:
 def _quantise(source: Path, target: Path, kind: Kind) -> None:
     import llama_cpp
 
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else it prints a line for each tensor
     how = llama_cpp.llama_model_quantize_default_params()
     how.ftype = _FTYPES[kind]
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(how)) != 0:

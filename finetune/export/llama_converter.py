@@ -2,18 +2,23 @@
 
 llama.cpp knows a pre-tokenizer by what it makes of one text, and refuses others. `PRE` (or `-`) is its name for the one that
 this tokenizer has; whether it is the same is proven later, on the tokens of the held-out rows.
+
+It ends when its standard input does: its parent was killed, and the next export writes files of the same names.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
+import threading
 from typing import Any
 
 
 def main() -> None:
     """Import the converter from its folder and let the script do its work."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     folder, pre, script, *arguments = sys.argv[1:]
     sys.path[:0] = [folder, f"{folder}/gguf-py"]
     converter: Any = importlib.import_module("convert_hf_to_gguf")
@@ -34,6 +39,12 @@ def main() -> None:
         converter.main()
     else:
         runpy.run_path(f"{folder}/{script}", run_name="__main__")
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Commands killed at ten moments of what they do to files: each file is whole or not there, and the next command is as ever."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,10 @@ def is_whole(path, content, reference):
     match path.suffix:
         case ".html":  # it has the time
             return content.endswith(b"</body></html>\n")
+        case ".json":
+            return bool(json.loads(content))
+        case ".jsonl":  # of which each line counts, and a torn one is passed over
+            return True
     return content == reference
 
 
@@ -92,6 +97,36 @@ def test_a_written_recipe_or_job_file_is_whole_or_not_there(work, words):
 def test_a_report_or_a_comparison_is_whole_or_not_there(work, kept_run, words):
     kept_run(work).rename(work / "runs" / "other")
     assert "c" in killed_at_ten_moments(work, page(*words))
+
+
+@pytest.fixture
+def imported():
+    """What takes seconds to import, before there are forks."""
+    import peft  # noqa: F401
+
+    import finetune.evaluate.answerer
+    import finetune.evaluate.lost
+    import finetune.evaluate.score  # noqa: F401
+
+
+@pytest.mark.slow
+def test_the_scores_of_an_evaluation_are_whole_or_not_there(work, imported):
+    killed_at_ten_moments(work, command("eval", "finished", "--rows", "2", "--no-probe"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("chat", "finished", "--prompt", "a", "--max-new-tokens", "2"),
+        ("serve", "finished", "--commands"),
+        ("snapshot", "finished"),
+        ("push", "finished", "alice/lora", "--dry-run"),
+    ],
+)
+def test_a_command_that_only_looks_changes_nothing(work, imported, words):
+    before = files_in(work)
+    assert "c" not in forked(command(*words), work) and files_in(work) == before
 
 
 def test_a_run_that_was_asked_to_stop_by_a_killed_command_stops_when_it_is_asked_again(work):

@@ -1,11 +1,15 @@
 """A run as GGUF in llama.cpp itself: the same prompt ids and answers, or a refusal that names the stage."""
 
 import gc
+import itertools
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finetune.bundled import dataset_paths
@@ -110,15 +114,16 @@ def test_a_refused_export_keeps_nothing(exported, run, checkout, home, monkeypat
 
 def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported, run, checkout, home):
     gc.freeze()
-    for moment in range(10):
+    for moment in (0, 1, 2, 3, 4, 5, 6, 15, 25, "end"):  # lines of progress: 6, and one for each of 20 answers
         if not os.fork():
-            left = [moment]
+            lines = itertools.count()
 
-            def said(_, left=left):
-                left[0] -= 1
-                if left[0] < 0:
+            def said(_, lines=lines, moment=moment):
+                if next(lines) == moment:
                     os._exit(9)
 
+            if moment == "end":
+                gguf.rename = lambda *_: os._exit(9)
             gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20, progress=said)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
@@ -127,11 +132,25 @@ def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported,
     assert made.file.is_file() and not (home / ".out").exists()
 
 
+def test_the_converter_of_a_killed_export_ends_with_it(exported, run, checkout, home):
+    gc.freeze()
+    pid = os.fork()
+    if not pid:
+        gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
+        os._exit(0)
+    while not (converter := psutil.Process(pid).children()):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.wait()
+    assert psutil.wait_procs(converter, timeout=600)[1] == [] and not (home / "out").exists()
+
+
 def test_a_missing_base_model_is_said_before_anything_is_written(run, checkout, home, kept_run):
     other = RunDirectory(kept_run(home))
     other.plan.write_text(other.plan.read_text().replace('"model_name_or_path": "tiny"', '"model_name_or_path": "./nowhere"'))
-    with pytest.raises(ModelError, match="nowhere"):
+    with pytest.raises(ModelError, match="nowhere") as missing:
         gguf.export_gguf(other, llama_cpp=checkout, data=ROWS, rows=5)
+    assert missing.value.exit_code == 2
     assert not list(other.path.glob("*gguf*"))
 
 
@@ -154,8 +173,9 @@ def test_a_disk_that_fills_while_llama_cpp_writes_is_said_and_nothing_is_kept(ru
                 file.write(bytes(shutil.disk_usage(disk).free - 2**20))
 
     try:
-        with pytest.raises(DiskFull, match="No space left"):
+        with pytest.raises(DiskFull, match="No space left") as full:
             gguf.export_gguf(run, disk / "out", llama_cpp=checkout, data=ROWS, rows=5, progress=fill)
+        assert full.value.exit_code == 7
         assert [path.name for path in disk.iterdir()] == ["ballast"]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
