@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import socket
 import tempfile
 import threading
@@ -20,29 +19,22 @@ from app.web.page_filter import PageFilter
 from app.web.uploads import UploadLimit
 from app.workspace import Workspace
 from finetune.errors import CommandError
+from finetune.listening import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
 from finetune.system import port_socket
 
-_LEAST_TOKEN = 16
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
 
 
-def choose_token() -> str:
-    """FINETUNE_UI_TOKEN, or a new random one. Raises RecipeError when the given one is too short."""
-    given = os.environ.get("FINETUNE_UI_TOKEN")
-    if given is None:
-        return secrets.token_urlsafe(32)
-    if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or set(given) & set(' ;,"\\'):
-        raise CommandError(
-            f"FINETUNE_UI_TOKEN must have at least {_LEAST_TOKEN} letters and digits",
-            'Unset it for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"',
-        )
-    return given
+def page_token() -> str:
+    """FINETUNE_UI_TOKEN, or a new random one. Raises CommandError when the given one is too short."""
+    fix = 'Unset FINETUNE_UI_TOKEN for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"'
+    return choose_token(os.environ.get("FINETUNE_UI_TOKEN"), fix)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket: at `port`, or the next free one of twenty; 0 takes any. Raises RecipeError when none is free."""
+    """A bound socket: at `port`, or the next free one of twenty; 0 takes any. Raises CommandError when none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in range(port, port + 20) if port else [0]:
         found = port_socket(family)
@@ -60,7 +52,7 @@ def listen(host: str, port: int) -> socket.socket:
 def make_access(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Access:
     """Access by loopback names, the address listened on, and the names of --allow-host."""
     names = [*LOOPBACK, *(name.lower() for name in allowed)]
-    wide = host in ("0.0.0.0", "::")
+    wide = host in ANY_HOST
     if not wide:
         names.append(f"[{host}]" if ":" in host else host.lower())
     return Access(token, port, tuple(dict.fromkeys(names)), any_port=wide)
@@ -115,23 +107,14 @@ def _report(workspace: Workspace, name: str, file: str) -> Any:
 
 def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
     """Serve until Ctrl-C. Runs continue afterwards."""
-    import uvicorn
-
-    token = choose_token()
+    token = page_token()
     bound = listen(host, port)
     port = bound.getsockname()[1]
     workspace = Workspace(Path.cwd(), runs.absolute())
     application, context = build(workspace, make_access(host, port, token, allowed))
-    config = uvicorn.Config(
-        application, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
-        timeout_graceful_shutdown=2,
-    )  # fmt: skip
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    threading.Thread(target=_announce, args=(shown, port, token, workspace), daemon=True).start()
+    threading.Thread(target=_announce, args=(host_in_url(host), port, token, workspace), daemon=True).start()
     try:
-        uvicorn.Server(config).run(sockets=[bound])
-    except KeyboardInterrupt:
-        pass
+        serve_until_interrupted(application, bound)
     finally:
         context.close()
     return 0

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import logging
-import os
-import sys
-import warnings
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from finetune.errors import CommandError, DiskFull, FinetuneError
-from finetune.garbage import collect_rarely, leave_all
+from finetune.errors import CommandError
 
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -22,9 +15,6 @@ cli = typer.Typer(
     "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-
-#: Full, limited or not ours to write.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or name of a shipped recipe.")]
 ModelOrRecipe = Annotated[
@@ -35,81 +25,6 @@ Data = Annotated[str | None, typer.Option("--data", help="Train on this file or 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def process() -> int:
-    """Entry point of `finetune`: runs one command and exits."""
-    collect_rarely()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        return main()
-    finally:
-        leave_all()
-
-
-def main() -> int:
-    """Runs a command and turns a FinetuneError into a message and its exit code."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
-    try:
-        return int(cli(standalone_mode=False) or 0)  # typer.Exit arrives here as its code
-    except FinetuneError as error:
-        return report(error)
-    except typer.Exit as ended:
-        return int(ended.exit_code)
-    except typer.Abort:
-        return 130
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of a pipe left, as `head` does
-        return _closed_pipe()
-    except OSError as error:
-        if error.errno not in _DISK:
-            return _unexpected(error)
-        place = f"{error.filename}: " if error.filename else ""
-        fix = "Free some space, or choose a folder that you can write to."
-        return report(DiskFull(f"{place}{error.strerror or error}", fix))
-    except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer turns it into SystemExit
-            return _closed_pipe()
-        raise
-    except Exception as error:  # noqa: BLE001 - click's usage errors and unexpected ones
-        return _unexpected(error)
-
-
-def report(error: FinetuneError) -> int:
-    """Print the problems and the fix. Returns the exit code."""
-    if "--json" in sys.argv:
-        print(json.dumps(error.as_json()))
-        return error.exit_code
-    from finetune.cli.render import print_error
-
-    print_error(error)
-    return error.exit_code
-
-
-def _closed_pipe() -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 0
-
-
-def _unexpected(error: Exception) -> int:
-    if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
-        if "--json" in sys.argv:
-            return report(CommandError(error.format_message()))
-        error.show()
-        return 2
-    if os.environ.get("FINETUNE_TRACEBACK"):
-        raise error
-    if "--json" in sys.argv:
-        return report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
-    print(
-        f"Internal error: {type(error).__name__}: {error}\nRun it again with FINETUNE_TRACEBACK=1 to see where.",
-        file=sys.stderr,
-    )
-    return 1
 
 
 @cli.callback(invoke_without_command=True)
@@ -563,9 +478,3 @@ def export_launch(
     from finetune.cli.jobs import export_launch as export
 
     export(engine, recipe, overrides or [], output=output, image=image, hours=hours, volume=volume, as_json=json)
-
-
-def print_json(values: Any) -> None:
-    """One JSON document on standard output."""
-    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()  # what else would print is not JSON
-    print(json.dumps(values, ensure_ascii=ascii_only, default=str))

@@ -6,7 +6,7 @@ import shutil
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.errors import DiskFull, RecipeError
 from finetune.units import format_bytes

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.text import Text
 
-from finetune.cli.app import print_json, report
+from finetune.cli.output import print_json, report
 from finetune.cli.render import doing, out, printable, table
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError

@@ -7,7 +7,7 @@ import time
 from rich.markup import escape
 
 from finetune import __version__
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import err, out
 from finetune.recipe import load_recipe
 

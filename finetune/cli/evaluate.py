@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import doing, err, out, printable, table
 from finetune.errors import CommandError
 from finetune.plan.plan import read_plan

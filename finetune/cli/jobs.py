@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import err
 from finetune.errors import CommandError
 from finetune.recipe import load_recipe

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
 from finetune.cli.evaluate import see_its_card
+from finetune.cli.output import print_json
 from finetune.cli.render import doing, out
 from finetune.errors import CommandError
 from finetune.plan.plan import read_plan

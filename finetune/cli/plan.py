@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.padding import Padding
 
-from finetune.cli.app import print_json, report
+from finetune.cli.output import print_json, report
 from finetune.cli.render import doing, out, table
 from finetune.cli.source import NO_DATASET, recipe_of
 from finetune.errors import CommandError, DataError

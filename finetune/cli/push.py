@@ -6,7 +6,7 @@ import sys
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import doing, out, table
 from finetune.errors import CommandError
 from finetune.run.directory import open_run

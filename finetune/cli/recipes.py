@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.padding import Padding
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import out, table
 from finetune.errors import CommandError
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.errors import CommandError
 from finetune.run.directory import open_run

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import CommandError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import out, state_text, table
 from finetune.errors import CommandError
 from finetune.run.directory import open_run, runs_from_here

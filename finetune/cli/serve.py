@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from importlib.util import find_spec
 from typing import Any
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
 from finetune.cli.evaluate import see_its_card
+from finetune.cli.output import print_json
 from finetune.cli.render import doing, err, out
 from finetune.errors import CommandError, PackagesError
 from finetune.evaluate.answerer import adapter_folder
+from finetune.listening import choose_token, host_in_url, serve_until_interrupted
 from finetune.plan.plan import read_plan
 from finetune.run.directory import RunDirectory, open_run
 from finetune.system import port_socket
-
-_LEAST_TOKEN = 16
 
 
 def serve_runs(
@@ -35,7 +33,7 @@ def serve_runs(
         return
     if find_spec("openai") is None:
         raise PackagesError("serving needs openai, which is not installed", 'Install it: pip install "openai>=3.54,<4"')
-    key, bound = _token(token), _bound(host, port)
+    key, bound = choose_token(token, "Leave it out for a random one."), _bound(host, port)
     with doing(quiet=as_json) as say:
         say("counting what fits")
         fits = _room(known, context)
@@ -43,8 +41,7 @@ def serve_runs(
         from finetune.serve.models import Models
 
         models = Models(known)
-    shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
-    url = f"http://{shown}:{bound.getsockname()[1]}/v1"
+    url = f"http://{host_in_url(host)}:{bound.getsockname()[1]}/v1"
     if as_json:
         print_json({"url": url, "token": key, "models": models.names, "tokens": fits.tokens, "weight_bytes": fits.weight_bytes,
                     "kv_cache_bytes_per_token": fits.token_bytes})  # fmt: skip
@@ -57,19 +54,13 @@ def serve_runs(
 
 
 def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
-    import uvicorn
-
     from finetune.serve.api import build
     from finetune.serve.engine import Engine
 
     sys.stdout.flush()
     engine = Engine(models, tokens)
-    config = uvicorn.Config(build(engine, key), log_level="warning", access_log=False, server_header=False,
-                            timeout_graceful_shutdown=2, ws="none")  # fmt: skip
     try:
-        uvicorn.Server(config).run(sockets=[bound])
-    except KeyboardInterrupt:
-        pass
+        serve_until_interrupted(build(engine, key), bound)
     finally:
         engine.close()
 
@@ -102,15 +93,6 @@ def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_js
         return
     for name, words in commands.items():
         out.print(f"[dim]{name}:[/] {escape(words)}", soft_wrap=True)
-
-
-def _token(given: str | None) -> str:
-    """The given token or a random one. Raises CommandError for a short one, or one that a header can't have."""
-    if given is None:
-        return secrets.token_urlsafe(32)
-    if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or " " in given:
-        raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", "Leave it out for a random one.")
-    return given
 
 
 def _bound(host: str, port: int) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from finetune.cli.app import print_json
+from finetune.cli.output import print_json
 from finetune.cli.render import out, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events

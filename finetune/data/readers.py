@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -10,7 +11,7 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -354,44 +355,42 @@ def _text(path: Path, name: str) -> Iterator[Row | Refused]:
 
 
 def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
-    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    if not path.stat().st_size:
-        raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
-    try:
-        with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata, name)):
-                for index in range(batch.num_rows):
-                    number += 1
-                    yield _table_row(batch.slice(index, 1), name, number)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).split("\n")[0][:200]
-        raise DataError(
-            f"{name}: can't be read as Parquet: {shown(reason, 200)}", "Check that it was downloaded completely."
-        ) from None
+    with _told_as_data_error(path, name, "Parquet"), parquet.ParquetFile(path) as file:
+        yield from _rows_of(file.iter_batches(batch_size=_rows_at_once(file.metadata, name)), name)
 
 
 def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
     """Arrow's stream, as datasets writes it, or its file format."""
     import pyarrow as pa
 
+    with _told_as_data_error(path, name, "Arrow"), pa.memory_map(str(path)) as file:
+        yield from _rows_of(_batches(file), name)
+
+
+@contextlib.contextmanager
+def _told_as_data_error(path: Path, name: str, kind: str) -> Iterator[None]:
+    """Raises DataError where the file is empty or pyarrow can't read it."""
+    import pyarrow as pa
+
     if not path.stat().st_size:
         raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
     try:
-        with pa.memory_map(str(path)) as file:
-            number = 0
-            for batch in _batches(file):
-                batch.validate(full=True)
-                for index in range(batch.num_rows):
-                    number += 1
-                    yield _table_row(batch.slice(index, 1), name, number)
+        yield
     except (pa.ArrowException, OSError) as error:
         reason = str(error).split("\n")[0][:200]
         raise DataError(
-            f"{name}: can't be read as Arrow: {shown(reason, 200)}", "Check that it was written or downloaded completely."
+            f"{name}: can't be read as {kind}: {shown(reason, 200)}", "Check that it was downloaded completely."
         ) from None
+
+
+def _rows_of(batches: Iterable[Any], name: str) -> Iterator[Row | Refused]:
+    number = 0
+    for batch in batches:
+        for index in range(batch.num_rows):
+            number += 1
+            yield _table_row(batch.slice(index, 1), name, number)
 
 
 def _batches(file: Any) -> Iterator[Any]:
@@ -399,9 +398,13 @@ def _batches(file: Any) -> Iterator[Any]:
 
     if file.read(6) == b"ARROW1":
         table = pa.ipc.open_file(file)
-        return (table.get_batch(number) for number in range(table.num_record_batches))
-    file.seek(0)
-    return iter(pa.ipc.open_stream(file))
+        batches: Iterable[Any] = map(table.get_batch, range(table.num_record_batches))
+    else:
+        file.seek(0)
+        batches = pa.ipc.open_stream(file)
+    for batch in batches:
+        batch.validate(full=True)
+        yield batch
 
 
 def _rows_at_once(facts: Any, name: str) -> int:

@@ -77,6 +77,11 @@ class Forecast:
     allocator: AllocatorSettings | None = None
     pinned_bytes: int = 0
 
+    @property
+    def layers(self) -> int:
+        """How many decoder layers the model has."""
+        return sum(name.startswith("layers.") for name in self.per_layer_bytes)
+
     def of_phase(self, phase: str) -> PhaseForecast:
         """The peaks of a phase by its name in the events: load, train, evaluate or save."""
         name = "eval" if phase == "evaluate" else phase

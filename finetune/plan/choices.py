@@ -8,6 +8,9 @@ from typing import Any
 
 from finetune.recipe import AUTO, Recipe, Settings, resolve
 
+#: The reason of a setting that the recipe decides itself.
+AS_SET = "as the recipe sets it"
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -28,7 +31,7 @@ class Choices:
     def choose(self, name: str, value: Any, reason: str) -> Choices:
         """Resolve one setting, unless the recipe sets it."""
         if self.is_set(name):
-            return self.because(name, "as the recipe sets it")
+            return self.because(name, AS_SET)
         return replace(self, values={**self.values, name: value}).because(name, reason)
 
     def because(self, name: str, reason: str) -> Choices:

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from finetune.plan.choices import AS_SET
 from finetune.plan.speed import time_step
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def explain_compiling(choices: Choices, search: Search, strategy: Strategy, step
         pays += f" of {steps:,}"
     model = f"by the model of a step, not measured on a card: saves at most {gain:.0%} of time, {pays}"
     if recipe.torch_compile:
-        return choices.because("torch_compile", f"as the recipe sets it; {model}")
+        return choices.because("torch_compile", f"{AS_SET}; {model}")
     excluded = search.job.card.is_cpu or recipe.int8_activations or strategy.offloaded
     if excluded or not needed or not steps or needed > steps / 2:
         return choices

@@ -51,7 +51,7 @@ def suggest(
 
 def _all_layers(changes: dict[str, Any], forecast: Forecast) -> dict[str, int]:
     """The number of layers to offload, where they are: all that the forecast has."""
-    return {"offloaded_layers": len(forecast.per_layer_bytes) - 1} if "layer_offloading" in changes else {}
+    return {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:

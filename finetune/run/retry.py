@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from finetune.card.host import free_for_run
 from finetune.errors import CommandError
 from finetune.files import write_json
+from finetune.plan.choices import AS_SET
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
@@ -50,12 +53,12 @@ def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     """Changes that need less memory at the same effective batch size; None when nothing is left to try.
 
-    In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload. None of
-    them makes loading smaller.
+    In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload of their
+    inputs, offload of their weights. Only the last makes loading smaller.
     """
     settings = plan.settings
     if phase == "load":
-        return None
+        return _layers_in_host_memory(plan)
     if phase == "evaluate" and settings.per_device_eval_batch_size > 1:
         return {"per_device_eval_batch_size": max(1, settings.per_device_eval_batch_size // 2)}
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
@@ -66,6 +69,22 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
         return {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
     if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):  # can't offload its inputs
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
+    return _layers_in_host_memory(plan)
+
+
+def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
+    """The weights of all decoder layers offloaded, where the recipe leaves it open, its rules allow it, and they fit."""
+    settings, forecast = plan.settings, plan.forecast
+    if plan.reasons.get("layer_offloading") == AS_SET or settings.layer_offloading is not False:
+        return None
+    if plan.card.is_cpu or forecast is None or forecast.peaks["load"] > free_for_run():
+        return None
+    changes: dict[str, Any] = {"layer_offloading": "cpu", "offloaded_layers": forecast.layers}
+    if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
+        changes |= {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+    with contextlib.suppress(ValueError):  # something else in the recipe excludes it
+        resolved(settings, **changes)
+        return changes
     return None
 
 

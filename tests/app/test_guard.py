@@ -14,7 +14,7 @@ import pytest
 from starlette.routing import Mount, Route
 
 from app.web.guard import LOOPBACK, READ, UPLOAD_PATH, WRITE, Access
-from app.web.server import choose_token, listen, make_access
+from app.web.server import listen, make_access, page_token
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 
@@ -432,13 +432,13 @@ def test_loopback_is_the_default_and_other_names_must_be_named():
 def test_a_token_that_keeps_nobody_out_is_refused(monkeypatch, token):
     monkeypatch.setenv("FINETUNE_UI_TOKEN", token)
     with pytest.raises(RecipeError):
-        choose_token()
+        page_token()
 
 
 def test_a_random_token_is_long_and_new_each_time(monkeypatch):
     monkeypatch.delenv("FINETUNE_UI_TOKEN", raising=False)
-    assert len({choose_token() for _ in range(10)}) == 10
-    assert len(choose_token()) >= 43
+    assert len({page_token() for _ in range(10)}) == 10
+    assert len(page_token()) >= 43
 
 
 def test_two_apps_have_two_cookies():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.app import main
+from finetune.cli.entry import main
 from finetune.errors import RecipeError
 from finetune.files import write_json
 from finetune.run.changes import change

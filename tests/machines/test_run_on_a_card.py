@@ -428,7 +428,7 @@ def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine
 
 def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
     machine("4090-desktop")
-    plan = read_plan(make_run("load_in_4bit=false").plan)
+    plan = read_plan(make_run("load_in_4bit=false", "layer_offloading=false").plan)
     assert next_smaller(plan, "load") is None
     message = nothing_smaller(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
     assert "(pid 1) 1.07 GiB" in message and "load_in_4bit=true or a smaller model" in message

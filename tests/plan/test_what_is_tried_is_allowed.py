@@ -24,6 +24,40 @@ RECIPES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def host_memory(monkeypatch):
+    """Sets the host memory that is free for offloaded layers."""
+
+    def has(free):
+        monkeypatch.setattr("finetune.run.retry.free_for_run", lambda: free)
+
+    has(2**40)
+    return has
+
+
+def retried(recipe, card, forecaster, phase="train"):
+    """The settings of every retry of this recipe."""
+    plan = make_plan(recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **recipe}), find_card(card), None,
+                     forecaster=forecaster)  # fmt: skip
+    tried = []
+    while changes := next_smaller(plan, phase):
+        plan = dataclasses.replace(plan, settings=resolved(plan.settings, **changes))
+        tried.append(plan.settings)
+    return tried
+
+
+def test_the_last_retry_moves_all_layers_to_host_memory(new_forecaster, host_memory):
+    forecaster = new_forecaster()
+    *others, last = retried({}, "rtx-4090", forecaster)
+    assert {settings.layer_offloading for settings in others} <= {False}
+    assert (last.layer_offloading, last.offloaded_layers, last.activation_checkpointing) == ("cpu", 36, "offload")
+    assert [settings.layer_offloading for settings in retried({}, "rtx-4090", forecaster, "load")] == ["cpu"]
+    assert retried({"layer_offloading": False}, "rtx-4090", forecaster, "load") == []
+    assert retried({"torch_compile": True}, "rtx-4090", forecaster, "load") == []
+    host_memory(2**30)
+    assert retried({}, "rtx-4090", forecaster, "load") == []
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_forecaster, name):
     recipe = recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **RECIPES[name]})

@@ -1,0 +1,83 @@
+"""Entry point of the command line: runs a command and turns what it raises into a message and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import warnings
+
+import typer
+
+from finetune.cli.app import cli
+from finetune.cli.output import report
+from finetune.errors import CommandError, DiskFull, FinetuneError
+from finetune.garbage import collect_rarely, leave_all
+
+#: Full, limited or not ours to write.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def process() -> int:
+    """Entry point of `finetune`: runs one command and exits."""
+    collect_rarely()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return main()
+    finally:
+        leave_all()
+
+
+def main() -> int:
+    """Runs a command and turns a FinetuneError into a message and its exit code."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
+    try:
+        return int(cli(standalone_mode=False) or 0)  # typer.Exit arrives here as its code
+    except FinetuneError as error:
+        return report(error)
+    except typer.Exit as ended:
+        return int(ended.exit_code)
+    except typer.Abort:
+        return 130
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe left, as `head` does
+        return _closed_pipe()
+    except OSError as error:
+        if error.errno not in _DISK:
+            return _unexpected(error)
+        place = f"{error.filename}: " if error.filename else ""
+        fix = "Free some space, or choose a folder that you can write to."
+        return report(DiskFull(f"{place}{error.strerror or error}", fix))
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer turns it into SystemExit
+            return _closed_pipe()
+        raise
+    except Exception as error:  # noqa: BLE001 - click's usage errors and unexpected ones
+        return _unexpected(error)
+
+
+def _closed_pipe() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
+
+
+def _unexpected(error: Exception) -> int:
+    if hasattr(error, "format_message") and hasattr(error, "show"):  # typer carries its own copy of click's exceptions
+        if "--json" in sys.argv:
+            return report(CommandError(error.format_message()))
+        error.show()
+        return 2
+    if os.environ.get("FINETUNE_TRACEBACK"):
+        raise error
+    if "--json" in sys.argv:
+        return report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
+    print(
+        f"Internal error: {type(error).__name__}: {error}\nRun it again with FINETUNE_TRACEBACK=1 to see where.",
+        file=sys.stderr,
+    )
+    return 1

@@ -1,0 +1,40 @@
+"""What the page's server and the endpoint share: the token, the host in a link, and serving until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from typing import Any
+
+from finetune.errors import CommandError
+
+_LEAST_TOKEN = 16
+#: Every address of this machine.
+ANY_HOST = ("0.0.0.0", "::")
+
+
+def choose_token(given: str | None, fix: str) -> str:
+    """The given token, or a new random one. Raises CommandError for a short one, or one that a header or link can't have."""
+    if given is None:
+        return secrets.token_urlsafe(32)
+    if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or set(given) & set(' ;,"\\'):
+        raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", fix)
+    return given
+
+
+def host_in_url(host: str) -> str:
+    """How a link on this machine names the host that is listened on."""
+    return "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
+
+
+def serve_until_interrupted(application: Any, bound: socket.socket) -> None:
+    """Serve an ASGI application at a bound socket until Ctrl-C."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        application, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[bound])
