@@ -12,6 +12,7 @@ means over seeds, and a difference of two means with how far the seeds are apart
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -53,7 +54,9 @@ def scored(path: Path, seed: int) -> Comparison:
     if not run.adapter.is_dir():
         if not path.is_dir():
             run = create_run(prepare(load_recipe("tiny-cpu", [f"seed={seed}", f"output_dir={path}"])))
-        if code := Worker(run).main():
+        with contextlib.redirect_stdout(sys.stderr):  # the trainer's losses
+            code = Worker(run).main()
+        if code:
             sys.exit(code)
     made = compare(run)
     print(f"{seed:4}  {sum(made.tuned.exact):4} of {made.rows}  {made.tuned.loss:13.5f}", flush=True)

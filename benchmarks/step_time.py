@@ -65,13 +65,16 @@ def late_in_a_run(place: Path, steps: int) -> bool:
     """Time a long run beside short ones; returns whether a target is missed."""
     run = Run(place, steps)
     beside = turns_of(lambda: Run(place, SHORT), SHORT)
-    ratios = []
-    for _ in range(steps // TURN):
+    ratios: list[float] = []
+    turns = steps // TURN
+    tenth = max(1, turns // 10)
+    for turn in range(1, turns + 1):
         mine, theirs = run.advance(TURN), next(beside)
         ratios.append(statistics.median(mine) / statistics.median(theirs))
+        if turn % tenth == 0:
+            print(f"step {turn * TURN:,}: {statistics.median(ratios[-tenth:]):.3f} x a short run's step", flush=True)
     half = len(run.calls) // 2
     calls = statistics.median(run.calls[half:]) / statistics.median(run.calls[:half])
-    print("a step of each tenth of the long run over one of a short run: " + " ".join(f"{each:.3f}" for each in tenths(ratios)))
     growth, wide = trend(ratios)
     print(
         f"{steps:,} steps: calls, last half / first half {calls:.4f} ({statistics.median(run.calls):,.0f} a step); processor "
@@ -115,12 +118,6 @@ def trend(ratios: list[float]) -> tuple[float, float]:
 def in_words(middle: float, wide: float) -> str:
     """A ratio with its interval, from their logarithms."""
     return f"{math.exp(middle):.3f} (95 % interval {math.exp(middle - wide):.3f} to {math.exp(middle + wide):.3f})"
-
-
-def tenths(values: list[float]) -> list[float]:
-    """The medians of ten parts of the values; the rest is left out."""
-    size = max(1, len(values) // 10)
-    return [statistics.median(values[start : start + size]) for start in range(0, 10 * size, size)]
 
 
 def turns_of(begin: Callable[[], Run], steps: int) -> Iterator[list[float]]:
