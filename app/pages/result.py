@@ -27,6 +27,7 @@ _SCORES = {
     "JSON, field by field": "json", "Last number": "numeric", "Loss only, no answers": "loss",
 }  # fmt: skip
 _HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it went on from"
+_TYPES = {"16 bit": "f16", "Q8_0": "q8_0", "Q4_K_M": "q4_k_m"}
 _KINDS = {"Adapter": "adapter", "Merged model": "merged"}
 _ORDERS = {"Where they differ": "differ", "Tuned model's worst": "worst", "Tuned model's best": "best"}
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
@@ -75,8 +76,21 @@ def build(context: Context, page: gr.Blocks) -> None:
     show("<h2>Merge the adapter into the base model</h2>")
     with gr.Row(elem_classes="ft-controls"):
         folder = gr.Textbox(label="Folder in the run", value="merged", max_length=100, elem_id="result-folder", scale=2)
-        export = gr.Button("Export", elem_id="result-merge", size="sm")
+        export = gr.Button("Merge", elem_id="result-merge", size="sm")
     merged = show(elem_id="result-merge-shown")
+    show("<h2>Export to GGUF, for llama.cpp and Ollama</h2>")
+    with gr.Row(elem_classes="ft-controls"):
+        precision = gr.Dropdown(list(_TYPES), value="16 bit", label="Type", elem_id="result-gguf-type", scale=2)
+        apart = gr.Checkbox(label="Base and adapter in two files", elem_id="result-gguf-apart", scale=1)
+        gguf = gr.Button("Export to GGUF", elem_id="result-gguf", size="sm")
+    exported = show(elem_id="result-gguf-shown")
+    show("<h2>Serve with OpenAI's interface</h2>")
+    with gr.Row(elem_classes="ft-controls"):
+        beside = gr.Dropdown([], label="Together with", info="other runs of the same base model", multiselect=True,
+                             elem_id="result-beside", scale=3)  # fmt: skip
+        serve = gr.Button("Serve", elem_id="result-serve", size="sm")
+        end = gr.Button("End", variant="stop", elem_id="result-serve-end", size="sm")
+    served = show(elem_id="result-serve-shown")
     show("<h2>Push to the hub</h2>")
     with gr.Row(elem_classes="ft-controls"):
         repo = gr.Textbox(label="Repository", info="OWNER/NAME", max_length=200, elem_id="result-repo", scale=2)
@@ -88,16 +102,19 @@ def build(context: Context, page: gr.Blocks) -> None:
     score.change(view.fields, score, [pattern, tolerance], **QUIET)
     evaluate.click(view.evaluate, [name, score, pattern, tolerance, rows, most, last], said, **BUTTON)
     export.click(view.merge, [name, folder], said, **BUTTON)
+    gguf.click(view.export, [name, precision, apart], said, **BUTTON)
+    serve.click(view.serve, [name, beside], said, **BUTTON)
+    end.click(view.end, name, said, **BUTTON)
     report.click(view.report, name, said, **BUTTON)
     compare.click(view.compare, [name, others], said, **BUTTON)
     look.click(view.dry_run, [name, repo, kind, public], said, **BUTTON)
     push.click(view.push, [name, repo, kind, public], said, **BUTTON)
-    name.change(view.depending, name, [rows, others, kind], **QUIET)
+    name.change(view.depending, name, [rows, others, kind, beside], **QUIET)
     page.load(view.choose, None, [name, rows], **QUIET).then(view.tick, [name, order], changed, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, [name, order], changed, **QUIET)
     name.input(view.tick, [name, order], changed, **QUIET)
     order.input(view.tick, [name, order], changed, **QUIET)
-    changed.change(view.show, [name, order], [scores, reported, merged, pushed], **QUIET)
+    changed.change(view.show, [name, order], [scores, reported, merged, pushed, exported, served], **QUIET)
 
 
 def evaluation(
@@ -165,6 +182,22 @@ class _View:
             return problem("Not started", [f"{folder[:100]!r} is not a folder's name"], "Letters, digits, . - and _")
         return self._start(name, "merge", [f"--output={run.path / folder.strip()}"] if run else [])
 
+    def export(self, name: str | None, precision: str, apart: bool) -> str:
+        """Start exporting to GGUF, which is kept only when llama.cpp gives the adapter's answers."""
+        to = ["--to=gguf-adapter"] if apart else []
+        return self._start(name, "export", [f"--type={_TYPES.get(precision, 'f16')}", *to])
+
+    def serve(self, name: str | None, beside: list[str] | None) -> str:
+        """Start serving the run, with others of the same base model, at a free port."""
+        found = [self.context.workspace.run(other) for other in beside or []]
+        return self._start(name, "serve", [*(str(other.path) for other in found if other is not None), "--port=0"])
+
+    def end(self, name: str | None) -> str:
+        """End the server of the run."""
+        run = self.context.workspace.run(name)
+        ended = run is not None and self.context.tasks.of(run, "serve").end()
+        return note("Ending." if ended else "This run is not served.")
+
     def depending(self, name: str | None) -> list[Any]:
         """What can be chosen for a run: its rows, other runs, and what it can push."""
         run, workspace = self.context.workspace.run(name), self.context.workspace
@@ -174,6 +207,7 @@ class _View:
         return [
             gr.Dropdown(choices=[_HELD_OUT, *before, *local_datasets(workspace)], value=_HELD_OUT),
             gr.Dropdown(choices=names, value=[]), gr.Dropdown(choices=kinds, value="Adapter"),
+            gr.Dropdown(choices=names, value=[]),
         ]  # fmt: skip
 
     def report(self, name: str | None) -> str:
@@ -234,12 +268,13 @@ class _View:
         run = self.context.workspace.run(name)
         if run is None:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            return [empty, "", "", ""]
+            return [empty, *[""] * 5]
         tasks = self.context.tasks
         return [
             _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),
             _reports(run, tasks.of(run, "report"), tasks.of(run, "compare")),
             _task("merge", tasks.of(run, "merge")), _pushed(tasks.of(run, "push")),
+            _exported(tasks.of(run, "export")), _served(tasks.of(run, "serve")),
         ]  # fmt: skip
 
 
@@ -287,6 +322,28 @@ def _pushed(task: Task) -> str:
     where = f"{result['repo']} ({seen})"
     told = f"Pushed to {where}: {result['commit']}" if result["sent"] else f"For {where}; nothing was sent yet."
     return note(told) + table(["file", ">size"], rows, "Files", hidden_caption=True)
+
+
+def _exported(task: Task) -> str:
+    """The files, and what llama.cpp did with them."""
+    status, result = task.status(), task.result()
+    if status is None or status["state"] != "done" or not isinstance(result, dict) or "check" not in result:
+        return _task("export", task)
+    check = result["check"]
+    told = f"In llama.cpp: token ids are the training's, {check['same_answers']:,} of {check['rows']:,} answers the adapter's."
+    files = [[name, result[name]] for name in ("file", "adapter", "modelfile") if result[name]]
+    return note(told) + table(["name", "value"], files, "Exported files", hidden_caption=True)
+
+
+def _served(task: Task) -> str:
+    """Where the server answers, and to whom."""
+    status, result = task.status(), task.result()
+    if status is None or not isinstance(result, dict) or "url" not in result:
+        return _task("serve", task)
+    if status["state"] != "running":
+        return note("Not served now.")
+    rows = [["address", result["url"]], ["token", result["token"]], ["models", ", ".join(result["models"])]]
+    return note("Serving; one answer at a time.") + table(["name", "value"], rows, "The server", hidden_caption=True)
 
 
 def _gguf_files(run: RunDirectory) -> list[str]:

@@ -1,7 +1,8 @@
-"""Commands on a run's result (eval, merge, report, compare, push): detached processes with their output in files."""
+"""Commands on a run's result, such as eval and serve: detached processes with their output in files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from app.process import detach
 from app.workspace import Workspace
 from finetune.errors import CommandError
@@ -21,7 +24,7 @@ from finetune.run.state import process_is, process_record
 from finetune.system import typed
 
 #: Commands of `finetune` on a run's result.
-VERBS = ("eval", "merge", "report", "compare", "push")
+VERBS = ("eval", "merge", "export", "serve", "report", "compare", "push")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,16 @@ class Task:
             except ValueError:
                 continue
         return None
+
+    def end(self) -> bool:
+        """Ask the running command to end; False when none is running."""
+        status = self.status()
+        if status is None or status["state"] != "running" or status["process"]["pid"] == os.getpid():  # it is not there yet
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(status["process"]["pid"]).children(recursive=True):
+                child.terminate()
+        return True
 
 
 class Tasks:

@@ -1,6 +1,9 @@
 """Result shows what a run has, whoever made it, and pushes only what a dry run has listed; Stop waits for an answer to stop."""
 
 import json
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from app.starts.tasks import Tasks
 from app.workspace import Workspace
 from finetune.run import origin
 from finetune.run.directory import RunDirectory
+from finetune.run.state import process_record
 
 REPO = "alice/support-lora"
 
@@ -109,3 +113,39 @@ def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, 
         monkeypatch.setattr(chat._View, name, lambda *_: "")
     view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
     assert view.show("finished")[2].interactive is can_stop
+
+
+def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
+    assert "Not run yet" in shown(page)[4]
+    page.view.export("finished", "Q8_0", True)
+    assert page.started == [["export", "--type=q8_0", "--to=gguf-adapter"]]
+    done(page, "export", {"file": "runs/x.gguf", "adapter": None, "modelfile": "runs/Modelfile",
+                          "check": {"rows": 120, "same_answers": 119}})  # fmt: skip
+    assert (
+        "119 of 120 answers" in shown(page)[4] and "runs/Modelfile" in shown(page)[4] and "adapter</td>" not in shown(page)[4]
+    )
+
+
+def test_a_served_run_says_where_it_answers_until_it_is_ended(page):
+    assert "not served" in page.view.end("finished")
+    page.view.serve("finished", ["../x"])
+    assert page.started == [["serve", "--port=0"]]
+    words = (
+        'import time; print(\'{"url": "http://127.0.0.1:1/v1", "token": "<t>", "models": ["a"]}\', flush=True); time.sleep(60)'
+    )
+    code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {words!r}]).returncode)"
+    task = page.tasks.of(page.run, "serve")
+    task.path.mkdir(parents=True)
+    with (task.path / "output.txt").open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=output)
+    (task.path / "status.json").write_text(json.dumps({"state": "running", "process": process_record(process.pid)}))
+    until(lambda: task.result() is not None)
+    assert "http://127.0.0.1:1/v1" in shown(page)[5] and "&lt;t&gt;" in shown(page)[5]
+    assert "Ending" in page.view.end("finished")
+    process.wait(timeout=60)
+    assert "Not served now" in shown(page)[5]
+
+
+def until(holds):
+    while not holds():
+        time.sleep(0.05)
