@@ -62,7 +62,7 @@ def write_output(path: Path, text: str, *, new: bool = False) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         wrong = f"{str(path)[:200]!r} can't be written: {reason}"
-        if isinstance(error, ValueError) or error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
             raise CommandError(wrong, "Give another name.") from None
         raise DiskFull(wrong, "Free some space, or choose a folder that you can write to.") from None
 

@@ -47,7 +47,6 @@ def test_train_is_run(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["convert", "tiny-cpu", "--output", "file/r.yaml"], "can't be written"),
         (["convert", "tiny-cpu", "--output", "n" * 300], "File name too long"),
         (["convert", "tiny-cpu", "--output", "a\0b"], "null byte"),
         (["convert", "tiny-cpu", "--output", ""], "exists already"),
