@@ -1,7 +1,6 @@
 """FSDP2 with 4-bit weights: no process ever holds the model, and together they compute what one computes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +8,13 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
-#: Memory that is freed goes back to the system at once, so that what is measured is what is used.
-AT_ONCE = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def two_processes(model, out):
     script = str(Path(__file__).with_name("own_rows_process.py"))
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, script, str(model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **AT_ONCE})
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -44,6 +41,6 @@ def test_each_process_takes_less_than_the_model_while_it_is_loaded(tmp_path):
     for _ in ("first start", "second"):
         for each in two_processes(tmp_path / "model", tmp_path):
             assert each["model_bytes"] > 120e6
-            # Half is its rows; 0.62 to 0.70 was seen. Who quantises has 14 bytes for each element of a matrix: to 0.73.
-            assert each["peak_bytes"] < (0.9 if each["said"] else 0.75) * each["model_bytes"]
+            # Half is its rows; 0.59 to 0.70 was seen. Who quantises has 14 bytes for each element of a matrix: to 0.73.
+            assert each["peak_bytes"] < (0.8 if each["said"] else 0.75) * each["model_bytes"]
             assert each["loss"] == pytest.approx(each["whole_loss"], rel=1e-6)
