@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", WANDB_DISABLED="true")
+os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", WANDB_DISABLED="true", AXOLOTL_DO_NOT_TRACK="1")
 PROCESS_BEGAN_S = time.time()
 
 
@@ -34,7 +34,8 @@ def main() -> None:
 class Watch:
     """Seconds, tokens and loss of each optimizer step of the next training in this process.
 
-    Seconds are the process's on a processor, where other programs take their share, and those of the clock on a card.
+    Seconds are the process's on a processor, where other programs take their share, and those of the clock on a card. Losses
+    are per predicted token: older versions of transformers divide by each row's first token, too, which nothing predicts.
     """
 
     def __init__(self) -> None:
@@ -46,8 +47,8 @@ class Watch:
         self.step_s: list[float] = []
         self.tokens: list[list[Any]] = []
         self.losses: list[float] = []
-        self.first_step_s = 0.0
-        watch, counted = self, [0, 0, 0]
+        self.first_step_s, self.share = 0.0, 1.0
+        watch, counted, labelled = self, [0, 0, 0], [0]
         training_step, log = Trainer.training_step, Trainer.log
 
         def counting(trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
@@ -55,11 +56,12 @@ class Watch:
             real = ids.numel() if mask is None else (mask != 0).sum()
             for place, new in enumerate(((labels[..., 1:] != -100).sum(), real, ids.numel())):
                 counted[place] = counted[place] + new
+            labelled[0] = labelled[0] + (labels[..., 1:] if hasattr(trainer, "_loss_shifts_labels") else labels).ne(-100).sum()
             return training_step(trainer, model, inputs, *more, **named)
 
         def logging(trainer: Any, logs: Any, *more: Any, **named: Any) -> Any:
             if "loss" in logs:
-                watch.losses.append(float(logs["loss"]))
+                watch.losses.append(float(logs["loss"]) * watch.share)
             return log(trainer, logs, *more, **named)
 
         Trainer.training_step, Trainer.log = counting, logging  # type: ignore[method-assign]
@@ -74,7 +76,8 @@ class Watch:
                 watch.step_s.append(watch.clock() - self.began)
                 watch.first_step_s = watch.first_step_s or time.time() - PROCESS_BEGAN_S
                 watch.tokens.append([int(each) for each in counted])
-                counted[:] = [0, 0, 0]
+                watch.share = float(labelled[0] / counted[0])
+                counted[:], labelled[0] = [0, 0, 0], 0
 
         self.callback = Clock()
 
@@ -155,13 +158,14 @@ def train_llamafactory(job: dict[str, Any], watch: Watch) -> None:
 
 
 def train_axolotl(job: dict[str, Any], watch: Watch) -> None:
-    """Axolotl's training, by a configuration as its examples have it."""
+    """Axolotl's training, by a configuration as its examples have it; without CUDA its Triton kernels are off."""
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
     from axolotl.train import setup_model_and_trainer
     from axolotl.utils.dict import DictDefault
 
     rows = {"path": job["rows"], "ds_type": "json", "type": "completion", "field": "text"}
+    kernels = {} if watch.on_cuda else dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
     cfg = load_cfg(DictDefault({
         "base_model": job["model"], "adapter": "lora", "lora_r": job["rank"], "lora_alpha": 2 * job["rank"],
         "lora_target_linear": True, "datasets": [rows], "shuffle_merged_datasets": False, "curriculum_sampling": True,
@@ -169,6 +173,7 @@ def train_axolotl(job: dict[str, Any], watch: Watch) -> None:
         "gradient_accumulation_steps": 1, "num_epochs": 1, "seed": job["seed"], "learning_rate": job["learning_rate"],
         "lr_scheduler": "constant", "optimizer": "adamw_torch", "logging_steps": 1, "output_dir": job["folder"],
         "save_strategy": "no", "bf16": watch.on_cuda, "val_set_size": 0.0, "dataset_prepared_path": job["folder"] + "/prepared",
+        **kernels,
     }))  # fmt: skip
     trainer, *_ = setup_model_and_trainer(cfg, load_datasets(cfg=cfg))
     trainer.add_callback(watch.callback)

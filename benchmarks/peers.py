@@ -5,10 +5,13 @@
     python benchmarks/peers.py --rounds 5 --write                                  # writes benchmarks/reference/peers.csv
 
 Each peer runs in an environment of its own (`python -m venv`, `pip install llamafactory`), in a process of its own, with its
-defaults. A round has one run of each, and the order turns by one from round to round; ratios are of runs of the same round,
-and the table has their medians. The first steps of a run are its warm-up and stand apart. A peer whose loss differs from this
-project's by more than TOLERANCE, in its first step or over the run, has failed, however fast it was. One that can't be run
-gets a line that says why.
+defaults. On a machine without CUDA LLaMA-Factory starts when its environment has no torchvision and none of the compiled files
+of torchaudio (`pip uninstall torchvision`, `rm .../torchaudio/lib/*.so`), which are for CUDA.
+
+A round has one run of each, and the order turns by one from round to round; ratios are of runs of the same round, and the table
+has their medians. The first steps of a run are its warm-up and stand apart. A peer whose loss differs from this project's by
+more than TOLERANCE, in its first step or over the run, has failed, however fast it was. One that can't be run gets a line that
+says why.
 
 Without a card seconds are those of the process's one thread on the processor, so that other programs don't count.
 The documentation's table is made from the results file: docs/generate.py peers.
@@ -21,6 +24,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -105,10 +109,23 @@ def prepare(place: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
     ordered = place / "rows" / "rows.jsonl"
     ordered.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     model = Path(finetune.__file__).parent / "bundled" / "tiny-base"
+    if plan.settings.dtype == "float32":
+        model = in_float32(model, place / "model")
     return prepared, {
         "model": str(model), "rows": str(ordered), "batch": BATCH, "rank": RANK, "seed": SEED, "learning_rate": LEARNING_RATE,
         "max_length": plan.settings.max_length,
     }  # fmt: skip
+
+
+def in_float32(model: Path, folder: Path) -> Path:
+    """A copy of the model in fp32: a peer that trains in the dtype of a model's files trains in this run's, too."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model, dtype="float32").save_pretrained(folder)
+    for file in model.iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    return folder
 
 
 def length(drawn: random.Random) -> int:
