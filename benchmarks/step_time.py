@@ -22,25 +22,22 @@ import functools
 import json
 import math
 import os
-import queue
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
+
+from benchmarks.turns import Run, in_words  # noqa: E402
 
 TOKENS, FEW, ALLOWED = 32, 1_000, 1.02
-#: Calls are counted in one step of so many, which is not timed; an epoch, whose end makes more calls, has 100.
-EVERY = 47
 #: Steps of a turn of the long run and of the one beside it; the first, with the caches of the other run, is not timed.
 TURN, BESIDE = 8, 4
 #: Steps of a short run; of each run when runs with many and with few rows are compared.
@@ -63,8 +60,8 @@ def main() -> int:
 
 def late_in_a_run(place: Path, steps: int) -> bool:
     """Time a long run beside short ones; returns whether a target is missed."""
-    run = Run(place, steps)
-    beside = turns_of(lambda: Run(place, SHORT), SHORT)
+    run = Run(trainer_of(place, steps))
+    beside = turns_of(lambda: Run(trainer_of(place, SHORT)), SHORT)
     ratios: list[float] = []
     turns = steps // TURN
     tenth = max(1, turns // 10)
@@ -90,7 +87,7 @@ def with_many_rows(place: Path, rows: int) -> bool:
     built first can take some per cent longer. Returns whether a target is missed."""
     logs, calls = [], []
     for first in (rows, FEW):
-        runs = {count: Run(place, COMPARED, count) for count in (first, rows + FEW - first)}
+        runs = {count: Run(trainer_of(place, COMPARED, count)) for count in (first, rows + FEW - first)}
         for turn in range(COMPARED // BESIDE):
             took = {count: statistics.median(runs[count].advance(BESIDE)) for count in sorted(runs, reverse=turn % 2 == 1)}
             if turn:  # the first one has the rows' order in it
@@ -118,11 +115,6 @@ def trend(ratios: list[float]) -> tuple[float, float]:
     return slope, 1.96 * error
 
 
-def in_words(middle: float, wide: float) -> str:
-    """A ratio with its interval, from their logarithms."""
-    return f"{math.exp(middle):.3f} (95 % interval {math.exp(middle - wide):.3f} to {math.exp(middle + wide):.3f})"
-
-
 def turns_of(begin: Callable[[], Run], steps: int) -> Iterator[list[float]]:
     """Seconds of the steps of one turn after the other, of runs that begin anew after so many steps."""
     while True:
@@ -130,67 +122,6 @@ def turns_of(begin: Callable[[], Run], steps: int) -> Iterator[list[float]]:
         run.advance(BESIDE)  # its start
         for _ in range(steps // BESIDE - 1):
             yield run.advance(BESIDE)
-
-
-class Run(TrainerCallback):
-    """A run, in a thread of its own, that trains only in its turns.
-
-    `seconds`: of the timed steps. `calls`: of each counted step. `first_s`: processor seconds to the end of the first step.
-    """
-
-    def __init__(self, place: Path, steps: int, rows: int | None = None) -> None:
-        self.seconds: list[float] = []
-        self.calls: list[int] = []
-        self.first_s = 0.0
-        self._turns: queue.Queue[int] = queue.Queue()
-        self._ends: queue.Queue[BaseException | None] = queue.Queue()
-        self._left = self._number = 0
-        self._counted, self._timed, self._began = -1, False, 0.0
-        self._trainer = trainer_of(place, steps)
-        self._trainer.add_callback(self)
-        if rows is not None:
-            self._trainer.train_dataset = many_rows(place / f"{rows}", rows)
-        threading.Thread(target=self._train, daemon=True).start()
-
-    def advance(self, steps: int) -> list[float]:
-        """Train so many steps; returns the processor seconds of those timed. Raises what the trainer raises."""
-        before = len(self.seconds)
-        self._turns.put(steps)
-        if error := self._ends.get():
-            raise error
-        return self.seconds[before:]
-
-    def _train(self) -> None:
-        try:
-            self._left = self._turns.get()
-            self._began = time.process_time()
-            self._trainer.train()
-            self._ends.put(None)
-        except BaseException as error:  # noqa: BLE001 - raised in advance()
-            self._ends.put(error)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the step; at a turn's end wait for the next one."""
-        sys.setprofile(None)
-        took = time.process_time() - self._began
-        self._number, self._left = self._number + 1, self._left - 1
-        if self._counted >= 0:
-            self.calls.append(self._counted)
-        elif self._timed:
-            self.seconds.append(took)
-        if self._number == 1:
-            self.first_s = took
-        self._timed = self._left > 0
-        if not self._left and self._number < state.max_steps:
-            self._ends.put(None)
-            self._left = self._turns.get()
-        self._counted = 0 if self._number % EVERY == 0 else -1
-        self._began = time.process_time()
-        if self._counted == 0:
-            sys.setprofile(self._count)
-
-    def _count(self, _frame: Any, event: str, _argument: Any) -> None:
-        self._counted += event in ("call", "c_call")
 
 
 def save_model(folder: Path) -> None:
@@ -209,12 +140,15 @@ def save_model(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-def trainer_of(place: Path, steps: int) -> Any:
-    """The trainer of a new run of so many steps."""
+def trainer_of(place: Path, steps: int, rows: int | None = None) -> Any:
+    """The trainer of a new run of so many steps, and with so many rows."""
     from finetune.run.prepare import create_run
     from finetune.run.worker import Worker
 
-    return Worker(create_run(prepared(place, steps)))._build()[0]
+    trainer = Worker(create_run(prepared(place, steps)))._build()[0]
+    if rows is not None:
+        trainer.train_dataset = many_rows(place / f"{rows}", rows)
+    return trainer
 
 
 @functools.cache
