@@ -5,6 +5,7 @@ recipe.yaml plan.json events.jsonl log.txt process.json data/ origin/ checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
@@ -159,8 +160,9 @@ def create(path: Path, fill: Any) -> RunDirectory:
 def _remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left while it made a run directory."""
     for mark in folder.glob(f".*/{_BEING_MADE}"):
-        if time.time() - mark.stat().st_mtime > _BEGINS_S and not is_locked(mark):
-            shutil.rmtree(mark.parent, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has finished its directory
+            if time.time() - mark.stat().st_mtime > _BEGINS_S and not is_locked(mark):
+                shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def _rename_to_free_name(building: Path, path: Path) -> Path:

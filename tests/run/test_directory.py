@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,11 @@ def test_two_starters_at_once_get_two_directories(tmp_path):
     for thread in threads:
         thread.join()
     assert len(set(made)) == 8
+
+
+def test_a_directory_that_another_starter_finishes_meanwhile_is_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([tmp_path / ".finished" / ".being-made"]))
+    assert create(tmp_path / "run", fill).path.name == "run"
 
 
 def test_latest_is_the_newest_run(tmp_path):
