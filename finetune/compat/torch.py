@@ -76,6 +76,8 @@ TOUCHED = (
     _called("torch._inductor.compile_fx.partition_fn", "the compiler's own choice of what is saved for backward"),
     _called("torch._inductor.decomposition.select_decomp_table", "the operators that the compiler's graphs consist of"),
     _called("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
+    _called("torch._fused_rms_norm", "RMSNorm in one kernel on CUDA"),
+    _called("torch.ops.aten._fused_rms_norm_backward", "its backward in one kernel"),
     _called("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
     _called("torch.utils._python_dispatch._disable_current_modes", "copies inside a selectively checkpointed layer"),
@@ -145,6 +147,20 @@ def copy_all(targets: Any, sources: Any) -> None:
     import torch
 
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def fused_rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    """RMSNorm over the last dimension in one kernel on CUDA, and the reciprocal of the root mean square in fp32."""
+    import torch
+
+    return torch._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+
+
+def fused_rms_norm_backward(grad: Any, x: Any, rstd: Any, weight: Any) -> Any:
+    """Gradient of its x, in one kernel on CUDA. A processor has none."""
+    import torch
+
+    return torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True, False])[0]
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:

@@ -16,10 +16,12 @@ import torch.nn.functional as F  # noqa: N812
 from bitsandbytes.functional import dequantize_4bit
 from torch.autograd.function import once_differentiable
 
-from finetune.compat.torch import copy_all
+from finetune.compat.torch import copy_all, fused_rms_norm, fused_rms_norm_backward
 
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
 _FP32_TILE = 2**24
+#: Whether RMSNorm is torch's fused kernel on CUDA. Off until benchmarks/layer_kernels.py has shown a gain on a card.
+FUSED_NORM = False
 
 Again = Callable[[], torch.Tensor]
 #: a and b in the dtype of computation.
@@ -220,7 +222,7 @@ class RmsNorm(torch.autograd.Function):
         """The normalised x, in the dtype of x."""
         out, rstd = rms_norm(x, weight, eps, form)
         ctx.save_for_backward(x, rstd, weight)
-        ctx.form, ctx.kept, ctx.output = form, None, None
+        ctx.eps, ctx.form, ctx.kept, ctx.output = eps, form, None, None
         return out
 
     @staticmethod
@@ -229,6 +231,8 @@ class RmsNorm(torch.autograd.Function):
         """Gradient of x. It comes after the backward of all that read the output, so the output is freed here."""
         x, rstd, weight = ctx.kept or ctx.saved_tensors
         ctx.kept = ctx.output = None
+        if _is_fused(x, weight, ctx.form):
+            return fused_rms_norm_backward(grad, x, rstd, weight), None, None, None
         weight32 = _weight32(weight, ctx.form)
 
         def of_tile(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -242,9 +246,15 @@ class RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
     """x normalised, and the reciprocal of its root mean square in fp32."""
+    if _is_fused(x, weight, form):
+        return fused_rms_norm(x, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return _normalised(x, rstd, weight, form), rstd
+
+
+def _is_fused(x: torch.Tensor, weight: torch.Tensor, form: NormForm) -> bool:
+    return FUSED_NORM and x.device.type == "cuda" and weight.dtype == x.dtype and not form.plus_one
 
 
 def norm_of(x: torch.Tensor) -> Any:
@@ -274,7 +284,10 @@ def _again(norm: Any, x: torch.Tensor | None) -> Again:
             return _flat(x)
         if norm.output is None:
             x_of_norm, rstd, weight = norm.kept = norm.saved_tensors
-            norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
+            if _is_fused(x_of_norm, weight, norm.form):
+                norm.output = fused_rms_norm(x_of_norm, weight, norm.eps)[0]
+            else:
+                norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
         return _flat(norm.output)
 
     return made

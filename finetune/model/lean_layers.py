@@ -1,8 +1,8 @@
 """Lean layers: single modules of a model with adapters get a forward that keeps about half the bytes for backward.
 
-Recognised are RMSNorms, gated MLPs and linear layers with LoRA, by what they consist of and by what they compute: the class's
-own forward is tried on small random values. Anything else, and a module in another state (merged, several adapters, another
-dtype, with hooks), runs as before.
+Recognised are RMSNorms, gated MLPs, linear layers with LoRA and attention's RoPE, by what they consist of and by what they
+compute: the class's own forward is tried on small random values. Anything else, and a module in another state (merged, several
+adapters, another dtype, with hooks), runs as before.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from peft.tuners.lora import LoraLayer
 from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
 from finetune.model import lean_functions as functions
 from finetune.model.lean_functions import Activation, Linear, Mlp, NormForm
+from finetune.model.rotary import rotary_forward
 
 _ADAPTED = (LoraPlain, Lora4bit)
 _FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True))
@@ -60,6 +61,8 @@ def _make_lean(module: torch.nn.Module) -> None:
         _put(module, _norm_forward, form=form)
     elif parts := gated_parts(module):
         _put(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
+    elif forward := rotary_forward(module):
+        _put(module, forward, rotary=True)
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
@@ -86,6 +89,8 @@ def lean_words(layer: torch.nn.Module) -> str:
             lean["MLP"] += 1
         elif "form" in _lean(module):
             lean["norm"] += 1
+        elif "rotary" in _lean(module):
+            lean["RoPE"] += 1
         elif isinstance(module, LoraLayer) and id(module) not in inside:
             lean["linear layer"] += bool(_lean(module))
             before[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)

@@ -33,7 +33,7 @@ OPTIMIZER_PRICE = {
     "adamw_cpu_offload": 1.06, "adafactor": 1.10,
 }  # fmt: skip
 HOST_TABLE_PRICE = 1.02
-CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.01, "offload": 1.05}
+CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.02, "offload": 1.05}
 #: Numbers of offloaded layers that are tried: so many, from all down.
 LAYER_COUNTS = 8
 #: The same for a doubled micro-batch: a smaller one leaves headroom and pads less.

@@ -29,7 +29,8 @@ def renamed(code, name):
 def test_a_name_that_is_gone_is_found_out(row, monkeypatch):
     owner, attribute = owner_of(row.name)
     for home in [base for base in getattr(owner, "__mro__", [owner]) if attribute in vars(base)]:
-        if not isinstance(home, type) or not home.__flags__ & IMMUTABLE:
+        made_when_looked_up = row.name.startswith("torch.ops.")
+        if not made_when_looked_up and (not isinstance(home, type) or not home.__flags__ & IMMUTABLE):
             monkeypatch.delattr(home, attribute)
         else:
             monkeypatch.setattr("registry.owner_of", lambda name: (type("Without", (), {}), name.rpartition(".")[2]))

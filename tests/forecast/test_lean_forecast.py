@@ -35,8 +35,8 @@ def test_a_layer_of_a_large_model_keeps_about_half_the_bytes(name):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("llama", "lean layers: 8 of 8 with 4 linear layers, 1 MLP, 2 norms"),
-        ("falcon", "lean layers: 8 of 8 with nothing (as before: 4 adapter on FalconLinear, 1 LayerNorm)"),
+        ("llama", "lean layers: 8 of 8 with 1 RoPE, 4 linear layers, 1 MLP, 2 norms"),
+        ("falcon", "lean layers: 8 of 8 with 1 RoPE (as before: 4 adapter on FalconLinear, 1 LayerNorm)"),
     ],
 )
 def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, said):

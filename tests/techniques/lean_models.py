@@ -14,17 +14,18 @@ from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_layers import make_lean, undo_lean
 
-ALL = "4 linear layers, 1 MLP, 2 norms"
+ALL = "1 RoPE, 4 linear layers, 1 MLP, 2 norms"
 #: Each family: what its configuration needs beside the common part, and what of a decoder layer is lean.
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({}, ALL), "mistral": ({}, ALL), "qwen2": ({}, ALL), "gemma": ({}, ALL), "granite": ({}, ALL),
-    "smollm3": ({}, ALL), "qwen3": ({}, "4 linear layers, 4 norms, 1 MLP"), "olmo2": ({}, "4 linear layers, 4 norms, 1 MLP"),
-    "gemma2": ({}, "4 linear layers, 1 MLP, 4 norms"), "gemma3_text": ({}, "4 linear layers, 6 norms, 1 MLP"),
-    "glm4": ({}, "4 linear layers, 1 MLP, 4 norms"), "phi3": ({}, "2 linear layers, 1 MLP, 2 norms"),
-    "gpt_neox": ({}, "4 linear layers (as before: 2 LayerNorm)"),
+    "smollm3": ({}, ALL), "qwen3": ({}, "1 RoPE, 4 linear layers, 4 norms, 1 MLP"),
+    "olmo2": ({}, "1 RoPE, 4 linear layers, 4 norms, 1 MLP"), "gemma2": ({}, "1 RoPE, 4 linear layers, 1 MLP, 4 norms"),
+    "gemma3_text": ({}, "1 RoPE, 4 linear layers, 6 norms, 1 MLP"),
+    "glm4": ({}, "4 linear layers, 1 MLP, 4 norms"), "phi3": ({}, "1 RoPE, 2 linear layers, 1 MLP, 2 norms"),
+    "gpt_neox": ({}, "1 RoPE, 4 linear layers (as before: 2 LayerNorm)"),
     "qwen3_moe": (
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "4 linear layers, 4 norms (as before: 2 adapter on Qwen3MoeExperts, 1 adapter on Qwen3MoeTopKRouter)",
+        "1 RoPE, 4 linear layers, 4 norms (as before: 2 adapter on Qwen3MoeExperts, 1 adapter on Qwen3MoeTopKRouter)",
     ),
 }  # fmt: skip
 COMMON = {

@@ -1,0 +1,168 @@
+"""Kernels and time of a decoder layer's forward and backward: ordinary, lean, and with each further kernel on or off.
+
+    python benchmarks/layer_kernels.py                              # fp32 on one thread of the processor, a small layer
+    python benchmarks/layer_kernels.py --dtype bfloat16 --hidden 768 --tokens 512
+    python benchmarks/layer_kernels.py --device cuda --dtype bfloat16 --hidden 4096 --tokens 2048    # on a card
+
+Variants take turns; a ratio is the mean of the turns' ratios to the first variant of its table, with its 95 % interval. What is
+off in finetune/model/lean_functions.py stays off until a card has shown a gain here. `adapters cast once` is not built: the
+16-bit copies of all adapters would have to be kept from step to step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.turns import in_words  # noqa: E402
+from finetune.model import lean_functions as functions  # noqa: E402
+from finetune.model import lean_layers  # noqa: E402
+
+#: Operators that compute nothing: views, and memory that is taken but not written.
+FREE = {
+    "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty",
+    "new_empty_strided", "permute", "select", "slice", "split", "t", "transpose", "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view",
+}  # fmt: skip
+#: Passes of a turn, after one that isn't timed.
+PASSES = 3
+
+
+def main() -> None:
+    """Measure all variants in turn and print the table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    arguments.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    for name, default in (("hidden", 256), ("tokens", 128), ("rank", 16), ("turns", 40)):
+        arguments.add_argument(f"--{name}", type=int, default=default)
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    layer, once = decoder_layer(options)
+    variants = variants_for(options)
+    kernels = {name: kernels_of(made, layer, once) for name, made in variants.items()}
+    took: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(options.turns):
+        for name in sorted(variants, reverse=turn % 2 == 1):
+            with lean(layer, variants[name]):
+                took[name].append(seconds(once, options.device))
+    size = f"hidden {options.hidden}, {options.tokens} tokens, rank {options.rank}"
+    print(f"a Llama layer, {size}, {options.dtype}, {options.device}")
+    for name, times in took.items():
+        logs = [math.log(one / other) for one, other in zip(times, took["lean"], strict=True)]
+        ratio = in_words(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
+        print(f"{name}: {kernels[name]} kernels, {1000 * statistics.median(times):.2f} ms, / lean {ratio}")
+
+
+def variants_for(options: argparse.Namespace) -> dict[str, Any]:
+    """What is patched in each variant; None for ordinary layers."""
+    off = {"lean_layers.rotary_forward": lambda module: None}
+    found: dict[str, Any] = {"ordinary": None, "lean": {}, "lean, the model's own RoPE": off}
+    if options.dtype != "float32":
+        found["lean, adapters cast once"] = {"lean_functions._cast": kept_casts()}
+    if options.device == "cuda":
+        found["lean, fused norm"] = {"lean_functions.FUSED_NORM": True}
+    return found
+
+
+def kept_casts() -> Callable[..., Any]:
+    """The adapters' cast, made once: they don't change here."""
+    cast, kept = functions._cast, dict[Any, Any]()
+
+    def once(linears: Any, dtype: torch.dtype) -> Any:
+        key = (*(id(linear.a) for linear in linears), dtype)
+        if key not in kept:
+            kept[key] = cast(linears, dtype)
+        return kept[key]
+
+    return once
+
+
+@contextlib.contextmanager
+def lean(layer: torch.nn.Module, changes: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, the layer is of this variant."""
+    with contextlib.ExitStack() as stack:
+        for name, value in (changes or {}).items():
+            stack.enter_context(mock.patch(f"finetune.model.{name}", value))
+        if changes is None:
+            lean_layers.undo_lean([layer])
+        else:
+            lean_layers.make_lean([layer])
+        yield
+
+
+def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """A Llama layer with fp32 adapters on all its linear layers, and a function that runs its forward and backward."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    heads = max(1, options.hidden // 128)
+    config = LlamaConfig(
+        hidden_size=options.hidden, intermediate_size=options.hidden * 7 // 2, num_hidden_layers=1, vocab_size=16,
+        num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), attn_implementation="sdpa",
+    )  # fmt: skip
+    dtype = getattr(torch, options.dtype)
+    base = LlamaModel(config).to(options.device, dtype)
+    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", init_lora_weights=False)
+    model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)  # type: ignore[arg-type]
+    layer = model.base_model.model.layers[0].train()
+    x = torch.randn(1, options.tokens, options.hidden, device=options.device, dtype=dtype, requires_grad=True)
+    turns = base.rotary_emb(x, torch.arange(options.tokens, device=options.device)[None])
+    grad = torch.randn_like(x)
+
+    def once() -> None:
+        with torch.autocast(options.device, dtype, enabled=dtype != torch.float32):
+            layer(x, position_embeddings=turns).backward(grad)
+
+    return layer, once
+
+
+def kernels_of(changes: dict[str, Any] | None, layer: torch.nn.Module, once: Callable[[], None]) -> int:
+    """Operators of a pass that compute something."""
+    counted = Counted()
+    with lean(layer, changes):
+        once()
+        with counted:
+            once()
+    return counted.kernels
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    kernels = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        """Count it and call it."""
+        self.kernels += function.overloadpacket.__name__ not in FREE
+        return function(*given, **(named or {}))
+
+
+def seconds(once: Callable[[], None], device: str) -> float:
+    """Seconds of a pass: of the thread on a processor, of the clock on a card."""
+    clock = time.perf_counter if device == "cuda" else time.thread_time
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    once()
+    wait()
+    began = clock()
+    for _ in range(PASSES):
+        once()
+    wait()
+    return (clock() - began) / PASSES
+
+
+if __name__ == "__main__":
+    main()

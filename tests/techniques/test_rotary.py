@@ -1,0 +1,82 @@
+"""RoPE as one autograd function: what the model's own function computes, and only where that is RoPE."""
+
+import pytest
+import torch
+from transformers.models.gemma4 import modeling_gemma4
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
+
+from finetune.model.rotary import rotary_forward
+
+ATTENTIONS = {
+    "a pair of tensors": modeling_llama.LlamaAttention,
+    "one tensor": modeling_gemma4.Gemma4TextAttention,
+    "part of a head": modeling_phi3.Phi3Attention,
+}
+
+
+def functions_of(attention):
+    """What its lean forward calls, and what its own calls."""
+    forward = rotary_forward(object.__new__(attention))
+    return forward.__globals__["apply_rotary_pos_emb"], attention.forward.__globals__["apply_rotary_pos_emb"]
+
+
+def inputs(attention, dim, dtype=torch.float64, width=16):
+    """Heads of `width` before the tokens (dim 1) or after them (2); Phi-3 rotates half of a head, by any cos and sin."""
+    shapes = [(2, 3, 5, width), (2, 2, 5, width)] if attention is not ATTENTIONS["one tensor"] else [(2, 3, 5, width)]
+    heads = [torch.randn(shape, dtype=dtype).transpose(1, dim).contiguous().requires_grad_() for shape in shapes]
+    return heads, torch.randn(2, 2, 5, 8 if attention is ATTENTIONS["part of a head"] else 16, dtype=dtype).unbind()
+
+
+def result(function, heads, turns, dim):
+    out = function(*heads, *turns, unsqueeze_dim=dim)
+    outs = out if isinstance(out, tuple) else (out,)
+    return [*outs, *torch.autograd.grad(sum((each**2).sum() for each in outs), heads)]
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_it_computes_what_the_models_own_function_does(kind, dim):
+    lean, own = functions_of(ATTENTIONS[kind])
+    given = inputs(ATTENTIONS[kind], dim)
+    ours, theirs = result(lean, *given, dim), result(own, *given, dim)
+    assert "Rotary" in ours[0].grad_fn.name() and "Rotary" not in theirs[0].grad_fn.name()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def of_another_dtype(heads, cos, sin):
+    return [each.detach().bfloat16().requires_grad_() for each in heads], cos.float(), sin.float()
+
+
+def with_gradients_of_the_angles(heads, cos, sin):
+    return heads, cos.requires_grad_(), sin
+
+
+@pytest.mark.parametrize("change", [of_another_dtype, with_gradients_of_the_angles])
+def test_other_tensors_go_to_the_models_own_function(change):
+    lean, own = functions_of(modeling_llama.LlamaAttention)
+    heads, turns = inputs(modeling_llama.LlamaAttention, 1)
+    heads, cos, sin = change(heads, *turns)
+    ours, theirs = result(lean, heads, (cos, sin), 1), result(own, heads, (cos, sin), 1)
+    assert all(torch.equal(*each) for each in zip(ours, theirs, strict=True))
+
+
+def test_without_gradients_answers_are_those_of_the_models_own_function():
+    lean, own = functions_of(modeling_llama.LlamaAttention)
+    heads, turns = inputs(modeling_llama.LlamaAttention, 1, torch.bfloat16)
+    with torch.no_grad():
+        assert all(torch.equal(*each) for each in zip(lean(*heads, *turns), own(*heads, *turns), strict=True))
+
+
+def test_a_narrower_rotation_fails_as_before_where_the_models_own_function_knows_none():
+    lean, _ = functions_of(modeling_llama.LlamaAttention)
+    heads, _ = inputs(modeling_llama.LlamaAttention, 1)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        lean(*heads, *torch.randn(2, 2, 5, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("module", [modeling_glm4.Glm4Attention, modeling_llama.LlamaMLP, torch.nn.Linear], ids=str)
+def test_what_rotates_otherwise_or_not_at_all_is_left_alone(module):
+    assert rotary_forward(object.__new__(module)) is None
