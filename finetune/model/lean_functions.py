@@ -20,7 +20,8 @@ from finetune.compat.torch import copy_all, fused_rms_norm, fused_rms_norm_backw
 
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
 _FP32_TILE = 2**24
-#: Whether RMSNorm is torch's fused kernel on CUDA. Off until benchmarks/layer_kernels.py has shown a gain on a card.
+#: Whether RMSNorm is torch's fused kernel on CUDA. Off until benchmarks/layer_kernels.py has shown a gain on a card; a torch
+#: without CUDA forecasts its forward as the operators that it consists of, with fp32 copies.
 FUSED_NORM = False
 
 Again = Callable[[], torch.Tensor]

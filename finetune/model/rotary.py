@@ -6,17 +6,29 @@ that is tried and found to be RoPE is replaced: the attention gets its class's f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-#: The name under which attention calls it, and the parameters that it may have.
+#: The name under which attention calls it, and the parameters that it may have; the last one has a default.
 _NAME = "apply_rotary_pos_emb"
-_PAIR, _SINGLE = ("q", "k", "cos", "sin", "unsqueeze_dim"), ("x", "cos", "sin", "unsqueeze_dim")
-_HEAD = 8
+_PARAMETERS = (["q", "k", "cos", "sin", "unsqueeze_dim"], ["x", "cos", "sin", "unsqueeze_dim"])
+_HALF = (torch.bfloat16, torch.float16)
+#: Width of a head that a function is tried on.
+_WIDTH = 8
+
+
+class Form(NamedTuple):
+    """How a model's function is called, and what else it does: `partly` rotates the first part of a head by a narrower cos,
+    `casts` computes in fp32 where cos is, and gives the dtype of its input."""
+
+    names: list[str]
+    partly: bool
+    casts: bool
 
 
 class Rotary(torch.autograd.Function):
@@ -25,7 +37,7 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The rotated x, in its dtype, which is also that of cos and sin."""
+        """The rotated x, in its dtype."""
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin.chunk(2, -1), 1.0)
 
@@ -40,28 +52,30 @@ class Rotary(torch.autograd.Function):
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sins: Any, sign: float) -> torch.Tensor:
     width = cos.shape[-1]
     half = width // 2
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=cos.dtype)
     torch.mul(x[..., :width], cos, out=out[..., :width])
     out[..., :half].addcmul_(x[..., half:width], sins[0], value=-sign)
     out[..., half:width].addcmul_(x[..., :half], sins[1], value=sign)
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
-    return out
+    return out.to(x.dtype)
 
 
-def rotary_forward(module: torch.nn.Module) -> Any:
+def rotary_forward(module: Any) -> Any:
     """The forward of this module's class with lean RoPE; None where it calls no RoPE, or one that computes otherwise."""
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names or hasattr(forward, "__wrapped__"):
         return None
+    if getattr(getattr(module, "config", None), "rope_interleave", False):  # then it calls another function
+        return None
     theirs = forward.__globals__.get(_NAME)
-    key = (forward, theirs)
-    if key not in _KNOWN:
-        _KNOWN[key] = _calling(forward, _lean(theirs)) if _computes_rotary(theirs) else None
-    return _KNOWN[key]
+    if theirs not in _KNOWN:
+        form = _form(theirs)
+        _KNOWN[theirs] = None if form is None else _lean(theirs, form)
+    return None if _KNOWN[theirs] is None else _calling(forward, _KNOWN[theirs])
 
 
-#: What was found for a forward and the function it calls: layers repeat.
+#: What was made for a model's function, which its layers share.
 _KNOWN: dict[Any, Any] = {}
 
 
@@ -72,52 +86,63 @@ def _calling(forward: Any, ours: Callable[..., Any]) -> Any:
     return made
 
 
-def _lean(theirs: Any) -> Callable[..., Any]:
-    """`theirs`, with lean rotation where autograd records it."""
+def _lean(theirs: Any, form: Form) -> Callable[..., Any]:
+    """`theirs`, with lean rotation of tensors that it takes."""
 
-    def pair(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-        if not (_fits(q, cos, sin) and _fits(k, cos, sin)):
-            return theirs(q, k, cos, sin, unsqueeze_dim)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return Rotary.apply(q, cos, sin), Rotary.apply(k, cos, sin)
+    def ours(*given: Any, **named: Any) -> Any:
+        taken = {"unsqueeze_dim": 1, **dict(zip(form.names, given, strict=False)), **named}
+        tensors = [value for name in form.names[:-1] if isinstance(value := taken.get(name), torch.Tensor)]
+        if len(taken) > len(form.names) or len(tensors) < len(form.names) - 1:
+            return theirs(*given, **named)
+        *heads, cos, sin = tensors
+        cos, sin = cos.unsqueeze(taken["unsqueeze_dim"]), sin.unsqueeze(taken["unsqueeze_dim"])
+        if not all(_fits(x, cos, sin, form) for x in heads):
+            return theirs(*given, **named)
+        outs = tuple(Rotary.apply(x, cos, sin) for x in heads)
+        return outs if len(outs) > 1 else outs[0]
 
-    def single(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-        if not _fits(x, cos, sin):
-            return theirs(x, cos, sin, unsqueeze_dim)
-        return Rotary.apply(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
-
-    partly = _computes(theirs, _HEAD // 2)
-
-    def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        plain = torch.is_grad_enabled() and x.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
-        return plain and cos.shape == sin.shape and (cos.shape[-1] == x.shape[-1] or (partly and cos.shape[-1] < x.shape[-1]))
-
-    return pair if _parameters(theirs) == _PAIR else single
+    return ours
 
 
-def _computes_rotary(theirs: Any) -> bool:
-    return _parameters(theirs) in (_PAIR, _SINGLE) and _computes(theirs, _HEAD)
+def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> bool:
+    """Whether autograd records it, cos and sin broadcast to x, and their dtypes and width are some that the function takes."""
+    if not torch.is_grad_enabled() or cos.requires_grad or sin.requires_grad:
+        return False
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.dim() != x.dim() or cos.shape[-1] % 2:
+        return False
+    broadcast = all(size in (1, of_x) for size, of_x in zip(cos.shape[:-1], x.shape[:-1], strict=True))
+    wide = cos.shape[-1] == x.shape[-1] or (form.partly and cos.shape[-1] < x.shape[-1])
+    return broadcast and wide and (x.dtype == cos.dtype or (form.casts and cos.dtype == torch.float32 and x.dtype in _HALF))
 
 
-def _parameters(theirs: Any) -> tuple[str, ...]:
-    code = getattr(theirs, "__code__", None)
-    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+def _form(theirs: Any) -> Form | None:
+    """How it computes RoPE; None when it does not, or takes other parameters."""
+    try:
+        # the package `kernels` makes a module of it, whose forward has its parameters
+        parameters = inspect.signature(type(theirs).forward if isinstance(theirs, torch.nn.Module) else theirs).parameters
+    except (TypeError, ValueError):
+        return None
+    names = [name for name in parameters if name != "self"]
+    defaults = [each.default for each in parameters.values() if each.default is not each.empty]
+    if names not in _PARAMETERS or defaults != [1] or not _computes(theirs, names, _WIDTH):
+        return None
+    return Form(names, _computes(theirs, names, _WIDTH // 2), _computes(theirs, names, _WIDTH, torch.bfloat16, torch.float32))
 
 
-def _computes(theirs: Any, width: int) -> bool:
+def _computes(
+    theirs: Any, names: list[str], width: int, dtype: torch.dtype = torch.float64, angles: torch.dtype = torch.float64
+) -> bool:
     """Whether it rotates the first `width` of a head by any cos and sin, with the heads before the tokens and after them."""
     random = torch.Generator().manual_seed(0)
-    cos, sin = torch.randn(2, 2, 5, width, generator=random, dtype=torch.float64)
-    for dim, shape in ((1, (2, 3, 5, _HEAD)), (2, (2, 5, 3, _HEAD))):
-        x = torch.randn(shape, generator=random, dtype=torch.float64)
-        pair = _parameters(theirs) == _PAIR
+    cos, sin = torch.randn(2, 2, 5, width, generator=random, dtype=angles)
+    for dim, shapes in ((1, ((2, 3, 5, _WIDTH), (2, 1, 5, _WIDTH))), (2, ((2, 5, 3, _WIDTH), (2, 5, 1, _WIDTH)))):
+        heads = [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes[: len(names) - 3]]
         try:
-            out = theirs(*((x, 2 * x) if pair else (x,)), cos, sin, unsqueeze_dim=dim)
+            out = theirs(*heads, cos, sin, unsqueeze_dim=dim)
         except Exception:  # noqa: BLE001 - any code may be in there; it is not RoPE of this width then
             return False
-        ours = _rotated(x, cos.unsqueeze(dim), sin.unsqueeze(dim).chunk(2, -1), 1.0)
-        outs = [*out] if pair and isinstance(out, tuple) else [out]
-        wanted = [ours, 2 * ours] if pair else [ours]
+        outs = list(out) if isinstance(out, tuple) else [out]
+        wanted = [_rotated(x, cos.unsqueeze(dim), sin.unsqueeze(dim).chunk(2, -1), 1.0) for x in heads]
         if len(outs) != len(wanted) or not all(map(_equal, outs, wanted)):
             return False
     return True
@@ -125,4 +150,4 @@ def _computes(theirs: Any, width: int) -> bool:
 
 def _equal(theirs: Any, ours: torch.Tensor) -> bool:
     same = isinstance(theirs, torch.Tensor) and theirs.dtype == ours.dtype and theirs.shape == ours.shape
-    return same and torch.allclose(theirs, ours, rtol=1e-9, atol=1e-12)
+    return same and torch.allclose(theirs, ours, rtol=1e-9 if ours.dtype == torch.float64 else 1e-2, atol=1e-12)

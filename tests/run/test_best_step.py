@@ -17,9 +17,10 @@ from finetune.run.directory import require_intact_adapter
 from finetune.run.seal import MANIFEST
 from finetune.run.state import read_state
 
-#: Eight rows again and again at a high rate: held-out loss falls, then rises.
+#: Eight rows again and again: held-out loss falls while the form is learnt, then rises, as the held-out answer is another one.
+#: The rate is low, so that rounding does not decide which step is the best.
 LENGTHS = ("max_steps=24", "eval_steps=3", "save_steps=3", "effective_batch_size=8", "per_device_train_batch_size=8")
-OVERFITS = (*LENGTHS, "save_total_limit=1", "sample_answers=0", "learning_rate=1e-2", "lr_scheduler_type=constant")
+OVERFITS = (*LENGTHS, "save_total_limit=1", "sample_answers=0", "learning_rate=4e-4", "lr_scheduler_type=constant")
 
 
 def of(run, kind):
@@ -44,10 +45,10 @@ def again(run, path):
 
 @pytest.fixture(scope="module")
 def make(make_run, tmp_path_factory):
-    """make(*overrides) -> a run on rows whose answers can only be learnt by heart."""
+    """make(*overrides) -> a run on rows with another answer than the held-out ones have."""
     folder, chance = tmp_path_factory.mktemp("rows"), random.Random(1)
-    for side in ("train", "held"):
-        rows = [(f"The {side} box {chance.randrange(10**6)} is ", chance.choice(["red", "blue"])) for _ in range(8)]
+    for side, answer in (("train", "red"), ("held", "blue")):
+        rows = [(f"The {side} box {chance.randrange(10**6)} is ", answer) for _ in range(8)]
         lines = [json.dumps({"prompt": prompt, "completion": completion}) + "\n" for prompt, completion in rows]
         (folder / f"{side}.jsonl").write_text("".join(lines))
     data = (f"dataset.path={folder}/train.jsonl", f"dataset.eval_path={folder}/held.jsonl")

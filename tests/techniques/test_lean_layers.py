@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.model import lean_functions as functions
+from finetune.model import rotary
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_layers import gated_parts, lean_words, make_lean, norm_form, undo_lean
 from finetune.model.techniques import apply_techniques, step_context
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Rounding sends a token to other experts in some draws, whose error is then many times the usual one: the median of more
-#: draws. Against fp32, as their kernels have no fp64.
+#: draws. Against fp32, as their grouped kernels have no fp64.
 ROUTED = ("qwen3_moe",)
 FEW = ("llama", "gemma3_text", "phi3")
 SOME = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
@@ -47,6 +48,15 @@ def test_gradients_in_16_bit_are_no_further_from_fp64_than_pefts(family, half):
     assert usual(lean) <= 1.05 * usual(peft)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_is_lean_in_16_bit_wherever_it_is_said(family, monkeypatch):
+    model, calls, rotated = cast(model_of(family), torch.bfloat16), [], rotary._rotated
+    monkeypatch.setattr(rotary, "_rotated", lambda *given: calls.append(given) or rotated(*given))
+    gradients(model, tokens(), torch.bfloat16, lean=True)
+    said = sum("1 RoPE" in lean_words(layer) for layer in decoder_layers(model))
+    assert len(calls) == 4 * said  # of q and k, forward and backward
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
 def test_the_fused_norm_gives_no_worse_gradients(family, monkeypatch):
     definition = torch._decomp.decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]  # no kernel on a processor
@@ -65,7 +75,7 @@ def test_the_fused_norm_gives_no_worse_gradients(family, monkeypatch):
     assert off[0] <= 1.05 * off[1]
 
 
-def test_on_a_card_the_norm_is_fused_where_it_is_switched_on(monkeypatch):
+def test_on_a_card_torchs_norm_is_called_where_it_is_switched_on(monkeypatch):
     def names(switched_on):
         monkeypatch.setattr(functions, "FUSED_NORM", switched_on)
         with FakeTensorMode(), Operators() as seen:

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
+from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.phi3 import modeling_phi3
 
+from finetune.model import rotary
 from finetune.model.rotary import rotary_forward
 
 ATTENTIONS = {
@@ -22,9 +25,10 @@ def functions_of(attention):
     return forward.__globals__["apply_rotary_pos_emb"], attention.forward.__globals__["apply_rotary_pos_emb"]
 
 
-def inputs(attention, dim, dtype=torch.float64, width=16):
-    """Heads of `width` before the tokens (dim 1) or after them (2); Phi-3 rotates half of a head, by any cos and sin."""
-    shapes = [(2, 3, 5, width), (2, 2, 5, width)] if attention is not ATTENTIONS["one tensor"] else [(2, 3, 5, width)]
+def inputs(attention, dim, dtype=torch.float64, seed=0):
+    """Heads of 16 before the tokens (dim 1) or after them (2); Phi-3 rotates half of a head, by any cos and sin."""
+    torch.manual_seed(seed)
+    shapes = [(2, 3, 5, 16), (2, 2, 5, 16)] if attention is not ATTENTIONS["one tensor"] else [(2, 3, 5, 16)]
     heads = [torch.randn(shape, dtype=dtype).transpose(1, dim).contiguous().requires_grad_() for shape in shapes]
     return heads, torch.randn(2, 2, 5, 8 if attention is ATTENTIONS["part of a head"] else 16, dtype=dtype).unbind()
 
@@ -46,6 +50,18 @@ def test_it_computes_what_the_models_own_function_does(kind, dim):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_16_bit_beside_fp32_angles_is_rotated_in_fp32_where_the_models_own_function_casts(half):
+    (lean, own), off = functions_of(modeling_olmo2.Olmo2Attention), []
+    for seed in range(50):
+        heads, (cos, sin) = inputs(modeling_olmo2.Olmo2Attention, 1, half, seed)
+        ours, theirs = (result(function, heads, (cos.float(), sin.float()), 1) for function in (lean, own))
+        exact = result(own, [each.detach().double().requires_grad_() for each in heads], (cos.double(), sin.double()), 1)
+        assert "Rotary" in ours[0].grad_fn.name() and all(each.dtype == half for each in ours)
+        off.append([sum((one - best).norm().item() for one, best in zip(made, exact, strict=True)) for made in (ours, theirs)])
+    assert 0 < sum(ours for ours, _ in off) <= sum(theirs for _, theirs in off)
+
+
 def of_another_dtype(heads, cos, sin):
     return [each.detach().bfloat16().requires_grad_() for each in heads], cos.float(), sin.float()
 
@@ -54,7 +70,15 @@ def with_gradients_of_the_angles(heads, cos, sin):
     return heads, cos.requires_grad_(), sin
 
 
-@pytest.mark.parametrize("change", [of_another_dtype, with_gradients_of_the_angles])
+def of_one_token(heads, cos, sin):
+    return [each[..., :1, :] for each in heads], cos, sin
+
+
+def of_one_row(heads, cos, sin):
+    return [each[:1] for each in heads], cos, sin
+
+
+@pytest.mark.parametrize("change", [of_another_dtype, with_gradients_of_the_angles, of_one_token, of_one_row])
 def test_other_tensors_go_to_the_models_own_function(change):
     lean, own = functions_of(modeling_llama.LlamaAttention)
     heads, turns = inputs(modeling_llama.LlamaAttention, 1)
@@ -80,3 +104,38 @@ def test_a_narrower_rotation_fails_as_before_where_the_models_own_function_knows
 @pytest.mark.parametrize("module", [modeling_glm4.Glm4Attention, modeling_llama.LlamaMLP, torch.nn.Linear], ids=str)
 def test_what_rotates_otherwise_or_not_at_all_is_left_alone(module):
     assert rotary_forward(object.__new__(module)) is None
+
+
+def test_attention_that_calls_the_interleaved_function_is_left_alone():
+    attention = object.__new__(modeling_deepseek_v3.DeepseekV3Attention)
+    vars(attention)["config"] = modeling_deepseek_v3.DeepseekV3Config(rope_interleave=True)
+    assert rotary_forward(attention) is None
+    attention.config.rope_interleave = False
+    assert rotary_forward(attention) is not None
+
+
+def optional(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def beside(q, k, cos, sin, unsqueeze_dim=1, *, scale=1.0):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def elsewhere(q, k, cos, sin, unsqueeze_dim=2):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def back(q, k, cos, sin, unsqueeze_dim=1):
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
+
+
+@pytest.mark.parametrize("function", [optional, beside, elsewhere, back, None, max])
+def test_a_function_with_other_parameters_or_another_result_is_not_taken_for_it(function):
+    assert rotary._form(modeling_llama.apply_rotary_pos_emb) and rotary._form(function) is None
+
+
+def test_a_model_made_after_a_library_was_patched_has_the_patch(monkeypatch):
+    rotary_forward(object.__new__(modeling_llama.LlamaAttention))
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", max)
+    assert rotary_forward(object.__new__(modeling_llama.LlamaAttention)).__globals__["eager_attention_forward"] is max
