@@ -4,7 +4,7 @@
     python benchmarks/layer_kernels.py --dtype bfloat16 --hidden 768 --tokens 512
     python benchmarks/layer_kernels.py --device cuda --dtype bfloat16 --hidden 4096 --tokens 2048    # on a card
 
-Variants take turns; a ratio is the mean of the turns' ratios to the first variant of its table, with its 95 % interval. What is
+Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval. What is
 off in finetune/model/lean_functions.py stays off until a card has shown a gain here. `adapters cast once` is not built: the
 16-bit copies of all adapters would have to be kept from step to step.
 """
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.turns import in_words  # noqa: E402
 from finetune.model import lean_functions as functions  # noqa: E402
 from finetune.model import lean_layers  # noqa: E402
+from finetune.model.rotary import rotary_forward  # noqa: E402
 
 #: Operators that compute nothing: views, and memory that is taken but not written.
 FREE = {
@@ -61,9 +62,15 @@ def main() -> None:
     size = f"hidden {options.hidden}, {options.tokens} tokens, rank {options.rank}"
     print(f"a Llama layer, {size}, {options.dtype}, {options.device}")
     for name, times in took.items():
-        logs = [math.log(one / other) for one, other in zip(times, took["lean"], strict=True)]
-        ratio = in_words(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
+        ratio = beside(times, took["lean"])
         print(f"{name}: {kernels[name]} kernels, {1000 * statistics.median(times):.2f} ms, / lean {ratio}")
+    print(f"RoPE alone, lean / the model's own: {rotary_alone(options, layer)}")
+
+
+def beside(times: list[float], others: list[float]) -> str:
+    """The ratio of the times of the same turns, in words."""
+    logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
+    return in_words(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
 def variants_for(options: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +137,25 @@ def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callabl
     return layer, once
 
 
+def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
+    """Forward and backward of RoPE for this layer's heads: the lean function's time beside the model's own."""
+    own, dtype = type(layer.self_attn).forward, getattr(torch, options.dtype)
+    heads = [part.out_features // layer.self_attn.head_dim for part in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
+    shapes = [(1, options.tokens, count, layer.self_attn.head_dim) for count in heads]
+    given = [torch.randn(shape, device=options.device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+    turns = torch.randn(2, 1, options.tokens, layer.self_attn.head_dim, device=options.device, dtype=dtype).unbind()
+    grads = [torch.randn_like(each) for each in given]
+    took: dict[str, list[float]] = {"own": [], "lean": []}
+    for turn in range(options.turns):
+        for name in sorted(took, reverse=turn % 2 == 1):
+            forward = own if name == "own" else rotary_forward(layer.self_attn)
+            function = forward.__globals__["apply_rotary_pos_emb"]
+            took[name].append(
+                seconds(lambda call=function: torch.autograd.grad(call(*given, *turns), given, grads), options.device)
+            )
+    return beside(took["lean"], took["own"])
+
+
 def kernels_of(changes: dict[str, Any] | None, layer: torch.nn.Module, once: Callable[[], None]) -> int:
     """Operators of a pass that compute something."""
     counted = Counted()
@@ -151,7 +177,7 @@ class Counted(TorchDispatchMode):
         return function(*given, **(named or {}))
 
 
-def seconds(once: Callable[[], None], device: str) -> float:
+def seconds(once: Callable[[], Any], device: str) -> float:
     """Seconds of a pass: of the thread on a processor, of the clock on a card."""
     clock = time.perf_counter if device == "cuda" else time.thread_time
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)

@@ -1,7 +1,7 @@
 """Lean layers: the gradients of the ordinary layers up to rounding, and no worse ones, for about half the bytes."""
 
 import copy
-from statistics import mean, median
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +19,8 @@ from finetune.model.lean_layers import gated_parts, lean_words, make_lean, norm_
 from finetune.model.techniques import apply_techniques, step_context
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: Rounding sends a token to other experts in some draws, whose error is then many times the usual one: the median of more
-#: draws. Against fp32, as their grouped kernels have no fp64.
+#: Rounding may send a token to other experts, which is no rounding error: all experts take every token here. More draws,
+#: against fp32, as their grouped kernels have no fp64.
 ROUTED = ("qwen3_moe",)
 FEW = ("llama", "gemma3_text", "phi3")
 SOME = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
@@ -41,11 +41,12 @@ def test_gradients_in_16_bit_are_no_further_from_fp64_than_pefts(family, half):
     exact, off = torch.float32 if family in ROUTED else torch.float64, []
     for seed in range(10 if family in ROUTED else 4):
         model, ids = model_of(family, seed), tokens(seed)
+        for router in (module for module in model.modules() if hasattr(module, "top_k")):
+            router.top_k = router.num_experts
         reference, rounded = gradients(cast(model, exact), ids, exact), cast(model, HALF[half])
         off.append([error(gradients(rounded, ids, HALF[half], lean=lean), reference) for lean in (True, False)])
     lean, peft = zip(*off, strict=True)
-    usual = median if family in ROUTED else mean
-    assert usual(lean) <= 1.05 * usual(peft)
+    assert mean(lean) <= 1.05 * mean(peft)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
