@@ -1,4 +1,5 @@
 # make demo: set up and fine-tune the bundled model.   make test: set up and pass the tests.   Both need only Python >= 3.11.
+# make test-card: the tests that need a GPU, on a stand-in that computes nothing (standin_gpu/README.md); needs g++ and 0.5 GB.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/finetune
@@ -6,7 +7,11 @@ RUN := $(VENV)/bin/finetune
 # Gigabytes where torch's wheel of the lowest version is for CUDA.
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-lowest check docs setup setup-test setup-check ui clean
+# The environment with torch's CUDA build; another version: make test-card TORCH=2.11.0
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+CARD := .venv-card-$(TORCH)
+
+.PHONY: demo test test-card test-lowest check docs setup setup-test setup-check ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -14,6 +19,12 @@ demo: setup
 
 test: setup-test
 	$(VENV)/bin/python -m pytest
+
+test-card: $(CARD)/.installed
+	@if [ -e $(CARD)/bin/python ]; then \
+	  PATH="$(CURDIR)/$(CARD)/bin:$$PATH" STAND_IN_LIBRARIES=$(CURDIR)/$(CARD)/standin_libraries \
+	    $(VENV)/bin/python -m standin_gpu run --gpu rtx-4090 -- $(CARD)/bin/python -m pytest -n 2 -m "standin or gpu"; \
+	fi
 
 test-lowest: # the quick tests, with the lowest versions that pyproject.toml allows
 	$(PYTHON) -m venv $(LOWEST)
@@ -51,5 +62,10 @@ $(VENV)/.installed-check: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,docs]'
 	touch $@
 
+# Without a compiler or the wheel: a line that says so; in continuous integration (CI) an error.
+$(CARD)/.installed: $(VENV)/.installed-test $(wildcard standin_gpu/*.py standin_gpu/src/*)
+	@$(VENV)/bin/python -m standin_gpu environment --base $(VENV) --out $(CARD) --torch $(TORCH) && touch $@ || \
+	  { rm -rf $(CARD); [ -z "$$CI" ] && echo "test-card is left out."; }
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) .venv-card-* build dist site *.egg-info

@@ -30,7 +30,7 @@ from finetune.events import (
     event_json,
 )
 from finetune.files import write_json
-from finetune.plan.plan import Plan, read_plan
+from finetune.plan.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
 
@@ -52,7 +52,7 @@ _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 class Digest:
     """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds.
 
-    `peaks` has the highest of each memory measure over all steps, `phases` the allocator's by phase.
+    `peaks` has the highest of each memory measure over all steps since the last retry, `phases` the allocator's by phase.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -99,6 +99,7 @@ class Digest:
                 self._mark("save", event.step)
             case Retry():
                 self._mark("retry", self.step)
+                self.peaks, self.phases = {}, {}
             case Start():
                 self._mark("resume" if event.resumed_from else "start", event.step or self.step)
             case Sample():
@@ -167,7 +168,7 @@ class LiveRun:
         self._lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None
         self._kept = 0
-        self._plan: tuple[int, Plan] | None = None
+        self._plan: tuple[tuple[int, ...], Plan] | None = None
 
     def refresh(self) -> bool:
         """Read what is new. True when everything is read; False while a long history is still being read in the background."""
@@ -189,10 +190,13 @@ class LiveRun:
         return self._reader.offset / max(1, self._size())
 
     def plan(self) -> Plan:
-        """The run's plan, read again when the file changed."""
-        stamp = self.run.plan.stat().st_mtime_ns
+        """The run's plan with the changes of its retries, read again when a file changed."""
+        changes = [path for path in (self.run.adjustments, self.run.adjusted_forecast) if path.exists()]
+        stamp = tuple(path.stat().st_mtime_ns for path in (self.run.plan, *changes))
         if self._plan is None or self._plan[0] != stamp:
-            self._plan = (stamp, read_plan(self.run.plan))
+            from finetune.run.retry import adjusted_plan
+
+            self._plan = (stamp, adjusted_plan(self.run))
         return self._plan[1]
 
     def state(self) -> RunState:

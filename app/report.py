@@ -20,7 +20,7 @@ from app.views.compare import comparison
 from app.views.markup import inert, note, table
 from app.views.scores import saved, saved_lost, scores, what_was_lost
 from finetune.errors import FinetuneError
-from finetune.evaluate.paired import Difference, difference, in_words
+from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import write_output
 from finetune.run.directory import RunDirectory, open_run
@@ -165,7 +165,7 @@ def _paired(runs: list[RunDirectory]) -> str:
 
 def _told(one: str, other: str, first: list[float], second: list[float], span: float, weights: Any = None) -> str:
     made: Difference = difference(first, second, weights, span=span)
-    return in_words(made, names=f"{other} - {one}")
+    return format_difference(made, names=f"{other} - {one}")
 
 
 def _data(run: RunDirectory) -> str:

@@ -1,4 +1,4 @@
-"""Writes tests/compat/floor_names.json: what the lowest supported versions know of the names that this project uses.
+"""Writes tests/compat/floor_names.json: the parameters, in the lowest supported versions, of the names that this project uses.
 
 Run it where constraints-lowest.txt is installed: `make test-lowest` does. Name -> its parameters; null where any keyword is
 taken or none can be read. Names that these versions lack are left out, and `tests/compat` fails for them.
@@ -18,42 +18,42 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "compat")]
 
 def find(name: str) -> Any:
     """The object of a dotted name. Raises AttributeError or ImportError."""
-    first, *parts = name.split(".")
-    found, path = import_module(first), first
-    for part in parts:
-        path = f"{path}.{part}"
+    package, *attributes = name.split(".")
+    value, path = import_module(package), package
+    for attribute in attributes:
+        path = f"{path}.{attribute}"
         try:
-            found = getattr(found, part)
+            value = getattr(value, attribute)
         except AttributeError:
-            found = import_module(path)
-    return found
+            value = import_module(path)
+    return value
 
 
 def parameters(value: Any) -> list[str] | None:
     """Names of the parameters that can be passed by keyword, or None."""
     try:
-        listed = inspect.signature(value).parameters.values()
+        signature_parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(one.kind is one.VAR_KEYWORD for one in listed):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature_parameters):
         return None
-    return sorted(one.name for one in listed if one.kind is not one.POSITIONAL_ONLY)
+    return sorted(parameter.name for parameter in signature_parameters if parameter.kind is not parameter.POSITIONAL_ONLY)
 
 
 def main() -> int:
     """Write the file; names that are not found are printed."""
     from used_names import LIBRARIES, used
 
-    known: dict[str, list[str] | None] = {}
+    parameters_by_name: dict[str, list[str] | None] = {}
     for name in sorted(used()):
         try:
             value = find(name)
         except (AttributeError, ImportError) as error:
             print(f"{name}: {error}")
             continue
-        known[name] = parameters(value)
+        parameters_by_name[name] = parameters(value)
     versions = {name: version(name).partition("+")[0] for name in sorted(LIBRARIES)}
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in known.items())
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in parameters_by_name.items())
     text = f'{{\n "versions": {json.dumps(versions)},\n "names": {{\n{lines}\n }}\n}}\n'
     (ROOT / "tests" / "compat" / "floor_names.json").write_text(text, encoding="utf-8")
     return 0

@@ -69,12 +69,18 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)  # when `-m` has left out what it leaves out
 def pytest_collection_modifyitems(config, items):
-    """Fast files first, then the longest; tests of a real card are left out where there is none.
+    """Fast files first, then the longest; tests of a GPU are left out where there is none, real or stand-in.
 
     Files that fork a training come before those that run autograd themselves: a torch for CUDA can't fork after that.
     """
-    if not Path("/proc/driver/nvidia/version").exists():
-        absent = [item for item in items if item.get_closest_marker("gpu")]
+    has_stand_in = "STAND_IN_LIBRARIES" in os.environ  # set by `make test-card`
+    has_gpu = has_stand_in or Path("/proc/driver/nvidia/version").exists()
+    absent = [
+        item
+        for item in items
+        if (item.get_closest_marker("gpu") and not has_gpu) or (item.get_closest_marker("standin") and not has_stand_in)
+    ]
+    if absent:
         config.hook.pytest_deselected(items=absent)
         items[:] = [item for item in items if item not in absent]
     forks = {item.path for item in items if {"train", "make_run"} & {*item.fixturenames}}

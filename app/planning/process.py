@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.planning.ahead import Ahead
 from app.process import claim_stdout
+from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.garbage import collect_rarely
 from finetune.plan.plan import Plan, Verdict
@@ -134,14 +135,14 @@ def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:
     """Report, lengths and examples of the data. Refused rows are listed, not raised; a run still refuses them."""
     from finetune import data
 
-    prepared = encoded.within(recipe, None).prepared()
+    prepared = encoded.select(recipe, None).prepared()
     lengths = sorted(prepared.lengths)
     sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
     return {
         "report": prepared.report.as_json(),
         "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
         "lengths": sent,
-        "marked": [[text, bool(trained)] for text, trained in data.mark_example(prepared, encoded.encoder.tokenizer)],
+        "marked": [[text, bool(trained)] for text, trained in data.example_spans(prepared, encoded.encoder.tokenizer)],
         "conversations": [_conversation(example) for example in prepared.examples[:_EXAMPLES]],
     }
 
@@ -155,6 +156,7 @@ def _conversation(example: Any) -> list[dict[str, str]]:
 def main() -> int:
     """Answer until standard input closes, when the app ends; plan ahead between questions."""
     collect_rarely()
+    hide_gpus()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
     out = claim_stdout()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from app.process import command, environment
 from app.starts.waiting import Entry, Queue
 from app.workspace import Workspace
+from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.garbage import collect_rarely
 from finetune.recipe import AUTO, load_recipe
@@ -30,6 +31,7 @@ def main() -> int:
     collect_rarely()
     workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
     if len(sys.argv) > 2:
+        hide_gpus()
         return start(workspace, Entry(Path(sys.argv[2])))
     queue = Queue(workspace)
     lock = take_lock(queue.folder / ".lock", wait_s=1)  # whoever looks whether it is held holds it for a moment

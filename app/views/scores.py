@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from app.views.markup import note, table
-from finetune.evaluate.paired import Difference, in_words, ordered
+from finetune.evaluate.paired import Difference, format_difference, rank_rows
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -30,11 +30,13 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     summary = table(columns, rows, "Base against tuned", hidden_caption=True)
     gaps = " - ".join(reversed(names))
     told = "".join(
-        note(f"{name}: {in_words(Difference(**gap), scale, unit, gaps)}") for name, gap, scale, unit in _gaps(result) if gap
+        note(f"{name}: {format_difference(Difference(**gap), scale, unit, gaps)}")
+        for name, gap, scale, unit in _gaps(result)
+        if gap
     )
     told += what_was_lost(result.get("lost") or [])
     known = f" {result['reused']:,} results are from an earlier evaluation." if result["reused"] else ""
-    first = ordered(base["scores"], tuned["scores"], order)[:rows_shown]
+    first = rank_rows(base["scores"], tuned["scores"], order)[:rows_shown]
     answers = [
         [result["prompts"][row].strip(), result["references"][row], base["answers"][row], tuned["answers"][row],
          f"{base['scores'][row]:.3g}", f"{tuned['scores'][row]:.3g}"]
@@ -66,7 +68,7 @@ def what_was_lost(found: list[dict[str, Any]]) -> str:
 
 def _gap(lost: dict[str, Any]) -> str:
     gap = lost["difference"]
-    return in_words(Difference(**gap) if gap else None, names="now - before")
+    return format_difference(Difference(**gap) if gap else None, names="now - before")
 
 
 def saved(run: RunDirectory) -> dict[str, dict[str, Any]]:

@@ -44,7 +44,7 @@ def other_tools() -> str:
 
     shown = ""
     for tool in TOOLS:
-        kept = [f"`{key}` -> `{rule.ours}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
+        kept = [f"`{key}` -> `{rule.setting}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
         together = [f"`{key}`" for key, rule in tool.keys.items() if not isinstance(rule, (Keep, Ignore, Refuse))]
         without = sum(isinstance(rule, Ignore) for rule in tool.keys.values())
         refused = [f"`{key}`" for key, rule in tool.keys.items() if isinstance(rule, Refuse)]
@@ -116,7 +116,11 @@ def plan_json() -> str:
     shown = ""
     for part in parts:
         hints = typing.get_type_hints(part)
-        names = {name: "plan" if name == "settings" else name for name in part.__annotations__ if name != "lengths"}
+        names = {
+            name: "plan" if name == "settings" else name
+            for name in part.__annotations__
+            if name not in ("lengths", "most_trained")
+        }
         rows = [(f"`{shown_name}`", _type(name, hints[name])) for name, shown_name in names.items()]
         doc = (part.__doc__ or "").replace("`settings`", "`plan`")
         shown += f"\n### {part.__name__}\n\n{' '.join(doc.split())}\n\n{markdown(('field', 'value'), rows)}"

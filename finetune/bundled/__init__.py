@@ -9,7 +9,7 @@ _MODELS = {"tiny": _HERE / "tiny-base"}
 _DATASETS = {"support": {"train": _HERE / "support" / "train.jsonl", "eval": _HERE / "support" / "eval.jsonl"}}
 
 
-#: Short questions of general knowledge, arithmetic, language and form, for what training has taken from a model.
+#: Short questions of general knowledge, arithmetic, language and form, to measure forgetting.
 PROBE = _HERE / "probe.jsonl"
 
 

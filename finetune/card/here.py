@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import pynvml
 
 from finetune.card.nvidia import Device, Lost, driver_versions, in_container, read_devices, said
 from finetune.card.usable import problem_of, problem_of_card, torch_build
-from finetune.card.visible import for_processes, in_cuda_order, visible
+from finetune.card.visible import for_processes, in_cuda_order, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
@@ -86,7 +85,7 @@ def _none(
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
     found = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
     there = ", ".join([*found, *(f"{card.index}, which does not answer ({card.why})" for card in lost)])
-    setting = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+    setting = f"CUDA_VISIBLE_DEVICES={visible_devices()!r}"
     if not allowed or hidden:
         which = f"card {hidden[0].index}" if hidden else "every card"
         return f"gpu: {gpu}, but {setting} hides {which}", f"This machine's cards: {there}."
@@ -104,6 +103,6 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         words += f"; card {chosen.index} of {len(allowed)} ({rest})"
     elif len(devices) > 1:
         words += f"; card {chosen.index}, as CUDA_VISIBLE_DEVICES says"
-        if in_cuda_order(devices) != devices and not os.environ["CUDA_VISIBLE_DEVICES"][:1].isalpha():
+        if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
             words += ", counted from the fastest as CUDA does"
     return words + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost)

@@ -40,7 +40,8 @@ def _options(
 
 @cli.command()
 def run(
-    recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
+    process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
+    json: Json = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if the forecast says it does not fit.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Start in the background and return.")] = False,
 ) -> None:  # fmt: skip
@@ -56,7 +57,9 @@ def run(
     """
     from finetune.cli.run import run_recipe
 
-    raise typer.Exit(run_recipe(recipe, overrides or [], model=model, data=data, as_json=json, force=force, detach=detach))
+    raise typer.Exit(run_recipe(
+        recipe, overrides or [], model=model, data=data, as_json=json, force=force, detach=detach, alone=bool(process.obj)
+    ))  # fmt: skip
 
 
 cli.command("train", hidden=True, help="The same as run.")(run)  # what other tools call it
@@ -136,7 +139,8 @@ def runs(
 
 @cli.command()
 def plan(
-    recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
+    process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
+    json: Json = False,
     gpu: Annotated[str | None, typer.Option(help="Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090.")] = None,
     free: Annotated[str | None, typer.Option(help="Free memory to assume on the card, e.g. 22.1GiB.")] = None,
 ) -> None:  # fmt: skip
@@ -150,7 +154,9 @@ def plan(
     """
     from finetune.cli.plan import show_plan
 
-    raise typer.Exit(show_plan(recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, as_json=json))
+    raise typer.Exit(show_plan(
+        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, as_json=json, alone=bool(process.obj)
+    ))  # fmt: skip
 
 
 @cli.command()
@@ -211,7 +217,7 @@ def evaluate(
     Example:  finetune eval latest --score json --data mine.jsonl
     """
     from finetune.cli.evaluate import show_scores
-    from finetune.evaluate.scores import scorer
+    from finetune.evaluate.scorers import scorer
 
     chosen = scorer(score, pattern=pattern, tolerance=tolerance, function=score_function)
     show_scores(
@@ -282,7 +288,7 @@ def serve(
 def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
     """Show a run's memory: peaks by phase, forecast vs measured.
 
-    Also names the allocator's history, if record_memory_history kept one.
+    Also names the allocator's histories of record_memory_history=true. A living run writes one after its step.
 
     Example:  finetune snapshot latest
     """

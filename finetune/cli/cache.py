@@ -16,10 +16,10 @@ def use_cache(verb: str, *, as_json: bool) -> None:
     """Show or clear tokenised rows and quantised models. Raises DiskFull when they can't be deleted."""
     if verb not in ("list", "clear"):
         raise CommandError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
-    from finetune.data.token_cache import folder
+    from finetune.data.token_cache import cache_folder
     from finetune.model import quantised_files
 
-    root, models = folder(), quantised_files.folder()
+    root, models = cache_folder(), quantised_files.folder()
     entries = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
     size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
     quantised, quantised_bytes = quantised_files.kept(), quantised_files.size_bytes()

@@ -28,7 +28,7 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
     if read is None:
         err.print(f"{escape(source)} is a recipe already")
     else:
-        err.print(f"[bold]{escape(source)}[/] is {read.tool}'s: {read.counted()}")
+        err.print(f"[bold]{escape(source)}[/] is {read.tool}'s: {read.summary()}")
         for entry in read.entries:
             err.print(f"  [{_COLOURS[entry.outcome]}]{escape(entry.key)}[/]  {escape(entry.text)}", soft_wrap=True)
             if entry.note:

@@ -35,14 +35,14 @@ def show_data(source: str, overrides: list[str], *, as_json: bool, alone: bool =
 
         recipe, _ = named_model(recipe)
         encoded = encode_rows(recipe, say)
-        selected = encoded.within(recipe, limit_of(recipe))
+        selected = encoded.select(recipe, limit_of(recipe))
         prepared = selected.prepared()
     try:
-        selected.refuse()
+        selected.raise_problems()
         refused = None
     except DataError as error:
         refused = error
-    segments = data.mark_example(prepared, encoded.encoder.tokenizer)
+    segments = data.example_spans(prepared, encoded.encoder.tokenizer)
     exit_code = refused.exit_code if refused else 0
     if as_json:
         example = [{"text": text, "trained": trained} for text, trained in segments]

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from finetune import __version__
 from finetune.cli.output import print_json
-from finetune.cli.render import err, out
+from finetune.cli.render import doing, out
 from finetune.recipe import load_recipe
 
 _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
@@ -22,10 +22,10 @@ def show_doctor(source: str | None, overrides: list[str], *, as_json: bool) -> i
 
     recipe = named_model(recipe)[0] if recipe else None
 
-    if not as_json:
-        err.print("[dim]checking ...[/]")
     began = time.monotonic()
-    findings = examine(recipe)
+    with doing(quiet=as_json) as say:
+        say("checking")
+        findings = examine(recipe, say)
     state, took_s = worst(findings), round(time.monotonic() - began, 1)
     if as_json:
         values = {"finetune": __version__, "state": state, "took_s": took_s}

@@ -26,7 +26,7 @@ from finetune.units import format_seconds
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
     from finetune.evaluate.score import Comparison
-    from finetune.evaluate.scores import Scorer
+    from finetune.evaluate.scorers import Scorer
     from finetune.run.directory import RunDirectory
 
 _ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
@@ -46,8 +46,8 @@ def show_scores(
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
     see_its_card(run)
-    from finetune.evaluate.lost import loaded, what_was_lost
-    from finetune.evaluate.paired import in_words, ordered
+    from finetune.evaluate.forgetting import load_answerer, measure_forgetting
+    from finetune.evaluate.paired import format_difference, rank_rows
     from finetune.evaluate.score import compare
 
     copies = read_plan(run.plan).layer_copies
@@ -58,10 +58,10 @@ def show_scores(
         @functools.cache
         def load() -> Answerer:
             say("loading base model and adapter")
-            return loaded(run, last)
+            return load_answerer(run, last)
 
         result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=say)
-        lost = what_was_lost(run, last=last, load=load, progress=say) if probe and data is None and not forgetting else []
+        lost = measure_forgetting(run, last=last, load=load, progress=say) if probe and data is None and not forgetting else []
     if as_json:
         print_json({"run": str(run.path), **result.as_json(), "lost": [asdict(each) for each in lost]})
         return
@@ -82,18 +82,18 @@ def show_scores(
     out.print(_table(result, names))
     if result.tuned.answers:
         if result.score != "exact":
-            out.print(f"{escape(result.score)}: {in_words(result.score_difference, names=gap)}")
-        out.print(f"exact match: {in_words(result.exact_match_difference, 100, ' points', gap)}")
+            out.print(f"{escape(result.score)}: {format_difference(result.score_difference, names=gap)}")
+        out.print(f"exact match: {format_difference(result.exact_match_difference, 100, ' points', gap)}")
         gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
         better, worse = sum(each > 0 for each in gaps), sum(each < 0 for each in gaps)
         than = "before" if forgetting else "the base's"
         out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
-    out.print(f"loss: {in_words(result.loss_difference, names=gap)}")
+    out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
     if lost:
         out.print("\nwhat was lost:")
         for each in lost:
-            out.print(f"  {escape(each.in_words())}")
-    shown = ordered(result.base.scores, result.tuned.scores, show)[:examples]
+            out.print(f"  {escape(each.summary())}")
+    shown = rank_rows(result.base.scores, result.tuned.scores, show)[:examples]
     if shown:
         out.print(f"\nrows, {_ORDERS[show]} first:")
     for row in shown:
@@ -138,14 +138,14 @@ def chat_with(
         say("loading the model")
         see_its_card(run)
         from finetune.evaluate.answerer import Answerer
-        from finetune.evaluate.room import chat_memory
+        from finetune.evaluate.kv_cache import chat_memory
         from finetune.model.generate import Sampling
 
         if not as_json:
             memory = chat_memory(read_plan(run.plan), max_new_tokens)
-            err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.in_words()}[/]")
+            err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.summary()}[/]")
         first = Answerer(run, need_adapter="tuned" in models or len(runs) > 1)
-        answerers = {run.path.name: first, **{other.path.name: first.beside(other) for other in runs[1:]}}
+        answerers = {run.path.name: first, **{other.path.name: first.sharing_base(other) for other in runs[1:]}}
     if first.plan.layer_copies and not as_json:
         err.print(f"[dim]{first.plan.layer_copies.price_of_answers}[/]")
     if first.plain and not as_json:

@@ -36,12 +36,12 @@ def export_run(
     from finetune.export.gguf import export_gguf
 
     with doing(quiet=as_json) as say:
-        made = export_gguf(run, Path(output) if output else None, kind=chosen, separate=to == "gguf-adapter",
+        made = export_gguf(run, Path(output) if output else None, gguf_type=chosen, separate=to == "gguf-adapter",
                            llama_cpp=Path(llama_cpp).expanduser(), rows=rows, data=data, progress=say)  # fmt: skip
     if as_json:
         print_json({"run": str(run.path), "type": chosen, **made.as_json()})
         return
-    same = made.same
+    same = made.parity
     out.print(f"[bold]{escape(str(made.file))}[/]")
     out.print(
         f"in llama.cpp: token ids of {same.prompts:,} prompts and {same.conversations:,} conversations are the training's, "
@@ -53,4 +53,4 @@ def export_run(
         name = run.path.resolve().name.lower()
         out.print(f"[dim]ollama create {escape(name)} -f {escape(str(made.modelfile))}[/]", soft_wrap=True)
     else:
-        out.print(f"no Modelfile: {escape(str(made.why_not))}")
+        out.print(f"no Modelfile: {escape(str(made.no_modelfile_reason))}")

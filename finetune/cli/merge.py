@@ -26,9 +26,9 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, ch
     with doing(quiet=False) as say:
         folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=say)
         if check:
-            from finetune.export.changed import what_merging_changes
+            from finetune.export.merge_effect import measure_merge_effect
 
-            changed = what_merging_changes(run, folder, check, say)
+            changed = measure_merge_effect(run, folder, check, say)
     if as_json:
         print_json({"run": str(run.path), "merged": str(folder), **({"check": changed.as_json()} if changed else {})})
         return

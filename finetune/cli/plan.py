@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.padding import Padding
 
+from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
 from finetune.cli.render import doing, out, table
 from finetune.cli.source import NO_DATASET, recipe_of
@@ -27,14 +28,16 @@ _COLOURS = {Verdict.FITS: "green", Verdict.AT_LIMIT: "yellow", Verdict.TIGHT: "y
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
-    as_json: bool,
+    as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe. Returns its exit code."""
+    """Print the plan of a recipe. `alone`: the process does nothing else. Returns the exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
+    if alone:
+        hide_gpus()
     from finetune.card import find_card
     from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
 

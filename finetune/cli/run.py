@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import doing, err, memory_now, out, step_line
 from finetune.cli.source import recipe_of, require_dataset
@@ -47,11 +48,17 @@ _EXIT_OF = {"finished": 0, "diverged": 6, "paused": 7, "lost": 1, "failed": 1}
 
 
 def run_recipe(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool, force: bool, detach: bool
-) -> int:
-    """Plan, create the run directory, start and follow the run. Returns the exit code."""
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool, force: bool, detach: bool,
+    alone: bool = False,
+) -> int:  # fmt: skip
+    """Plan, create the run directory, start and follow the run. Returns the exit code.
+
+    `alone`: the process does nothing else.
+    """
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
+    if alone:
+        hide_gpus()
     from finetune.model.configuration import named_model
     from finetune.run.prepare import create_run, prepare
 

@@ -25,9 +25,9 @@ def serve_runs(
     """Load the base model with each run's adapter and answer until Ctrl-C; with `only_commands` print those for others."""
     runs = [open_run(source) for source in sources]
     see_its_card(runs[0])
-    from finetune.serve.models import named
+    from finetune.serve.models import runs_by_name
 
-    known = named(runs)
+    known = runs_by_name(runs)
     if only_commands:
         _print_commands(known, context, as_json=as_json)
         return
@@ -37,7 +37,7 @@ def serve_runs(
     with doing(quiet=as_json) as say:
         say("counting what fits")
         fits = _room(known, context)
-        say(f"loading {fits.in_words}")
+        say(f"loading {fits.summary}")
         from finetune.serve.models import Models
 
         models = Models(known)
@@ -46,7 +46,7 @@ def serve_runs(
         print_json({"url": url, "token": key, "models": models.names, "tokens": fits.tokens, "weight_bytes": fits.weight_bytes,
                     "kv_cache_bytes_per_token": fits.token_bytes})  # fmt: skip
     else:
-        out.print(f"[bold]{url}[/]  models: {escape(', '.join(models.names))}  ({fits.in_words})", soft_wrap=True)
+        out.print(f"[bold]{url}[/]  models: {escape(', '.join(models.names))}  ({fits.summary})", soft_wrap=True)
         out.print(f"token: {escape(key)}", soft_wrap=True)
         _print_commands(known, context, as_json=False)
         err.print("[dim]One answer at a time. Ctrl-C ends the server.[/]")
@@ -68,19 +68,19 @@ def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
 def _room(runs: dict[str, RunDirectory], context: int | None) -> Any:
     from finetune.model.quiet import quiet_libraries
     from finetune.model.transformers_config import load_config
-    from finetune.serve.room import room
+    from finetune.serve.memory_check import serving_memory
 
     quiet_libraries()
     plan = read_plan(next(iter(runs.values())).plan)
     folders = [folder for run in runs.values() if (folder := adapter_folder(run))]
     adapters = sum((folder / "adapter_model.safetensors").stat().st_size for folder in folders)
     config = load_config(plan.settings)
-    return room(plan.settings, config, on_cpu=plan.card.is_cpu, adapter_bytes=adapters, context=context)
+    return serving_memory(plan.settings, config, on_cpu=plan.card.is_cpu, adapter_bytes=adapters, context=context)
 
 
 def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_json: bool) -> None:
     """Commands for other servers; what one of them can't serve is said in its place."""
-    from finetune.serve.elsewhere import llama_command, vllm_command
+    from finetune.serve.external_servers import llama_command, vllm_command
 
     commands = {}
     for name, command in (("vllm", lambda: vllm_command(runs, context)), ("llama.cpp", lambda: llama_command(runs))):

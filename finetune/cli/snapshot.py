@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, table
+from finetune.cli.render import doing, out, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
 from finetune.forecast.forecast import PhaseForecast
-from finetune.plan.plan import read_plan
 from finetune.run.directory import open_run
 from finetune.run.out_of_memory import explanation
+from finetune.run.retry import adjusted_plan, adjusted_since_s
+from finetune.run.snapshot import request_history
+from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
+#: Seconds to wait for the end of a living run's step.
+_DEADLINE_S = 120.0
+_MOMENTS = {
+    "peak": "up to the step with the highest peak", "now": "now", "out-of-memory": "up to out of memory",
+    "end": "up to the end",
+}  # fmt: skip
 _MEASURES = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
 )  # fmt: skip
@@ -28,18 +36,19 @@ _MEASURES = (
 def show_snapshot(source: str, *, as_json: bool) -> None:
     """Print peaks by phase beside their forecast, and the path of the allocator history for PyTorch's viewer."""
     run = open_run(source)
+    late = _request(run, as_json)
     events = read_events(run.events)
-    peaks = _peaks(events)
+    peaks = _peaks(events, adjusted_since_s(run))
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
     forecasts = _forecasts(run, peaks)
     failure = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)
-    history = str(run.snapshot) if run.snapshot.exists() else None
+    histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
         early = checks.get("first steps") or checks.get("first step")  # of an earlier version
         first, end = (event_json(check) if check else None for check in (early, checks.get("end")))
         print_json({
             "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(known) for phase, known in forecasts.items()},
-            "forecast": first, "forecast_end": end, "history": history,
+            "forecast": first, "forecast_end": end, "history": next(reversed(histories.values()), None), "histories": histories,
             "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
         })  # fmt: skip
         return
@@ -59,17 +68,33 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
         out.print(f"{check.at}: forecast {predicted} allocated, measured {measured}{error}")
     if failure:
         out.print(f"out of memory: {escape(explanation(failure))}")
-    if history:
-        out.print(f"allocator history: {escape(history)}; open it at pytorch.org/memory_viz")
-    else:
+    for moment, history in histories.items():
+        out.print(f"allocator history, {_MOMENTS.get(moment, moment)}: {escape(history)}")
+    if late:
+        out.print(f"no step ended within {_DEADLINE_S:.0f} s; the run writes its history after this one")
+    if histories:
+        out.print("open a history at pytorch.org/memory_viz")
+    elif not late:
         out.print("no allocator history; record_memory_history=true records one (on a card)")
 
 
-def _peaks(events: list[Event]) -> dict[str, dict[str, int | None]]:
-    """Largest value of each measure by phase; None where the machine doesn't measure it."""
+def _request(run: RunDirectory, as_json: bool) -> bool:
+    """Have a living run that records a history write it now; whether it has not yet."""
+    try:
+        plan = adjusted_plan(run)
+    except RecipeError:
+        return False
+    if plan.card.is_cpu or not plan.settings.record_memory_history or not is_alive(run):
+        return False
+    with doing(quiet=as_json) as say:
+        return not request_history(run, _DEADLINE_S, say)
+
+
+def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:
+    """Largest value of each measure by phase from a time on; None where the machine doesn't measure it."""
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
-        if not isinstance(event, (Step, Phase, OutOfMemory)):
+        if not isinstance(event, (Step, Phase, OutOfMemory)) or (event.time_s or 0) < since_s:
             continue
         phase = "train" if isinstance(event, Step) else event.phase
         if phase is None:
@@ -85,7 +110,7 @@ def _peaks(events: list[Event]) -> dict[str, dict[str, int | None]]:
 def _forecasts(run: RunDirectory, phases: Iterable[str]) -> dict[str, PhaseForecast]:
     """The plan's forecast of each phase; nothing known without a readable plan."""
     try:
-        forecast = read_plan(run.plan).forecast
+        forecast = adjusted_plan(run).forecast
     except RecipeError:
         forecast = None
     return {phase: forecast.of_phase(phase) if forecast else PhaseForecast() for phase in phases}

@@ -49,7 +49,7 @@ def _told(source: str, overrides: list[str]) -> Recipe:
     if loaded.conversion:
         from finetune.cli.render import err
 
-        read = f"read as {loaded.conversion.tool}'s: {loaded.conversion.counted()}"
+        read = f"read as {loaded.conversion.tool}'s: {loaded.conversion.summary()}"
         err.print(f"{escape(source)}: {read}; `finetune convert {escape(source)}` lists them")
         for note in loaded.conversion.notes:
             err.print(f"[yellow]note:[/] {escape(note)}")

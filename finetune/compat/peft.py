@@ -15,6 +15,7 @@ _READ_IN = "0.21.2"
 _DORA = "peft.tuners.lora.dora"
 _LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
+_ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
 
 TOUCHED = (
     Touched(
@@ -41,6 +42,11 @@ TOUCHED = (
         f"{_WRAPPER}._activate_lora", "patch", "it adds the adapter's product to the weight; that of 4-bit experts is codes",
         _READ_IN, f"{_WRAPPER}.forward", "self active_adapters",
     ),
+    Touched(
+        _ON_HUB, "patch", "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",
+        _READ_IN, "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename kwargs",
+        needs="a model of the hub",
+    ),
 )  # fmt: skip
 
 
@@ -64,6 +70,11 @@ def before_magnitudes(before: Callable[[Any], None]) -> Iterator[None]:
 
     with replaced(f"{_DORA}.DoraLinearLayer.update_layer", updated):
         yield
+
+
+def save_without_vocabulary() -> None:
+    """Save adapters without asking the hub for the base model's vocabulary from now on: training never changes it."""
+    replace(_ON_HUB, lambda repo_id, filename, **_: False)
 
 
 def leave_casts_to_autocast(model: Any) -> None:

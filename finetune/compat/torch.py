@@ -35,6 +35,11 @@ TOUCHED = (
         "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "logged for the first step after the rate was lowered",
         _READ_IN, "torch.optim.lr_scheduler.LRScheduler.get_last_lr",
     ),
+    Touched(
+        "torch._C._ensureCUDADeviceGuardSet", "patch",
+        "adds 8 fake GPUs where torch is built for CUDA and sees none: autograd starts a thread for each, and can't be forked",
+        _READ_IN, "torch._subclasses.fake_tensor.FakeTensorMode.__enter__",
+    ),
     _called("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
     _called("torch._softmax", "CUDA's softmax of 16-bit scores into fp32"),
     _called("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
@@ -118,6 +123,15 @@ def disable_torch_compile() -> None:
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
     return (lambda same: same) if function is None else function
+
+
+@contextmanager
+def fake_tensor_mode() -> Iterator[None]:
+    """Inside, new tensors have no values; those with values can be used, too. No fake GPU is added, as ours are on the CPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with replaced("torch._C._ensureCUDADeviceGuardSet", lambda: None), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def backward(loss: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ TOUCHED = (
         _READ_IN, "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value",
     ),
     Touched(
-        _PACKED, "patch", "it reads the position ids to detect packed rows; a forecast has no data",
+        _PACKED, "patch", "it detects packed rows by reading position ids, which waits for the device; a forecast has no data",
         _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
     ),
     Touched(
@@ -170,7 +170,7 @@ def _never(*_tensors: Any) -> bool:
 
 @contextmanager
 def without_packing_detection() -> Iterator[None]:
-    """Inside, rows count as not packed: transformers detects packing from position ids, which have no data in a forecast."""
+    """Inside, rows count as not packed: transformers would read the position ids to detect that, once for each kind of mask."""
     with replaced(_PACKED, lambda position_ids: None):
         yield
 

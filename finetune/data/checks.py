@@ -1,4 +1,4 @@
-"""Checks of single values in a row. Each problem is worded to follow the field's name."""
+"""Checks of single values in a row. Each message reads as a sentence after the field's name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import math
 from typing import Any
 
-#: Limit of one row in characters: about a million tokens, more than any card here trains on, and tokenised in seconds.
+#: Limit of one row in characters: about a million tokens, more than fits any GPU here, and tokenised in seconds.
 ROW_LIMIT = 4 * 2**20
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
-    """A row that can't be trained on. `field` is the place inside the row, None for the whole row."""
+    """A row that can't be trained on. `field` is the path inside the row, None for the whole row."""
 
     def __init__(self, field: str | None, reason: str) -> None:
         self.field, self.reason = field, reason
@@ -21,15 +21,15 @@ class BadRow(Exception):  # noqa: N818 - caught where file and row number are kn
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value is None or NaN, as tables have for empty cells."""
+    """Whether a value is None or NaN, as empty cells of tables are."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def text_of(row: dict[str, Any], field: str) -> str:
+def required_text(row: dict[str, Any], field: str) -> str:
     """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or not valid Unicode."""
     text = optional_text(row, field)
     if not text.strip():
-        raise BadRow(field, _nothing(row, field))
+        raise BadRow(field, _absence(row, field))
     return text
 
 
@@ -42,16 +42,16 @@ def optional_text(row: dict[str, Any], field: str) -> str:
 def valid_text(value: Any, field: str) -> str:
     """`value` if it is text that can be encoded as UTF-8. Raises BadRow."""
     if not isinstance(value, str):
-        raise BadRow(field, f"is {kind_of(value)}, not text")
+        raise BadRow(field, f"is {type_phrase(value)}, not text")
     if len(value) > ROW_LIMIT:
         raise BadRow(field, f"has {len(value):,} characters; the limit of one row is {ROW_LIMIT:,}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        code = ord(value[error.start])
-        if 0xDC80 <= code <= 0xDCFF:
-            raise BadRow(field, f"is not UTF-8: byte 0x{code - 0xDC00:02x} at character {error.start + 1}") from None
-        raise BadRow(field, f"has a lone surrogate (\\u{code:04x}) at character {error.start + 1}") from None
+        code_point = ord(value[error.start])
+        if 0xDC80 <= code_point <= 0xDCFF:
+            raise BadRow(field, f"is not UTF-8: byte 0x{code_point - 0xDC00:02x} at character {error.start + 1}") from None
+        raise BadRow(field, f"has a lone surrogate (\\u{code_point:04x}) at character {error.start + 1}") from None
     return value
 
 
@@ -64,7 +64,7 @@ def valid_json(value: Any, field: str) -> Any:
     return value
 
 
-def parsed_if_text(value: Any, field: str) -> Any:
+def parse_if_text(value: Any, field: str) -> Any:
     """The value of JSON in a string (a CSV cell, a hub column); other values unchanged. Raises BadRow."""
     if not isinstance(value, str):
         return value
@@ -74,8 +74,8 @@ def parsed_if_text(value: Any, field: str) -> Any:
         raise BadRow(field, f"is text that isn't JSON: {quoted(value)}") from None
 
 
-def kind_of(value: Any) -> str:
-    """`the number 5`, `a list`, `an object`, ...: a value's type in plain words."""
+def type_phrase(value: Any) -> str:
+    """A value's type for an error message: `the number 5`, `a list`, `an object`, ..."""
     if is_missing(value):
         return "missing" if value is None else "NaN"
     if isinstance(value, bool):
@@ -88,11 +88,11 @@ def kind_of(value: Any) -> str:
 
 def quoted(value: str, limit: int = 40) -> str:
     """Text from a row, shortened and safe to print."""
-    written = repr(value[: limit + 1])
-    return written if len(written) <= limit + 2 else f"{written[: limit - 1]}..."
+    representation = repr(value[: limit + 1])
+    return representation if len(representation) <= limit + 2 else f"{representation[: limit - 1]}..."
 
 
-def _nothing(row: dict[str, Any], field: str) -> str:
+def _absence(row: dict[str, Any], field: str) -> str:
     if field not in row or row[field] is None:
         return "is missing"
     return "is NaN" if is_missing(row[field]) else "is empty"

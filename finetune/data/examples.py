@@ -1,4 +1,4 @@
-"""A recipe's `dataset:` -> examples and refused rows, for training and held out. Needs no tokenizer."""
+"""A recipe's `dataset:` -> examples and refused rows of the training and held-out split. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.data.checks import BadRow
-from finetune.data.formats import FORMATS, Example, check_columns, detect, parse, renamed, unused_columns, usual_columns
-from finetune.data.meaning import Unused, UnusedField, check_placeholders, recognise, without
+from finetune.data.column_semantics import UnusedColumns, UnusedField, check_placeholders, refuse_other_data, without_columns
+from finetune.data.formats import FORMATS, Example, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
 from finetune.data.readers import Row
 from finetune.data.report import Refused
-from finetune.data.shards import asked
+from finetune.data.shards import prompt_digest
 from finetune.data.sources import Source, bundled_eval, find_sources
 from finetune.errors import DataError, RecipeError
 from finetune.recipe import DatasetRecipe
 
 #: Rows read to detect the format.
-_SAMPLE = 1000
-
-
+_SAMPLE_ROWS = 1000
 #: A batch ends after so many rows, or so many characters.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 
 
 @dataclass(frozen=True)
-class Rows:
+class SplitRows:
     """The rows of one split (training or held out): examples, refused rows, and how the files were read."""
 
     files: tuple[str, ...]
     format: str
-    read: int
+    rows_read: int
     examples: list[Example]
     refused: list[Refused] = field(default_factory=list)
     unused_columns: tuple[str, ...] = ()
@@ -44,8 +42,8 @@ class Rows:
 class Examples:
     """The training and held-out splits of a dataset; `eval` is None when nothing is held out."""
 
-    train: Rows
-    eval: Rows | None = None
+    train: SplitRows
+    eval: SplitRows | None = None
 
 
 def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
@@ -54,60 +52,62 @@ def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
     Raises DataError for files that can't be read at all; bad rows are in `refused`, whatever `on_bad_rows` says.
     """
     sources, eval_sources = sources_of(dataset)
-    train = _read_side(sources, dataset, dataset.max_rows)
+    train = _read_split(sources, dataset, dataset.max_rows)
     if eval_sources:
-        return Examples(train, _read_side(eval_sources, dataset, None))
+        return Examples(train, _read_split(eval_sources, dataset, None))
     if not dataset.test_split_size:
         return Examples(train)
-    held = held_out([asked(example) for example in train.examples], dataset.test_split_size, seed)
-    out = [example for example, is_held in zip(train.examples, held, strict=True) if is_held]
-    kept = [example for example, is_held in zip(train.examples, held, strict=True) if not is_held]
-    return Examples(replace(train, examples=kept, held_out=len(out)), Rows(train.files, train.format, len(out), out))
+    mask = choose_held_out([prompt_digest(example) for example in train.examples], dataset.test_split_size, seed)
+    held_out = [example for example, is_held_out in zip(train.examples, mask, strict=True) if is_held_out]
+    train_examples = [example for example, is_held_out in zip(train.examples, mask, strict=True) if not is_held_out]
+    eval_rows = SplitRows(train.files, train.format, len(held_out), held_out)
+    return Examples(replace(train, examples=train_examples, held_out=len(held_out)), eval_rows)
 
 
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     """The sources of the training rows and of the held-out ones, checked to exist. Raises DataError and RecipeError."""
     _check_holdout(dataset)
-    only = bool(dataset.eval_split) or "split" in dataset.model_fields_set
+    only_split = bool(dataset.eval_split) or "split" in dataset.model_fields_set
     train = find_sources(
-        dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision, only=only, weights=dataset.weights
-    )
+        dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision, only_split=only_split,
+        weights=dataset.weights,
+    )  # fmt: skip
     return train, _eval_sources(dataset)
 
 
-def held_out(asked: Sequence[int], size: float, seed: int) -> list[bool]:
-    """Which rows `test_split_size` holds out, by their prompts. Rows with the same prompt stay together, so no held-out prompt
-    is trained on. Raises DataError."""
-    wanted = max(1, round(len(asked) * size)) if size < 1 else int(size)
-    if wanted >= len(asked):
+def choose_held_out(digests: Sequence[int], size: float, seed: int) -> list[bool]:
+    """Which rows `test_split_size` holds out, by the digests of their prompts. Rows with the same prompt stay together, so no
+    held-out prompt is trained on. Raises DataError."""
+    target_rows = max(1, round(len(digests) * size)) if size < 1 else int(size)
+    if target_rows >= len(digests):
         raise DataError(
-            f"dataset.test_split_size holds out {wanted:,} of {len(asked):,} usable rows; none are left to train on",
+            f"dataset.test_split_size holds out {target_rows:,} of {len(digests):,} usable rows; none are left to train on",
             "Hold out fewer rows, or none:  dataset.test_split_size=0",
         )
-    groups: dict[int, int] = {}
-    for prompt in asked:
-        groups[prompt] = groups.get(prompt, 0) + 1
-    order = list(groups)
-    random.Random(seed).shuffle(order)
-    held: set[int] = set()
-    count = 0
-    for prompt in order:
-        if count + groups[prompt] <= wanted:
-            held.add(prompt)
-            count += groups[prompt]
-    if not held:
+    row_counts: dict[int, int] = {}
+    for digest in digests:
+        row_counts[digest] = row_counts.get(digest, 0) + 1
+    shuffled = list(row_counts)
+    random.Random(seed).shuffle(shuffled)
+    held_out_digests: set[int] = set()
+    held_out_rows = 0
+    for digest in shuffled:
+        if held_out_rows + row_counts[digest] <= target_rows:
+            held_out_digests.add(digest)
+            held_out_rows += row_counts[digest]
+    if not held_out_digests:
         raise DataError(
             "dataset.test_split_size: all rows have the same prompt; none can be held out",
             "Give other rows with dataset.eval_path.",
         )
-    return [prompt in held for prompt in asked]
+    return [digest in held_out_digests for digest in digests]
 
 
 def _check_holdout(dataset: DatasetRecipe) -> None:
     size = dataset.test_split_size
-    ways = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
-    if len(ways) > 1:
-        raise RecipeError(f"dataset.{ways[0]} and dataset.{ways[1]} both choose the held-out rows", "Keep one of them.")
+    options = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
+    if len(options) > 1:
+        raise RecipeError(f"dataset.{options[0]} and dataset.{options[1]} both choose the held-out rows", "Keep one of them.")
     paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
     if dataset.weights and len(dataset.weights) != len(paths):
         raise RecipeError(
@@ -120,26 +120,29 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
 
 def _eval_sources(dataset: DatasetRecipe) -> list[Source]:
     if dataset.eval_path:
-        return find_sources(dataset.eval_path, side="eval", config=dataset.name, split=dataset.split, revision=dataset.revision)
+        return find_sources(
+            dataset.eval_path, bundled="eval", config=dataset.name, split=dataset.split, revision=dataset.revision
+        )
     if dataset.eval_split:
         return find_sources(
-            dataset.path, config=dataset.name, split=dataset.eval_split, revision=dataset.revision, only=True, has_splits=True
-        )
+            dataset.path, config=dataset.name, split=dataset.eval_split, revision=dataset.revision, only_split=True,
+            has_splits=True,
+        )  # fmt: skip
     return [] if dataset.test_split_size else bundled_eval(dataset.path)
 
 
-def _read_side(sources: list[Source], dataset: DatasetRecipe, limit: int | None) -> Rows:
+def _read_split(sources: list[Source], dataset: DatasetRecipe, limit: int | None) -> SplitRows:
     """The rows of all sources, each in its own format unless the recipe names one. At most `limit` rows are read."""
-    parts: list[Rows] = []
+    parts: list[SplitRows] = []
     for source in sources:
-        left = None if limit is None else limit - sum(part.read for part in parts)
-        if left == 0:
+        remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
+        if remaining == 0:
             break
-        parts.append(_read_source(source, dataset, left))
-    return Rows(
+        parts.append(_read_source(source, dataset, remaining))
+    return SplitRows(
         files=tuple(file for part in parts for file in part.files),
         format=", ".join(dict.fromkeys(part.format for part in parts)),
-        read=sum(part.read for part in parts),
+        rows_read=sum(part.rows_read for part in parts),
         examples=[example for part in parts for example in part.examples],
         refused=[row for part in parts for row in part.refused],
         unused_columns=tuple(dict.fromkeys(column for part in parts for column in part.unused_columns)),
@@ -147,23 +150,24 @@ def _read_side(sources: list[Source], dataset: DatasetRecipe, limit: int | None)
     )
 
 
-def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> Rows:
-    reading = Reading(source, dataset, limit)
+def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> SplitRows:
+    reader = SourceReader(source, dataset, limit)
     examples: list[Example] = []
     refused: list[Refused] = []
-    for batch in reading.batches():
-        parsed = reading.how.parse(batch)
-        reading.add(parsed.unused)
+    for batch in reader.batches():
+        parsed = reader.parser.parse(batch)
+        reader.add_unused(parsed.unused)
         examples += parsed.examples
         refused += parsed.refused
-    reading.finish()
-    how = reading.how
-    return Rows((source.name,), how.format, reading.read, examples, refused, how.unused_columns, 0, how.columns)
+    reader.finish()
+    parser = reader.parser
+    read = reader.rows_read
+    return SplitRows((source.name,), parser.format, read, examples, refused, parser.unused_columns, 0, parser.columns)
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """Rows of one batch: examples, refused rows, and those with columns or fields that change the meaning and aren't used."""
+class ParsedBatch:
+    """Rows of one batch: examples, refused rows, and numbers of rows by unused column or field that changes the meaning."""
 
     examples: list[Example]
     refused: list[Refused]
@@ -171,8 +175,8 @@ class Parsed:
 
 
 @dataclass(frozen=True)
-class HowToRead:
-    """How the rows of a source are read: decided by its first ones, the same for all."""
+class RowParser:
+    """How to read the rows of a source: chosen from its first rows, the same for all."""
 
     file: str
     format: str
@@ -180,7 +184,7 @@ class HowToRead:
     ignored: tuple[str, ...]
     unused_columns: tuple[str, ...]
 
-    def parse(self, batch: list[Row | Refused]) -> Parsed:
+    def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
         """The examples of some rows."""
         examples: list[Example] = []
         refused: list[Refused] = []
@@ -189,83 +193,83 @@ class HowToRead:
             if isinstance(row, Refused):
                 refused.append(row)
                 continue
-            values = renamed(without(row.values, self.ignored), self.columns)
-            unused.see(values, row.number)
+            values = rename_columns(without_columns(row.values, self.ignored), self.columns)
+            unused.add_row(values, row.number)
             try:
                 example = parse(values, self.format, self.columns, row.file, row.number)
                 check_placeholders(row.values, example.texts())
                 examples.append(example)
-            except UnusedField as field:
-                unused.field(field.name, row.number)
-            except BadRow as bad:
-                refused.append(Refused(row.file, row.number, self.columns.get(bad.field or "", bad.field), bad.reason))
-        return Parsed(examples, refused, unused.rows)
+            except UnusedField as error:
+                unused.add_field(error.name, row.number)
+            except BadRow as error:
+                refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
+        return ParsedBatch(examples, refused, unused.rows_by_name)
 
-    def unused(self) -> Unused:
+    def unused(self) -> UnusedColumns:
         """Counts rows with unused columns that change the meaning."""
-        return Unused(self.file, self.format, (*FORMATS[self.format].needs, *FORMATS[self.format].reads))
+        return UnusedColumns(self.file, self.format, (*FORMATS[self.format].required, *FORMATS[self.format].optional))
 
 
-class Reading:
-    """One source while it is read: how, and its rows in batches. Raises DataError when it can't be read at all."""
+class SourceReader:
+    """Reads one source in batches. Raises DataError when it can't be read at all."""
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
-        self._rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
-        self._sample = list(itertools.islice(self._rows, _SAMPLE))
-        self.how = _decided(source.name, self._sample, dataset)
-        self.read = 0
-        self._unused = self.how.unused()
+        self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
+        self._sample = list(itertools.islice(self._remaining_rows, _SAMPLE_ROWS))
+        self.parser = _choose_parser(source.name, self._sample, dataset)
+        self.rows_read = 0
+        self._unused = self.parser.unused()
 
     def batches(self) -> Iterator[list[Row | Refused]]:
-        """All rows, in batches that depend only on the rows."""
+        """All rows, in batches whose limits depend only on the rows."""
         batch: list[Row | Refused] = []
         size = 0
-        for row in itertools.chain(self._sample, self._rows):
+        for row in itertools.chain(self._sample, self._remaining_rows):
             batch.append(row)
-            size += _characters(row.values) if isinstance(row, Row) else 0
+            size += _approximate_size(row.values) if isinstance(row, Row) else 0
             if len(batch) == BATCH_ROWS or size > _BATCH_CHARACTERS:
-                self.read += len(batch)
+                self.rows_read += len(batch)
                 yield batch
                 batch, size = [], 0
-        self.read += len(batch)
+        self.rows_read += len(batch)
         if batch:
             yield batch
 
-    def add(self, unused: dict[str, list[int]]) -> None:
-        """Count what a batch has that isn't used."""
-        self._unused.add(unused)
+    def add_unused(self, unused: dict[str, list[int]]) -> None:
+        """Count the unused columns and fields of a batch."""
+        self._unused.merge(unused)
 
     @property
-    def is_refused(self) -> bool:
-        """Whether `finish` will raise: no later row needs tokens."""
-        return self._unused.is_refused
+    def stops_run(self) -> bool:
+        """Whether `finish` will raise, so that later rows need no tokens."""
+        return self._unused.stops_run
 
     def finish(self) -> None:
         """Raise DataError when columns or fields that change the meaning aren't used."""
-        self._unused.refuse(self.read)
+        self._unused.raise_if_any(self.rows_read)
 
 
-def _decided(name: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> HowToRead:
-    readable = [row.values for row in sample if isinstance(row, Row)]
-    if not readable:
-        first = next(row for row in sample if isinstance(row, Refused))
-        raise DataError([f"{name}: none of the first {len(sample):,} row(s) can be read", str(first)], "Correct the file.")
+def _choose_parser(file: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> RowParser:
+    rows = [row.values for row in sample if isinstance(row, Row)]
+    if not rows:
+        refused = next(row for row in sample if isinstance(row, Refused))
+        raise DataError([f"{file}: none of the first {len(sample):,} row(s) can be read", str(refused)], "Correct the file.")
     columns, ignored = dataset.columns, dataset.ignore_columns
-    recognise(readable, name, {*columns.values(), *ignored})
-    readable = [without(values, ignored) for values in readable]
-    check_columns(readable, name, dataset.format, columns)
+    refuse_other_data(rows, file, {*columns.values(), *ignored})
+    rows = [without_columns(values, ignored) for values in rows]
+    check_columns(rows, file, dataset.format, columns)
     if not columns and dataset.format == "auto":
-        columns = usual_columns(readable)
-    mapped = [renamed(values, columns) for values in readable]
-    chosen = detect(mapped, name, columns) if dataset.format == "auto" else dataset.format
-    header = list(dict.fromkeys(column for values in mapped for column in values))
-    return HowToRead(name, chosen, columns, tuple(ignored), unused_columns(header, chosen))
+        columns = usual_columns(rows)
+    renamed_rows = [rename_columns(values, columns) for values in rows]
+    format_name = detect(renamed_rows, file, columns) if dataset.format == "auto" else dataset.format
+    column_names = list(dict.fromkeys(column for values in renamed_rows for column in values))
+    return RowParser(file, format_name, columns, tuple(ignored), unused_columns(column_names, format_name))
 
 
-def _characters(value: Any) -> int:
+def _approximate_size(value: Any) -> int:
     """About the size of a row."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return 8 + sum(map(_characters, value.values()))
-    return 8 + sum(map(_characters, value)) if isinstance(value, list) else 8
+        return 8 + sum(map(_approximate_size, value.values()))
+    return 8 + sum(map(_approximate_size, value)) if isinstance(value, list) else 8

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, kind_of, optional_text, parsed_if_text, text_of
-from finetune.data.conversation import Message, answers_of, read_messages, read_tool_text
-from finetune.data.report import shown
+from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, optional_text, parse_if_text, required_text, type_phrase
+from finetune.data.conversation import Message, answer_indices, read_messages, read_tool_text
+from finetune.data.report import printable
 from finetune.data.tool_calls import read_calls, read_tools
 from finetune.errors import DataError
 
@@ -18,7 +18,7 @@ from finetune.errors import DataError
 class Example:
     """One row, whatever its format: messages, prompt and completion, or text.
 
-    `answers` are the indices of the messages to train on; `file` and `row` its origin.
+    `answers` are the indices of the messages to train on; `file` and `row` say where the row was read.
     """
 
     file: str
@@ -31,7 +31,7 @@ class Example:
     text: str | None = None
 
     def content(self) -> dict[str, Any]:
-        """The content without its origin; equal for duplicate rows."""
+        """The content without file and row number; equal for duplicate rows."""
         fields = ("messages", "answers", "tools", "prompt", "completion", "text")
         return {name: getattr(self, name) for name in fields if getattr(self, name)}
 
@@ -40,18 +40,18 @@ class Example:
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
     def texts(self) -> list[str]:
-        """All its texts."""
+        """The texts of all its messages or fields."""
         return [*(message["content"] for message in self.messages), *filter(None, (self.prompt, self.completion, self.text))]
 
-    def said(self) -> list[str]:
-        """Its texts without those of the system."""
+    def texts_without_system(self) -> list[str]:
+        """Its texts without the system prompt."""
         return [
             *(message["content"] for message in self.messages if message["role"] not in ("system", "developer")),
             *filter(None, (self.prompt, self.completion, self.text)),
         ]
 
     def reference(self) -> str | None:
-        """The last answer of the row; None for plain text, and where the answer is only a call of a tool."""
+        """The last answer of the row; None for plain text, and for an answer that is only a tool call."""
         if not self.messages:
             return self.completion
         last = self.messages[self.answers[-1]]
@@ -62,9 +62,9 @@ class Example:
 class Format:
     """A format's required and optional columns, an example line, and its parser (row -> fields of Example)."""
 
-    needs: tuple[str, ...]
-    reads: tuple[str, ...]
-    line: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    example_line: str
     parse: Callable[[dict[str, Any], dict[str, str]], dict[str, Any]]
 
 
@@ -75,8 +75,8 @@ def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "m
         messages.insert(0, {"role": "system", "content": system})
     elif system.strip() and system.strip() != messages[0]["content"].strip():
         raise BadRow("system", "differs from the system prompt in the conversation")
-    messages, listed = read_tool_text(messages, field)
-    return {"messages": tuple(messages), "answers": answers_of(messages, field), "tools": _tools(row) or listed}
+    messages, listed_tools = read_tool_text(messages, field)
+    return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": _tools(row) or listed_tools}
 
 
 def _from_sharegpt(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -85,19 +85,20 @@ def _from_sharegpt(row: dict[str, Any], columns: dict[str, str]) -> dict[str, An
 
 def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """Instruction and input become the user's message, the output the assistant's; `history`: earlier pairs, not trained on."""
-    instruction, extra, answer = optional_text(row, "instruction"), optional_text(row, "input"), text_of(row, "output")
-    question = "\n\n".join(part for part in (instruction, extra) if part.strip())
+    parts = (optional_text(row, "instruction"), optional_text(row, "input"))
+    answer = required_text(row, "output")
+    question = "\n\n".join(part for part in parts if part.strip())
     if not question:
-        text_of(row, "instruction")
+        required_text(row, "instruction")
     messages: list[Message] = []
     if (system := optional_text(row, "system")).strip():
         messages.append({"role": "system", "content": system})
-    history = parsed_if_text(row.get("history") or None, "history")
+    history = parse_if_text(row.get("history") or None, "history")
     for index, pair in enumerate([] if is_missing(history) else history if isinstance(history, list) else [history]):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise BadRow(f"history[{index}]", f"is {kind_of(pair)}, not a pair of question and answer")
+            raise BadRow(f"history[{index}]", f"is {type_phrase(pair)}, not a pair of question and answer")
         for role, text in zip(("user", "assistant"), pair, strict=True):
-            messages.append({"role": role, "content": text_of({f"history[{index}]": text}, f"history[{index}]")})
+            messages.append({"role": role, "content": required_text({f"history[{index}]": text}, f"history[{index}]")})
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
@@ -106,24 +107,24 @@ def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dic
     """Two texts, concatenated without a template; or two lists of messages."""
     if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
         keys = columns.get("role", "role"), columns.get("content", "content")
-        sides = (("prompt", "user"), ("completion", "assistant"))
-        prompt, completion = (read_messages(_turns(row.get(field), role), field, *keys) for field, role in sides)
-        prompt, listed = read_tool_text(prompt, "prompt")
+        fields = (("prompt", "user"), ("completion", "assistant"))
+        prompt, completion = (read_messages(_message_list(row.get(field), role), field, *keys) for field, role in fields)
+        prompt, listed_tools = read_tool_text(prompt, "prompt")
         messages, _ = read_tool_text([*prompt, *completion], "prompt")
-        answers = tuple(index for index in answers_of(messages, "prompt") if index >= len(prompt))
+        answers = tuple(index for index in answer_indices(messages, "prompt") if index >= len(prompt))
         if not answers:
             raise BadRow("completion", "has no assistant turn; there is nothing to train on")
-        return {"messages": tuple(messages), "answers": answers, "tools": _tools(row) or listed}
-    return {"prompt": text_of(row, "prompt"), "completion": text_of(row, "completion")}
+        return {"messages": tuple(messages), "answers": answers, "tools": _tools(row) or listed_tools}
+    return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
 
 
-def _turns(value: Any, role: str) -> Any:
+def _message_list(value: Any, role: str) -> Any:
     """A list of messages, also where it is one message or, beside a list, its text."""
     return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _from_text(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    return {"text": text_of(row, "text")}
+    return {"text": required_text(row, "text")}
 
 
 def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -131,7 +132,8 @@ def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     calls = read_calls(row["answers"], "answers")
     if not calls:
         raise BadRow("answers", "has no call; there is nothing to train on")
-    messages = ({"role": "user", "content": text_of(row, "query")}, {"role": "assistant", "content": "", "tool_calls": calls})
+    question = {"role": "user", "content": required_text(row, "query")}
+    messages = (question, {"role": "assistant", "content": "", "tool_calls": calls})
     return {"messages": messages, "answers": (1,), "tools": _tools(row)}
 
 
@@ -161,10 +163,10 @@ FORMATS = {
     ),
     "text": Format(("text",), (), '{"text": "Any text; all of it is trained on."}', _from_text),
 }  # fmt: skip
-FIELDS = sorted({name for known in FORMATS.values() for name in (*known.needs, *known.reads)} | {"role", "content"})
+FIELDS = sorted({"role", "content"}.union(*((*fmt.required, *fmt.optional) for fmt in FORMATS.values())))
 
 #: Field -> column of a question and its answer under other names, read as alpaca.
-_PAIRS: tuple[dict[str, str], ...] = (
+_QUESTION_ANSWER_COLUMNS: tuple[dict[str, str], ...] = (
     {"instruction": "instruction", "output": "response", "input": "context"},
     {"instruction": "instruction", "output": "response"},
     {"instruction": "question", "output": "answer"},
@@ -187,17 +189,17 @@ def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
 
     They become conversations, as chat sends them. Columns of a format, and others, map to nothing.
     """
-    header = {name for row in rows for name, value in row.items() if not is_missing(value)}
-    if any(header.issuperset(known.needs) for known in FORMATS.values()):
+    filled_columns = {name for row in rows for name, value in row.items() if not is_missing(value)}
+    if any(filled_columns.issuperset(fmt.required) for fmt in FORMATS.values()):
         return {}
-    return next((columns for columns in _PAIRS if header.issuperset(columns.values())), {})
+    return next((columns for columns in _QUESTION_ANSWER_COLUMNS if filled_columns.issuperset(columns.values())), {})
 
 
-def renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def rename_columns(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """The row with the user's column names replaced by the format's. `columns` is field -> the user's column."""
     mapped = {field: row[column] for field, column in columns.items() if column in row}
-    taken = {column for field, column in columns.items() if column in row}
-    return {**{name: value for name, value in row.items() if name not in taken}, **mapped}
+    renamed_columns = {column for field, column in columns.items() if column in row}
+    return {**{name: value for name, value in row.items() if name not in renamed_columns}, **mapped}
 
 
 def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> str:
@@ -205,54 +207,56 @@ def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> st
 
     A `text` column next to another format's columns is ignored: many published datasets have one as a copy.
     """
-    fits: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for row in rows:
-        filled = {name for name, value in row.items() if not is_missing(value)}
-        matching = [name for name, known in FORMATS.items() if filled.issuperset(known.needs)]
+        filled_columns = {name for name, value in row.items() if not is_missing(value)}
+        matching = [name for name, fmt in FORMATS.items() if filled_columns.issuperset(fmt.required)]
         matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
         if len(matching) > 1:
-            both = " and ".join(matching)
+            names = " and ".join(matching)
             raise DataError(
-                f"{file}: the columns ({_listed(rows)}) fit more than one format: {both}",
+                f"{file}: the columns ({_column_list(rows)}) fit more than one format: {names}",
                 f"Choose one, for example  dataset.format={matching[0]}",
             )
-        fits.update(matching)
-    if not fits:
+        counts.update(matching)
+    if not counts:
         header = {name for row in rows for name in row}
-        fits.update(name for name, known in FORMATS.items() if header.issuperset(known.needs))
-    if not fits:
-        raise DataError(f"{file}: no known format has these columns: {_listed(rows)}", _how_to_name(rows, columns))
-    return fits.most_common(1)[0][0]
+        counts.update(name for name, fmt in FORMATS.items() if header.issuperset(fmt.required))
+    if not counts:
+        raise DataError(f"{file}: no known format has these columns: {_column_list(rows)}", _naming_hint(rows, columns))
+    return counts.most_common(1)[0][0]
 
 
-def check_columns(rows: list[dict[str, Any]], file: str, name: str, columns: dict[str, str]) -> None:
+def check_columns(rows: list[dict[str, Any]], file: str, format_name: str, columns: dict[str, str]) -> None:
     """Raises DataError when a named format or the user's mapping needs columns that no row has. `rows` as read."""
     header = {key for row in rows for key in row}
     for field, column in columns.items():
         if field not in FIELDS:
             raise DataError(
-                f"dataset.columns: '{shown(field)}' is not a field of any format", f"The fields are {', '.join(FIELDS)}."
+                f"dataset.columns: '{printable(field)}' is not a field of any format", f"The fields are {', '.join(FIELDS)}."
             )
         if column not in header and field not in ("role", "content"):
             raise DataError(
-                f"{file}: dataset.columns maps {field} to a column '{shown(column)}', and the file has {_listed(rows)}",
+                f"{file}: dataset.columns maps {field} to a column '{printable(column)}', "
+                f"and the file has {_column_list(rows)}",
                 "Use a column name of the file.",
             )
-    absent = [need for need in FORMATS[name].needs if need not in {*header, *columns}] if name in FORMATS else []
-    if absent:
+    required = FORMATS[format_name].required if format_name in FORMATS else ()
+    missing = [column for column in required if column not in {*header, *columns}]
+    if missing:
         raise DataError(
-            f"{file}: format {name} needs the column(s) {', '.join(absent)}; the file has {_listed(rows)}",
-            _how_to_name(rows, columns),
+            f"{file}: format {format_name} needs the column(s) {', '.join(missing)}; the file has {_column_list(rows)}",
+            _naming_hint(rows, columns),
         )
 
 
-def parse(row: dict[str, Any], name: str, columns: dict[str, str], file: str, number: int) -> Example:
+def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: str, number: int) -> Example:
     """One renamed row as an Example. Raises BadRow."""
-    known = FORMATS[name]
-    absent = [need for need in known.needs if need not in row]
-    if absent:
-        raise BadRow(absent[0], f"is missing; the row has {_listed([row])} and the file is read as {name}")
-    example = Example(file=file, row=number, **known.parse(row, columns))
+    fmt = FORMATS[format_name]
+    missing = [column for column in fmt.required if column not in row]
+    if missing:
+        raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
+    example = Example(file=file, row=number, **fmt.parse(row, columns))
     size = sum(len(message["content"]) for message in example.messages) + len(
         (example.prompt or "") + (example.completion or "")
     )
@@ -261,25 +265,25 @@ def parse(row: dict[str, Any], name: str, columns: dict[str, str], file: str, nu
     return example
 
 
-def unused_columns(header: list[str], name: str) -> tuple[str, ...]:
+def unused_columns(columns: list[str], format_name: str) -> tuple[str, ...]:
     """Columns of the (renamed) rows that the format does not read."""
-    known = FORMATS[name]
-    return tuple(shown(column) for column in header if column not in (*known.needs, *known.reads))
+    fmt = FORMATS[format_name]
+    return tuple(printable(column) for column in columns if column not in (*fmt.required, *fmt.optional))
 
 
-def _listed(rows: list[dict[str, Any]]) -> str:
-    header = list(dict.fromkeys(name for row in rows for name in row))
-    names = ", ".join(shown(name) or "(no name)" for name in header[:20])
-    return f"{names}, ... ({len(header)} in all)" if len(header) > 20 else names or "no columns"
+def _column_list(rows: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    names = ", ".join(printable(name) or "(no name)" for name in columns[:20])
+    return f"{names}, ... ({len(columns)} in all)" if len(columns) > 20 else names or "no columns"
 
 
-def _how_to_name(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+def _naming_hint(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
     header = {name for row in rows for name in row}
     lines = []
-    for seen, name, fields in _SUGGESTIONS:
-        if header.issuperset(seen) and not columns:
-            mapping = ", ".join(f"{field}: {column}" for field, column in zip(fields, seen, strict=True))
+    for present_columns, name, fields in _SUGGESTIONS:
+        if header.issuperset(present_columns) and not columns:
+            mapping = ", ".join(f"{field}: {column}" for field, column in zip(fields, present_columns, strict=True))
             lines += ["Perhaps, in the recipe:", f"  dataset: {{path: ..., format: {name}, columns: {{{mapping}}}}}"]
             break
     lines.append("Rows look like one of these, or name your own columns with dataset.columns (field: your column):")
-    return "\n".join([*lines, *(f"  {name}: {known.line}" for name, known in FORMATS.items())])
+    return "\n".join([*lines, *(f"  {name}: {fmt.example_line}" for name, fmt in FORMATS.items())])

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune import hub
-from finetune.data.readers import Row, without_nothing
-from finetune.data.report import Refused, shown
+from finetune.data.readers import Row, drop_nulls
+from finetune.data.report import Refused, printable
 from finetune.errors import DataError
 
 #: Allowed readers of `datasets`, out of some thirty.
@@ -18,7 +18,7 @@ def read_hub(name: str, config: str | None, split: str, revision: str | None) ->
     """The rows of one split, numbered from 1. Raises DataError when it can't be found, reached or read."""
     file = f"{name}:{split}"
     for number, row in enumerate(_load(name, config, split, revision), 1):
-        yield Row(file, number, {key: without_nothing(value) for key, value in row.items()})
+        yield Row(file, number, {key: drop_nulls(value) for key, value in row.items()})
 
 
 def _load(name: str, config: str | None, split: str, revision: str | None) -> Any:
@@ -31,7 +31,7 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
         kind = type(builder).__module__.removeprefix("datasets.packaged_modules.").split(".")[0]
         if kind not in _ALLOWED:
             raise DataError(
-                f"{name}: is a dataset of kind {shown(kind)}, which is not supported",
+                f"{name}: is a dataset of kind {printable(kind)}, which is not supported",
                 f"Supported kinds: {', '.join(_ALLOWED)}.",
             )
         builder.download_and_prepare()
@@ -52,7 +52,7 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
 
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).split("\n") if line.strip()]
-    return shown(lines[0], 300) if lines else type(error).__name__
+    return printable(lines[0], 300) if lines else type(error).__name__
 
 
 def _fix(message: str) -> str:

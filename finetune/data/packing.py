@@ -1,4 +1,4 @@
-"""Pack rows into sequences with TRL, and check that no token was lost."""
+"""Pack rows into sequences with TRL, and check that no token is missing."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     import datasets
     from trl import pack_dataset
 
-    before = _totals(dataset)
-    if before["longest"] > max_length:
+    totals_before = _totals(dataset)
+    if totals_before["longest"] > max_length:
         raise DataError(
-            f"a row has {before['longest']:,} tokens, more than a packed sequence (max_length {max_length:,})",
+            f"a row has {totals_before['longest']:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
         )
-    quiet = datasets.are_progress_bars_disabled()
+    bars_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         packed = pack_dataset(dataset.select_columns(["input_ids", "labels"]).shuffle(seed=seed), max_length, "bfd")
     finally:
-        if not quiet:
+        if not bars_disabled:
             datasets.enable_progress_bars()
-    after = _totals(packed)
-    after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
-    lost = [
-        f"{name}: {before[name]:,} before, {after[name]:,} after"
-        for name in before
-        if name != "longest" and before[name] != after[name]
+    totals_after = _totals(packed)
+    totals_after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
+    differences = [
+        f"{name}: {totals_before[name]:,} before, {totals_after[name]:,} after"
+        for name in totals_before
+        if name != "longest" and totals_before[name] != totals_after[name]
     ]
-    if lost or after["longest"] > max_length:
+    if differences or totals_after["longest"] > max_length:
         raise FinetuneError(
-            [f"packing changed the data; {line}" for line in lost] or ["packing made sequences that are too long"]
+            [f"packing changed the data; {difference}" for difference in differences]
+            or ["packing made sequences that are too long"]
         )
     return packed
 

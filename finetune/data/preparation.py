@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.examples import held_out, sources_of
-from finetune.data.findings import find
+from finetune.data.examples import choose_held_out, sources_of
+from finetune.data.findings import find_problems
 from finetune.data.formats import Example
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
-from finetune.data.shards import Part, Stored
+from finetune.data.shards import SourcePart, StoredRows
 from finetune.data.sources import Source
-from finetune.data.splits import LimitedSide, Side
-from finetune.data.token_cache import Facts, tokenised
+from finetune.data.splits import DataSplit, LimitedSplit
+from finetune.data.token_cache import FileInfo, tokenise_source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.recipe import DatasetRecipe, Recipe
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-#: Called with rows done, and all rows; None where only reading tells how many there are.
+#: Called with the tokenised rows and all rows; None if the total is known only after reading.
 Progress = Callable[[int, int | None], None]
 
 
 @dataclass
 class PreparedData:
-    """What the trainer needs, and its report.
+    """The trainer's datasets and their report.
 
-    `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact
-    match prompts with an Example's `question()` and expects its `reference()`. `plain`: every training row is a prompt and its
-    completion without a template.
+    `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact match
+    prompts with an Example's `question()` and expects its `reference()`. `plain`: all training rows are prompts with
+    completions, without a template.
     """
 
-    sides: list[LimitedSide]
+    splits: list[LimitedSplit]
     report: DataReport
     eval_report: DataReport | None
     fingerprint: str
@@ -52,19 +52,19 @@ class PreparedData:
 
     @cached_property
     def train(self) -> Dataset:
-        """The trainer's dataset, with columns input_ids and labels (-100 where not trained on): one sequence per row, none
-        longer than max_length.
+        """The trainer's dataset: one sequence per row, none longer than max_length, with columns input_ids and labels (-100
+        where not trained on).
         """
-        return self.sides[0].dataset(f"{self.fingerprint}-train")
+        return self.splits[0].dataset(f"{self.fingerprint}-train")
 
     @cached_property
     def eval(self) -> Dataset | None:
-        """The same of the held-out rows; None where no rows are held out."""
-        return self.sides[1].dataset(f"{self.fingerprint}-eval") if len(self.sides) > 1 else None
+        """The same of the held-out rows; None if no rows are held out."""
+        return self.splits[1].dataset(f"{self.fingerprint}-eval") if len(self.splits) > 1 else None
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
         """The ids and labels of one training sequence, without importing datasets, which takes a second."""
-        for table in self.sides[0].tables():
+        for table in self.splits[0].tables():
             if index < table.num_rows:
                 row = table.slice(index, 1).to_pylist()[0]
                 return row["input_ids"], row["labels"]
@@ -74,172 +74,179 @@ class PreparedData:
 
 @dataclass
 class EncodedRows:
-    """Every row of a recipe's dataset as tokens, or why it has none, before max_length applies. Expensive to make; `within` is
-    cheap."""
+    """Every row of a recipe's dataset as tokens, or why it has none, before max_length applies. Slow; `select` is fast."""
 
     encoder: Encoder
-    sides: list[Side]
+    splits: list[DataSplit]
 
     @cached_property
-    def leaked(self) -> tuple[int, list[tuple[str, int]]]:
-        """Held-out rows whose prompt (plain text: the text) is also in the training rows: how many, and the first places."""
-        if len(self.sides) < 2:
+    def leaked_rows(self) -> tuple[int, list[tuple[str, int]]]:
+        """Held-out rows whose prompt (plain text: the text) is also in the training rows: how many, and where the first are."""
+        if len(self.splits) < 2:
             return 0, []
-        train, held = self.sides
-        rows = np.flatnonzero(held.mine & np.isin(held.stored.asked, train.stored.asked[train.mine]))
-        return len(rows), [held.stored.place(index) for index in rows[:4]]
+        train, held_out = self.splits
+        trained_prompts = train.stored.prompt_digests[train.row_mask]
+        rows = np.flatnonzero(held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts))
+        return len(rows), [held_out.stored.row_location(index) for index in rows[:4]]
 
-    def within(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
-        """The rows used under this max_length; None is no limit."""
+    def select(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
+        """The rows used with this max_length; None is no limit."""
         weighted = bool(recipe.dataset.weights)
-        sides = [
-            LimitedSide(side, max_length, recipe.excess_length, weighted=weighted and number == 0, seed=recipe.seed)
-            for number, side in enumerate(self.sides)
+        splits = [
+            LimitedSplit(split, max_length, recipe.excess_length, weighted=weighted and index == 0, seed=recipe.seed)
+            for index, split in enumerate(self.splits)
         ]
-        return SelectedRows(self, recipe, max_length, sides)
+        return SelectedRows(self, recipe, max_length, splits)
 
 
 @dataclass
 class SelectedRows:
-    """The training and held-out rows under one max_length, and why the others were left out."""
+    """The training and held-out rows with one max_length, and why the others are left out."""
 
     encoded: EncodedRows
     recipe: Recipe
     max_length: int | None
-    sides: list[LimitedSide]
+    splits: list[LimitedSplit]
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each training sequence."""
-        return self.sides[0].lengths
+        return self.splits[0].lengths
+
+    @property
+    def trained_lengths(self) -> np.ndarray:
+        """Trained tokens of each training sequence, in the order of `lengths`."""
+        return self.splits[0].trained_lengths
 
     @property
     def trained_tokens(self) -> int:
         """Trained tokens of the training rows."""
-        return self.sides[0].trained_tokens
+        return self.splits[0].trained_tokens
 
     @property
     def eval_rows(self) -> int:
         """Number of held-out sequences."""
-        return len(self.sides[1].lengths) if len(self.sides) > 1 else 0
+        return len(self.splits[1].lengths) if len(self.splits) > 1 else 0
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
-        """What is worth knowing about each side's rows; that held-out rows are known is with the training rows."""
+        """The findings of each split; leaked held-out rows are a finding of the training split."""
         return [
             tuple(
-                find(
-                    one.stored,
-                    one.used,
-                    duplicates=one.stored.repeated(one.side.mine),
-                    leaked=self.encoded.leaked if number == 0 else (0, []),
-                    held_out=int(self.sides[-1].side.mine.sum()),
-                    truncated=one.truncated,
+                find_problems(
+                    split.stored,
+                    split.used,
+                    duplicates=split.stored.exact_duplicates(split.unlimited.row_mask),
+                    leaked=self.encoded.leaked_rows if index == 0 else (0, []),
+                    held_out_rows=int(self.splits[-1].unlimited.row_mask.sum()),
+                    truncated=split.truncated,
                     encoder=self.encoded.encoder,
                 )
             )
-            for number, one in enumerate(self.sides)
+            for index, split in enumerate(self.splits)
         ]
 
-    def refuse(self) -> None:
+    def raise_problems(self) -> None:
         """Raise DataError with every reason why this data can't be trained on."""
-        _refuse(self.sides, self.recipe, self.max_length)
-        blocking = [one for one in self.findings[0] if one.blocks and one.kind not in self.recipe.dataset.accept_findings]
+        _raise_problems(self.splits, self.recipe, self.max_length)
+        accepted = self.recipe.dataset.accept_findings
+        blocking = [finding for finding in self.findings[0] if finding.blocks and finding.kind not in accepted]
         if blocking:
-            kinds = ", ".join(one.kind for one in blocking)
-            raise DataError([str(one) for one in blocking], f"To train on it as it is:  dataset.accept_findings=[{kinds}]")
+            kinds = ", ".join(finding.kind for finding in blocking)
+            raise DataError(list(map(str, blocking)), f"To train on it as it is:  dataset.accept_findings=[{kinds}]")
 
     def prepared(self) -> PreparedData:
         """The trainer's datasets and their report."""
-        train, held = self.sides[0], self.sides[1] if len(self.sides) > 1 else None
+        train, held_out = self.splits[0], self.splits[1] if len(self.splits) > 1 else None
         encoder = self.encoded.encoder
-        fingerprint = _fingerprint(self.sides, self.recipe, encoder, self.max_length)
+        fingerprint = _fingerprint(self.splits, self.recipe, encoder, self.max_length)
         return PreparedData(
-            sides=self.sides,
+            splits=self.splits,
             report=_report(train, self.findings[0]),
-            eval_report=_report(held, self.findings[1]) if held else None,
+            eval_report=_report(held_out, self.findings[1]) if held_out else None,
             fingerprint=fingerprint,
             lengths=train.lengths.tolist(),
-            eval_lengths=held.lengths.tolist() if held else [],
+            eval_lengths=held_out.lengths.tolist() if held_out else [],
             examples=train.examples(),
-            eval_examples=held.examples() if held else [],
+            eval_examples=held_out.examples() if held_out else [],
             plain=bool(train.stored.has("pair")[train.used].all()),
         )
 
 
-def facts_of(dataset: DatasetRecipe) -> dict[Source, Facts]:
-    """What is known of the dataset's files before they are read: their content's hash. Raises DataError and RecipeError."""
-    return {source: Facts.of(source) for sources in sources_of(dataset) for source in sources}
+def file_infos(dataset: DatasetRecipe) -> dict[Source, FileInfo]:
+    """Size, time and hash of the dataset's files. Raises DataError and RecipeError."""
+    return {source: FileInfo.of(source) for sources in sources_of(dataset) for source in sources}
 
 
 def encode(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, facts: dict[Source, Facts] | None = None,
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, infos: dict[Source, FileInfo] | None = None,
     progress: Progress | None = None,
 ) -> EncodedRows:  # fmt: skip
-    """Read and tokenise the recipe's dataset, or find its tokens in the cache. `progress(done, total)` counts rows;
-    the total is None where only reading tells it. `facts`: those of its files, where they are known already.
+    """Read and tokenise the recipe's dataset, or load its tokens from the cache. `progress(done, total)` counts rows;
+    the total is None if it is known only after reading. `infos`: those of its files, if computed before.
 
     Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
     """
     dataset = recipe.dataset
     sources, eval_sources = sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs)
-    facts = facts_of(dataset) if facts is None else facts
-    counted = _Counted(progress, facts.values(), dataset.max_rows)
-    train = _stored(sources, facts, dataset, dataset.max_rows, encoder, counted)
-    held = _stored(eval_sources, facts, dataset, None, encoder, counted)
-    counted.finish()
-    if any(stored.has("conversation").any() for stored in (train, held)):
+    infos = file_infos(dataset) if infos is None else infos
+    row_counter = _RowCounter(progress, infos.values(), dataset.max_rows)
+    train = _load_rows(sources, infos, dataset, dataset.max_rows, encoder, row_counter)
+    held_out = _load_rows(eval_sources, infos, dataset, None, encoder, row_counter)
+    row_counter.finish()
+    if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
-    every = np.ones(len(train), dtype=bool)
+    all_rows = np.ones(len(train), dtype=bool)
     if eval_sources:
-        return EncodedRows(encoder, [Side(train, every), Side(held, np.ones(len(held), dtype=bool))])
+        return EncodedRows(encoder, [DataSplit(train, all_rows), DataSplit(held_out, np.ones(len(held_out), dtype=bool))])
     if not dataset.test_split_size:
-        return EncodedRows(encoder, [Side(train, every)])
-    out = np.array(held_out(train.asked.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
-    return EncodedRows(encoder, [Side(train, ~out, held_out=int(out.sum())), Side(train, out, split_off=True)])
+        return EncodedRows(encoder, [DataSplit(train, all_rows)])
+    mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
+    splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
+    return EncodedRows(encoder, splits)
 
 
-def _stored(
-    sources: list[Source], facts: dict[Source, Facts], dataset: DatasetRecipe, limit: int | None, encoder: Encoder,
-    counted: _Counted,
-) -> Stored:  # fmt: skip
+def _load_rows(
+    sources: list[Source], infos: dict[Source, FileInfo], dataset: DatasetRecipe, limit: int | None, encoder: Encoder,
+    row_counter: _RowCounter,
+) -> StoredRows:  # fmt: skip
     """The rows of all sources, each in its own format unless the recipe names one. At most `limit` rows are read."""
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     for source in sources:
-        left = None if limit is None else limit - sum(part.read for part in parts)
-        if left == 0:
+        remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
+        if remaining == 0:
             break
-        parts.append(tokenised(source, facts[source], dataset, left, encoder, counted.of_next_source()))
-        counted.add(parts[-1].read)
-    return Stored(parts)
+        parts.append(tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter.next_source()))
+        row_counter.finish_source(parts[-1].rows_read)
+    return StoredRows(parts)
 
 
-class _Counted:
-    """Rows done of all sources, and all rows, where their files have lines."""
+class _RowCounter:
+    """Counts the tokenised rows of all sources; the total is known if their files have lines."""
 
-    def __init__(self, progress: Progress | None, facts: Iterable[Facts], limit: int | None) -> None:
-        lines = [one.lines for one in facts]
+    def __init__(self, progress: Progress | None, infos: Iterable[FileInfo], limit: int | None) -> None:
+        lines = [info.lines for info in infos]
         self._total = None if limit is not None or None in lines else sum(filter(None, lines))
-        self._progress, self._before, self._told = progress, 0, -1
+        self._progress, self._finished_rows, self._reported = progress, 0, -1
 
-    def of_next_source(self) -> Callable[[int], None]:
-        """Counts the rows of one more source."""
-        before = self._before
-        return lambda done: self._tell(before + done, self._total)
+    def next_source(self) -> Callable[[int], None]:
+        """Returns the progress callback of the next source."""
+        finished_rows = self._finished_rows
+        return lambda done: self._report(finished_rows + done, self._total)
 
-    def add(self, read: int) -> None:
-        """One source is done."""
-        self._before += read
+    def finish_source(self, rows_read: int) -> None:
+        """Add the rows of a finished source."""
+        self._finished_rows += rows_read
 
     def finish(self) -> None:
-        """All are done."""
-        self._tell(self._before, self._before)
+        """Report the total."""
+        self._report(self._finished_rows, self._finished_rows)
 
-    def _tell(self, done: int, total: int | None) -> None:
-        if self._progress is not None and done != self._told:
-            self._told = done
-            self._progress(done, total)
+    def _report(self, count: int, total: int | None) -> None:
+        if self._progress is not None and count != self._reported:
+            self._reported = count
+            self._progress(count, total)
 
 
 def prepare(
@@ -256,38 +263,38 @@ def prepare(
     if `excess_length` is raise, and when nothing is left to train on; RecipeError for conversations without a chat template.
     With `report_only` rows are never an error: the report has all problems, and `train` may be empty.
     """
-    selected = encode(recipe, tokenizer, progress=progress).within(recipe, max_length)
+    selected = encode(recipe, tokenizer, progress=progress).select(recipe, max_length)
     if not report_only:
-        selected.refuse()
+        selected.raise_problems()
     return selected.prepared()
 
 
-def _refuse(sides: list[LimitedSide], recipe: Recipe, max_length: int | None) -> None:
+def _raise_problems(splits: list[LimitedSplit], recipe: Recipe, max_length: int | None) -> None:
     """Raise DataError with every reason why this data can't be trained on."""
-    refused = [row for side in sides for row in side.refused]
-    read = sum(side.side.read for side in sides if not side.side.split_off)
-    too_long = sum(int(side.too_long.sum()) for side in sides)
+    refused = [row for split in splits for row in split.refused]
+    rows_read = sum(split.unlimited.rows_read for split in splits if not split.unlimited.split_off)
+    too_long = sum(int(split.too_long.sum()) for split in splits)
     problems, fixes = [], []
     if refused and recipe.dataset.on_bad_rows == "fail":
-        problems += refusal_lines(refused, read)
+        problems += refusal_lines(refused, rows_read)
         fixes.append(
             "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
         )
     if too_long and recipe.excess_length in ("raise", "chunk"):
-        longest = sorted((entry for side in sides for entry in side.longest(5)), key=lambda entry: -entry[1])
+        longest = sorted((entry for split in splits for entry in split.longest(5)), key=lambda entry: -entry[1])
         problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
         problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
         fixes.append(
             f"Raise max_length (up to {longest[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
             + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
         )
-    if not problems and any(not len(side.lengths) for side in sides):
+    if not problems and any(not len(split.lengths) for split in splits):
         problems += (
             [
                 "no row is left to train on",
-                *(refusal_lines(refused, read, 5) if refused else []),
+                *(refusal_lines(refused, rows_read, 5) if refused else []),
             ]
-            if not len(sides[0].lengths)
+            if not len(splits[0].lengths)
             else ["no held-out row can be used"]
         )
         problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
@@ -296,34 +303,34 @@ def _refuse(sides: list[LimitedSide], recipe: Recipe, max_length: int | None) ->
         raise DataError(problems, "\n".join(fixes))
 
 
-def _report(limited: LimitedSide, findings: tuple[Finding, ...]) -> DataReport:
-    side = limited.side
+def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
+    unlimited = limited.unlimited
     parts = limited.stored.parts
     return DataReport(
-        files=side.files,
+        files=unlimited.files,
         format=", ".join(dict.fromkeys(part.format for part in parts)),
-        rows_read=side.read,
+        rows_read=unlimited.rows_read,
         rows_used=int(limited.used.sum()),
         rows_refused=tuple(sorted(limited.refused, key=lambda row: (row.file, row.row))),
-        rows_held_out=side.held_out,
+        rows_held_out=unlimited.held_out,
         rows_too_long=int(limited.too_long.sum()),
         rows_truncated=int(limited.truncated.sum()),
         rows_chunked=int((limited.chunked & limited.used).sum()),
         rows_left_out=limited.left_out,
         rows_repeated=int(sum(rows.sum() for rows in limited.passes[1:])),
         tokens_dropped=limited.tokens_dropped,
-        duplicate_rows=sum(one.rows for one in findings if one.kind == "duplicates"),
+        duplicate_rows=sum(finding.rows for finding in findings if finding.kind == "duplicates"),
         sequences=len(limited.lengths),
         total_tokens=int(limited.lengths.sum(dtype=np.int64)),
         trained_tokens=limited.trained_tokens,
         lengths=percentiles(limited.lengths),
-        unused_columns=() if side.split_off else tuple(dict.fromkeys(one for part in parts for one in part.unused_columns)),
-        columns={} if side.split_off else {name: column for part in parts for name, column in part.columns.items()},
+        unused_columns=() if unlimited.split_off else tuple({name: None for part in parts for name in part.unused_columns}),
+        columns={} if unlimited.split_off else {name: column for part in parts for name, column in part.columns.items()},
         findings=findings,
     )
 
 
-def _fingerprint(sides: list[LimitedSide], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
+def _fingerprint(splits: list[LimitedSplit], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
     """sha256 of the rows used, the settings that change their tokens, the chat template and the tokenizer."""
     template = encoder.template and encoder.template.source
     settings: list[Any] = [max_length, recipe.excess_length, recipe.train_on_inputs, template]
@@ -331,6 +338,6 @@ def _fingerprint(sides: list[LimitedSide], recipe: Recipe, encoder: Encoder, max
         settings += [recipe.dataset.weights, recipe.seed]
     identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
     hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
-    for side in sides:
-        hashed.update(b"side" + side.stored.content[side.used].tobytes())
+    for split in splits:
+        hashed.update(b"side" + split.stored.content_digests[split.used].tobytes())
     return hashed.hexdigest()

@@ -26,9 +26,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about the data before training on it. `text` says what, `first` are the first three places.
+    """A property of the data to know before training. `text` describes it, `first` says where the first three rows are.
 
-    `blocks`: a run is refused unless the recipe accepts it.
+    `blocks`: a run is refused unless the recipe accepts the finding.
     """
 
     kind: str
@@ -39,8 +39,8 @@ class Finding:
     blocks: bool = False
 
     def __str__(self) -> str:
-        where = f" (first: {'; '.join(self.first)})" if self.first else ""
-        return f"{self.text.format(rows=f'{self.rows:,} row(s)')}{where}{f'. {self.fix}' if self.fix else ''}"
+        locations = f" (first: {'; '.join(self.first)})" if self.first else ""
+        return f"{self.text.format(rows=f'{self.rows:,} row(s)')}{locations}{f'. {self.fix}' if self.fix else ''}"
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ class DataReport:
         return self.rows_too_long - self.rows_truncated
 
     def account(self) -> str:
-        """Where every row that was read went, with the reasons."""
+        """How many rows were used, refused, dropped, held out and left out, with the reasons."""
         parts = [f"{self.rows_used:,} used"]
         if self.rows_refused:
-            parts.append(f"{len(self.rows_refused):,} refused ({_kinds(list(self.rows_refused))})")
+            parts.append(f"{len(self.rows_refused):,} refused ({_reasons(list(self.rows_refused))})")
         if self.rows_dropped:
             parts.append(f"{self.rows_dropped:,} dropped (longer than max_length)")
         if self.rows_held_out:
             parts.append(f"{self.rows_held_out:,} held out")
         if self.rows_left_out:
             parts.append(f"{self.rows_left_out:,} left out (dataset.weights)")
-        more = f"; {self.rows_repeated:,} times a row is used again (dataset.weights)" if self.rows_repeated else ""
-        more += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all" if self.rows_chunked else ""
-        return f"{self.rows_read:,} rows read: {', '.join(parts)}{more}"
+        extra = f"; {self.rows_repeated:,} times a row is used again (dataset.weights)" if self.rows_repeated else ""
+        extra += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all" if self.rows_chunked else ""
+        return f"{self.rows_read:,} rows read: {', '.join(parts)}{extra}"
 
     @property
     def trained_token_share(self) -> float | None:
@@ -118,46 +118,46 @@ def percentiles(lengths: np.ndarray) -> dict[str, int]:
     return {**ranks, "max": int(ordered[-1])}
 
 
-def refusal_lines(refused: list[Refused], read: int, shown: int = 10) -> list[str]:
-    """How many rows are refused, and a line for each reason: how often, an example, and the first three places."""
+def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10) -> list[str]:
+    """How many rows are refused, and a line for each reason: how often, an example, and where the first three are."""
     groups: dict[str, list[Refused]] = {}
     for row in refused:
-        groups.setdefault(_kind(row), []).append(row)
-    ordered = sorted(groups.values(), key=len, reverse=True)
-    lines = [f"{len(refused):,} of {read:,} row(s) can't be trained on:"]
-    for rows in ordered[:shown]:
+        groups.setdefault(_reason(row), []).append(row)
+    by_count = sorted(groups.values(), key=len, reverse=True)
+    lines = [f"{len(refused):,} of {rows_read:,} row(s) can't be trained on:"]
+    for rows in by_count[:max_reasons]:
         field = f"{rows[0].field}: " if rows[0].field else ""
-        where = places([(row.file, row.row) for row in rows])
-        lines.append(f"  {len(rows):,} x {field}{rows[0].reason} ({where})" if len(rows) > 1 else f"  {rows[0]}")
-    if len(ordered) > shown:
-        rest = sum(map(len, ordered[shown:]))
-        lines.append(f"  and {len(ordered) - shown:,} other reason(s), for {rest:,} row(s)")
+        locations = format_locations([(row.file, row.row) for row in rows])
+        lines.append(f"  {len(rows):,} x {field}{rows[0].reason} ({locations})" if len(rows) > 1 else f"  {rows[0]}")
+    if len(by_count) > max_reasons:
+        other_rows = sum(map(len, by_count[max_reasons:]))
+        lines.append(f"  and {len(by_count) - max_reasons:,} other reason(s), for {other_rows:,} row(s)")
     return lines
 
 
-def places(rows: list[tuple[str, int]], most: int = 3) -> str:
+def format_locations(rows: list[tuple[str, int]], limit: int = 3) -> str:
     """The first rows as `a.jsonl, row 2, 5, 9, ...`."""
     files: dict[str, list[str]] = {}
-    for file, row in rows[:most]:
+    for file, row in rows[:limit]:
         files.setdefault(file, []).append(str(row))
-    named = "; ".join(f"{file}, row {', '.join(numbers)}" for file, numbers in files.items())
-    return f"{named}, ..." if len(rows) > most else named
+    listing = "; ".join(f"{file}, row {', '.join(numbers)}" for file, numbers in files.items())
+    return f"{listing}, ..." if len(rows) > limit else listing
 
 
-def _kinds(refused: list[Refused], shown: int = 3) -> str:
-    reasons = Counter(_kind(row) for row in refused)
-    kinds = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(shown))
-    return f"{kinds}, ..." if len(reasons) > shown else kinds
+def _reasons(refused: list[Refused], limit: int = 3) -> str:
+    reasons = Counter(_reason(row) for row in refused)
+    kinds = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(limit))
+    return f"{kinds}, ..." if len(reasons) > limit else kinds
 
 
-def _kind(row: Refused) -> str:
+def _reason(row: Refused) -> str:
     """The reason without the details of the row."""
     name = re.sub(r"\[\d+\]", "[]", row.field) if row.field else ""
     reason = re.split(r"[;:(]| \d", row.reason, maxsplit=1)[0].strip()
     return f"{name} {reason}" if name else reason
 
 
-def shown(text: str, limit: int = 60) -> str:
+def printable(text: str, limit: int = 60) -> str:
     """Untrusted text made safe to print: no control characters or lone surrogates, at most `limit` characters."""
     safe = text if text.isprintable() else ascii(text)[1:-1]
     return safe if len(safe) <= limit else f"{safe[: limit - 3]}..."

@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, kind_of_file, read_file
-from finetune.data.report import Refused, shown
+from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
+from finetune.data.report import Refused, printable
 from finetune.errors import DataError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_OTHER_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
+_UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
 
 
 #: Files that a folder is read for; a .txt there is as often a licence as data.
-_IN_FOLDERS = tuple(kind for kind in READERS if kind != ".txt")
+_FOLDER_TYPES = tuple(kind for kind in READERS if kind != ".txt")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One place with rows: a local `path`, or (path None) the `split` of the hub dataset `name`.
+    """Rows of a local `path`, or (path None) of the `split` of the hub dataset `name`.
 
-    `only`: of a local file with splits only `split` is read; `has_splits`: it must have them.
+    `only_split`: of a local file with splits only `split` is read; `has_splits`: it must have them.
     `weight`: how often each of its rows is used in an epoch.
     """
 
@@ -39,41 +39,42 @@ class Source:
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    only: bool = False
+    only_split: bool = False
     has_splits: bool = False
     weight: float = 1.0
 
     def rows(self) -> Iterator[Row | Refused]:
         """Its rows in order, with the unreadable ones. Raises DataError when the whole source can't be read."""
         if self.path is not None:
-            return read_file(self.path, self.name, self.split if self.only else None, has_splits=self.has_splits)
+            return read_file(self.path, self.name, self.split if self.only_split else None, has_splits=self.has_splits)
         from finetune.data.hub_datasets import read_hub
 
         return read_hub(self.name, self.config, self.split, self.revision)
 
 
 def find_sources(
-    paths: str | list[str], *, side: str = "train", config: str | None = None, split: str = "train",
-    revision: str | None = None, only: bool = False, has_splits: bool = False, weights: list[float] | None = None,
+    paths: str | list[str], *, bundled: str = "train", config: str | None = None, split: str = "train",
+    revision: str | None = None, only_split: bool = False, has_splits: bool = False, weights: list[float] | None = None,
 ) -> list[Source]:  # fmt: skip
-    """The sources that `paths` names, checked to exist. `side` (train, eval) chooses the file of a bundled dataset.
+    """The sources that `paths` names, checked to exist. `bundled` (train, eval): which one of a bundled dataset.
 
-    `only`: the recipe names `split`, so that of local files with splits it alone is read; `has_splits`: they must have them.
+    `only_split`: the recipe names `split`, so of local files with splits only it is read; `has_splits`: they must have them.
     `weights`: one for each path.
     Raises DataError with the problem of every path that is missing, a directory, not readable or of an unknown kind.
     """
     sources, problems, fixes = [], [], []
-    names = [paths] if isinstance(paths, str) else paths
-    for text, weight in zip(names, weights or [1.0] * len(names), strict=True):
+    path_list = [paths] if isinstance(paths, str) else paths
+    for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
         try:
-            saved = _saved(text, split if only else None)
-            if saved:
-                sources += [Source(shown(str(file), 200), file, weight=weight) for file in saved]
+            arrow_files = _saved_arrow_files(path, split if only_split else None)
+            if arrow_files:
+                sources += [Source(printable(str(file), 200), file, weight=weight) for file in arrow_files]
                 continue
-            for one in _expanded(text):
-                found = replace(_find(one, side) or Source(one, None, config, split, revision), weight=weight)
-                local = found.path is not None and only
-                sources.append(replace(found, split=split, only=True, has_splits=has_splits) if local else found)
+            for name in _expand_path(path):
+                source = replace(_local_source(name, bundled) or Source(name, None, config, split, revision), weight=weight)
+                if source.path is not None and only_split:
+                    source = replace(source, split=split, only_split=True, has_splits=has_splits)
+                sources.append(source)
         except DataError as error:
             problems += error.problems
             fixes += [error.fix] if error.fix not in fixes else []
@@ -87,23 +88,23 @@ def bundled_eval(path: str | list[str]) -> list[Source]:
     return [Source(f"{path} (eval)", files["eval"])] if isinstance(path, str) and (files := _bundled(path)) else []
 
 
-def _expanded(text: str) -> list[str]:
-    """The data files in a folder, or those that a pattern such as data/*.jsonl names, sorted; anything else as it is."""
-    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+def _expand_path(pattern: str) -> list[str]:
+    """The data files in a folder, or those that match a pattern such as data/*.jsonl, sorted; anything else unchanged."""
+    path = Path(os.path.expanduser(pattern))  # noqa: PTH111 - of an unknown user it stays as it is
     try:
-        if path.is_dir() and not _bundled(text) and not _is_saved(path):
-            found = [entry for entry in path.iterdir() if _is_data(entry)]
-        elif set("*?[") & set(text) and not path.exists():
-            found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]  # noqa: PTH207
+        if path.is_dir() and not _bundled(pattern) and not _is_saved(path):
+            files = [entry for entry in path.iterdir() if _is_data(entry)]
+        elif set("*?[") & set(pattern) and not path.exists():
+            files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]  # noqa: PTH207
         else:
-            return [text]
+            return [pattern]
     except (OSError, ValueError):
-        return [text]
-    return sorted(map(str, found)) or [text]
+        return [pattern]
+    return sorted(map(str, files)) or [pattern]
 
 
 def _is_data(entry: Path) -> bool:
-    return entry.is_file() and kind_of_file(entry) in _IN_FOLDERS and entry.name != "dataset_info.json"
+    return entry.is_file() and file_type(entry) in _FOLDER_TYPES and entry.name != "dataset_info.json"
 
 
 def _is_saved(folder: Path) -> bool:
@@ -111,61 +112,63 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def _saved(text: str, split: str | None) -> list[Path]:
-    """The Arrow files of a folder that `save_to_disk` wrote, in order; none for anything else.
+def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
+    """The Arrow files of a folder that `save_to_disk` wrote, in order; empty for anything else.
 
-    `split`: of a dictionary of splits this one; None where the recipe names none. Raises DataError.
+    `split`: the split to use if the folder has several; None if the recipe names none. Raises DataError.
     """
-    folder = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    folder = Path(os.path.expanduser(path_text))  # noqa: PTH111 - of an unknown user it stays as it is
     try:
         if not folder.is_dir() or not _is_saved(folder):
             return []
     except (OSError, ValueError):
         return []
-    name = shown(text, 200)
+    label = printable(path_text, 200)
     if (folder / "dataset_dict.json").is_file():
-        splits = [one for one in _list_in(folder / "dataset_dict.json", "splits") if (folder / one / "state.json").is_file()]
+        names = _json_list(folder / "dataset_dict.json", "splits")
+        splits = [name for name in names if (folder / name / "state.json").is_file()]
         if split is None and len(splits) > 1:
-            others = [one for one in splits if one != "train"]
+            others = [name for name in splits if name != "train"]
             raise DataError(
-                f"{name}: was written by save_to_disk with the splits {', '.join(map(shown, splits))}",
+                f"{label}: was written by save_to_disk with the splits {', '.join(map(printable, splits))}",
                 f"Hold one out:  dataset.eval_split={others[0]}  or train on one alone:  dataset.split={splits[0]}",
             )
         if splits and split not in (None, *splits):
             raise DataError(
-                f"{name}: has no split {shown(str(split))}; it has {', '.join(map(shown, splits))}", "Name one of them."
+                f"{label}: has no split {printable(str(split))}; it has {', '.join(map(printable, splits))}",
+                "Name one of them.",
             )
         folder = folder / (split or splits[0]) if splits else folder
-    names = [one.get("filename") for one in _list_in(folder / "state.json", "_data_files") if isinstance(one, dict)]
-    files = [folder / one for one in names if isinstance(one, str) and Path(one).name == one and (folder / one).is_file()]
+    names = [entry.get("filename") for entry in _json_list(folder / "state.json", "_data_files") if isinstance(entry, dict)]
+    files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name and (folder / name).is_file()]
     if not files or len(files) != len(names):
-        code = f"from datasets import load_from_disk; load_from_disk({text!r}).to_parquet('train.parquet')"
+        code = f"from datasets import load_from_disk; load_from_disk({path_text!r}).to_parquet('train.parquet')"
         raise DataError(
-            f"{name}: was written by save_to_disk, and its state.json doesn't name its data files, or one is missing",
+            f"{label}: was written by save_to_disk, and its state.json doesn't name its data files, or one is missing",
             f"Save it again, or where datasets reads it, write a file:  python -c {shlex.quote(code)}",
         )
     return files
 
 
-def _list_in(path: Path, key: str) -> list[Any]:
+def _json_list(path: Path, key: str) -> list[Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return []
-    found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, list) else []
+    items = content.get(key) if isinstance(content, dict) else None
+    return items if isinstance(items, list) else []
 
 
-def is_here(text: str) -> bool:
-    """Whether a path of a recipe is on this machine: a file, a folder, a pattern with files, or a bundled dataset."""
+def is_local(text: str) -> bool:
+    """Whether a recipe's path exists on this machine: a file, a folder, a pattern with files, or a bundled dataset."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
-    return path.exists() or bool(_bundled(text)) or _expanded(text) != [text]
+    return path.exists() or bool(_bundled(text)) or _expand_path(text) != [text]
 
 
-def _find(text: str, side: str) -> Source | None:
+def _local_source(path_text: str, bundled: str) -> Source | None:
     """The local or bundled source, None for a hub id. Raises DataError."""
-    name = shown(text, 200)
-    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    name = printable(path_text, 200)
+    path = Path(os.path.expanduser(path_text))  # noqa: PTH111 - of an unknown user it stays as it is
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -174,31 +177,31 @@ def _find(text: str, side: str) -> Source | None:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{name}: can't be opened: {reason}", "Check the path given as dataset.path.") from None
     if mode is not None and stat.S_ISREG(mode):
-        return _regular(path, name)
-    if files := _bundled(text):
-        return Source(text, files[side])
+        return _file_source(path, name)
+    if files := _bundled(path_text):
+        return Source(path_text, files[bundled])
     if mode is not None and stat.S_ISDIR(mode):
         raise DataError(
             f"{name}: is a directory without data files",
-            f"Name the file(s), or a folder with {', '.join(_IN_FOLDERS)}: {_inside(path)}",
+            f"Name the file(s), or a folder with {', '.join(_FOLDER_TYPES)}: {_folder_content(path)}",
         )
     if mode is not None:
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
-    if _looks_local(path, text):
-        raise DataError(f"{name}: there is no such file", _did_you_mean(path))
-    if not _HUB_ID.fullmatch(text):
+    if _looks_local(path, path_text):
+        raise DataError(f"{name}: there is no such file", _path_hint(path))
+    if not _HUB_ID.fullmatch(path_text):
         raise DataError(
             f"{name}: is neither a file nor the id of a hub dataset", "Write a file's path, or an id like owner/name."
         )
     return None
 
 
-def _regular(path: Path, name: str) -> Source:
-    packed_table = kind_of_file(path) in TABLES and path.suffix.lower() in COMPRESSED
-    if kind_of_file(path) not in READERS or packed_table:
-        ending = f"ends in {shown(path.suffix)}" if path.suffix else "has no extension"
+def _file_source(path: Path, name: str) -> Source:
+    is_compressed_table = file_type(path) in TABLES and path.suffix.lower() in COMPRESSED
+    if file_type(path) not in READERS or is_compressed_table:
+        problem = f"ends in {printable(path.suffix)}" if path.suffix else "has no extension"
         raise DataError(
-            f"{name}: {ending}, which is not supported",
+            f"{name}: {problem}, which is not supported",
             f"Supported extensions: {', '.join(READERS)}, and .gz or .zst after one of them.",
         )
     if not os.access(path, os.R_OK):
@@ -214,32 +217,32 @@ def _bundled(text: str) -> dict[str, Path] | None:
     return dataset_paths(text)
 
 
-def _looks_local(path: Path, text: str) -> bool:
+def _looks_local(path: Path, path_text: str) -> bool:
     """Whether a missing path was meant as a file: by its extension, its prefix, or an existing folder."""
-    known = path.suffix.lower() in (*READERS, *_OTHER_SUFFIXES) or bool(set("*?[") & set(text))
+    has_data_suffix = path.suffix.lower() in (*READERS, *_UNSUPPORTED_SUFFIXES) or bool(set("*?[") & set(path_text))
     return (
-        known
-        or text.startswith((".", "/", "~"))
-        or "\\" in text
-        or text.count("/") > 1
-        or ("/" in text and path.parent.is_dir())
+        has_data_suffix
+        or path_text.startswith((".", "/", "~"))
+        or "\\" in path_text
+        or path_text.count("/") > 1
+        or ("/" in path_text and path.parent.is_dir())
     )
 
 
-def _did_you_mean(path: Path) -> str:
+def _path_hint(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"There is no folder {shown(str(folder), 200)} either; paths start from {Path.cwd()}"
+        return f"There is no folder {printable(str(folder), 200)} either; paths start from {Path.cwd()}"
     siblings = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in READERS)
-    close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
-    if close:
-        return f"Did you mean {', '.join(shown(str(folder / name), 200) for name in close)}?"
-    return f"In {shown(str(folder), 200)} there is {', '.join(map(shown, siblings[:8])) or 'no data file'}."
+    similar = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
+    if similar:
+        return f"Did you mean {', '.join(printable(str(folder / name), 200) for name in similar)}?"
+    return f"In {printable(str(folder), 200)} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
 
 
-def _inside(folder: Path) -> str:
+def _folder_content(folder: Path) -> str:
     try:
-        found = sorted(entry.name for entry in folder.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
         return f"(the directory can't be listed: {error.strerror})"
-    return f"it has {', '.join(map(shown, found[:8])) or 'nothing'}"
+    return f"it has {', '.join(map(printable, names[:8])) or 'nothing'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.report import Refused
-from finetune.data.shards import Stored, StoredExamples
+from finetune.data.shards import StoredExamples, StoredRows
 from finetune.data.tokens import NOT_TRAINED
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ _NO_LIMIT = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
-class Side:
-    """One split (training or held out) before max_length applies. `mine`: which of the stored rows are of this split."""
+class DataSplit:
+    """The training or held-out split before max_length applies. `row_mask`: which of the stored rows belong to it."""
 
-    stored: Stored
-    mine: np.ndarray
+    stored: StoredRows
+    row_mask: np.ndarray
     held_out: int = 0
-    split_off: bool = False  # held out from the training files
+    split_off: bool = False  # taken from the training files by test_split_size
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -41,76 +42,93 @@ class Side:
         return tuple(part.file for part in self.stored.parts)
 
     @property
-    def read(self) -> int:
+    def rows_read(self) -> int:
         """Rows read for this split."""
-        return int(self.mine.sum()) if self.split_off else sum(part.read for part in self.stored.parts)
+        return int(self.row_mask.sum()) if self.split_off else sum(part.rows_read for part in self.stored.parts)
 
     @property
-    def unread(self) -> list[Refused]:
+    def unreadable(self) -> list[Refused]:
         """Rows that can't be read."""
         return [] if self.split_off else [row for part in self.stored.parts for row in part.refused]
 
 
-class LimitedSide:
+class LimitedSplit:
     """One split under a max_length: its rows as masks, and its sequences.
 
     `weighted`: rows are used as often as `dataset.weights` says, those for a fraction of it chosen by `seed`.
     """
 
-    def __init__(self, side: Side, max_length: int | None, excess: str, *, weighted: bool = False, seed: int = 0) -> None:
-        self.side, self.max_length = side, max_length
+    def __init__(
+        self, unlimited: DataSplit, max_length: int | None, excess_length: str, *, weighted: bool = False, seed: int = 0
+    ) -> None:
+        self.unlimited, self.max_length = unlimited, max_length
         self._limit = _NO_LIMIT if max_length is None else max_length
-        stored = self.stored = side.stored
-        bad = side.mine & (stored.count == 0)
-        long = side.mine & (stored.longest > self._limit)
-        nothing = np.zeros(len(stored), dtype=bool)
-        cut_away = long & self._begins_after_the_limit() if excess == "truncate" and long.any() else nothing
+        stored = self.stored = unlimited.stored
+        without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
+        over_limit = unlimited.row_mask & (stored.longest > self._limit)
+        no_rows = np.zeros(len(stored), dtype=bool)
+        answer_cut = over_limit & self._answer_after_limit() if excess_length == "truncate" and over_limit.any() else no_rows
         is_text = ~(stored.has("conversation") | stored.has("pair"))
-        self.chunked = long & is_text if excess == "chunk" else nothing
-        self.too_long = long & ~cut_away & ~self.chunked
-        self.truncated = self.too_long if excess == "truncate" else nothing
-        usable = side.mine & ~bad & ~cut_away & (~self.too_long | self.truncated)
+        self.chunked = over_limit & is_text if excess_length == "chunk" else no_rows
+        self.too_long = over_limit & ~answer_cut & ~self.chunked
+        self.truncated = self.too_long if excess_length == "truncate" else no_rows
+        usable = unlimited.row_mask & ~without_sequences & ~answer_cut & (~self.too_long | self.truncated)
         self.passes = _passes(stored, usable, seed) if weighted else [usable]
         self.used = self.passes[0]
         self.left_out = int((usable & ~self.used).sum())
-        refused = [stored.refusal(index) for index in np.flatnonzero(bad).tolist()]
-        self.refused = [*side.unread, *refused, *(self._cut_away(index) for index in np.flatnonzero(cut_away).tolist())]
-        over = stored.length[np.repeat(self.too_long, stored.count)].astype(np.int64)
-        self.tokens_dropped = int(np.maximum(over - (self._limit if excess == "truncate" else 0), 0).sum())
-        self.sequences = [np.repeat(rows, stored.count) for rows in self.passes]
-        self._in_chunks = np.repeat(self.chunked, stored.count) & (stored.length > self._limit)
-        self.lengths = np.concatenate([self._lengths_of(which) for which in self.sequences])
+        refused = [stored.refusal(index) for index in np.flatnonzero(without_sequences).tolist()]
+        refused += [self._cut_refusal(index) for index in np.flatnonzero(answer_cut).tolist()]
+        self.refused = [*unlimited.unreadable, *refused]
+        excess_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
+        self.tokens_dropped = int(np.maximum(excess_lengths - (self._limit if excess_length == "truncate" else 0), 0).sum())
+        self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
+        self._in_chunks = np.repeat(self.chunked, stored.sequence_counts) & (stored.lengths > self._limit)
+        self.lengths = np.concatenate([self._lengths_of(mask) for mask in self.sequences])
 
-    def _lengths_of(self, which: np.ndarray) -> np.ndarray:
-        """Tokens of each sequence that the stored ones `which` become."""
-        length, chunked = self.stored.length[which], self._in_chunks[which]
-        return _chunk_lengths(length, self._limit) if chunked.any() else np.minimum(length, self._limit)
+    def _lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
+        """Tokens of each training sequence made from the stored ones in `sequence_mask`."""
+        lengths, in_chunks = self.stored.lengths[sequence_mask], self._in_chunks[sequence_mask]
+        return _chunk_lengths(lengths, self._limit) if in_chunks.any() else np.minimum(lengths, self._limit)
 
-    @cached_property
+    @property
     def trained_tokens(self) -> int:
         """Trained tokens of the rows used."""
-        count = 0
-        for which in self.sequences:
-            cut = which & (self.stored.length > self._limit) & ~self._in_chunks
-            count += int(self.stored.trained[which & ~cut].sum(dtype=np.int64))
-            count -= len(self._lengths_of(which)) - int(which.sum())  # the first token of a sequence is not trained
-            for table, keep, _ in self.stored.pieces(cut) if cut.any() else ():
-                for labels in table["labels"].filter(keep):
-                    count += int((labels.values.to_numpy()[: self._limit] != NOT_TRAINED).sum())
-        return count
+        return int(self.trained_lengths.sum(dtype=np.int64))
+
+    @cached_property
+    def trained_lengths(self) -> np.ndarray:
+        """Trained tokens of each training sequence, in the order of `lengths`."""
+        return np.concatenate([self._trained_lengths_of(mask) for mask in self.sequences])
+
+    def _trained_lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
+        counts = self.stored.trained_counts.astype(np.int64)
+        truncated_mask = sequence_mask & (self.stored.lengths > self._limit) & ~self._in_chunks
+        if truncated_mask.any():
+            counts[truncated_mask] = [
+                int((labels.values.to_numpy()[: self._limit] != NOT_TRAINED).sum())
+                for table, mask, _ in self.stored.sequences_in(truncated_mask)
+                for labels in table["labels"].filter(mask)
+            ]
+        selected, in_chunks = counts[sequence_mask], self._in_chunks[sequence_mask]
+        if not in_chunks.any():
+            return selected
+        lengths = self.stored.lengths[sequence_mask]
+        chunks = np.where(in_chunks, -(-lengths // self._limit), 1)
+        # of a chunk of text all tokens are trained but the first
+        return np.where(np.repeat(in_chunks, chunks), self._lengths_of(sequence_mask) - 1, np.repeat(selected, chunks))
 
     def examples(self) -> StoredExamples:
         """The source rows used."""
         return StoredExamples(self.stored, np.flatnonzero(self.used))
 
-    def longest(self, most: int) -> list[tuple[tuple[str, int], int]]:
-        """Places and tokens of the longest rows over max_length."""
+    def longest(self, count: int) -> list[tuple[tuple[str, int], int]]:
+        """File and row number, and tokens, of the longest rows over max_length."""
         rows = np.flatnonzero(self.too_long)
-        order = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:most]
-        return [(self.stored.place(index), int(self.stored.longest[index])) for index in order]
+        ordered = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:count]
+        return [(self.stored.row_location(index), int(self.stored.longest[index])) for index in ordered]
 
     def dataset(self, fingerprint: str) -> Dataset:
-        """The sequences as a dataset. Those of shards that are used whole stay in their files."""
+        """The sequences as a dataset. Shards of which every row is used stay mapped from their files."""
         import pyarrow as pa
         from datasets import Dataset
         from datasets.table import InMemoryTable
@@ -121,38 +139,38 @@ class LimitedSide:
     def tables(self) -> Iterator[pa.Table]:
         """The sequences (input_ids, labels), in order."""
         schema = _schema()
-        made: list[pa.Table] = []
-        for table, keep, numbers in (piece for which in self.sequences for piece in self.stored.pieces(which)):
-            over = bool((keep & (self.stored.length[numbers] > self._limit)).any())
-            as_stored = bool(keep.all()) and not over
+        pending: list[pa.Table] = []
+        shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
+        for table, mask, indices in shards:
+            has_long = bool((mask & (self.stored.lengths[indices] > self._limit)).any())
+            as_stored = bool(mask.all()) and not has_long
             if not as_stored:
-                kept = table.filter(keep)
-                if over and self._in_chunks.any():
-                    kept = _in_chunks(kept, _chunk_lengths(self.stored.length[numbers][keep], self._limit))
-                made.append((_shortened(kept, self._limit) if over else kept).cast(schema))
-            if as_stored or sum(one.nbytes for one in made) > _IN_MEMORY_BYTES:
-                yield from _in_file(made) if sum(one.nbytes for one in made) > _IN_MEMORY_BYTES else made
-                made = []
+                selected = table.filter(mask)
+                if has_long and self._in_chunks.any():
+                    selected = _cut_into_chunks(selected, _chunk_lengths(self.stored.lengths[indices][mask], self._limit))
+                pending.append((_truncate(selected, self._limit) if has_long else selected).cast(schema))
+            is_large = sum(part.nbytes for part in pending) > _IN_MEMORY_BYTES
+            if as_stored or is_large:
+                yield from _map_from_file(pending) if is_large else pending
+                pending = []
             if as_stored:
                 yield table.cast(schema)
-        yield from made
+        yield from pending
 
-    def _begins_after_the_limit(self) -> np.ndarray:
+    def _answer_after_limit(self) -> np.ndarray:
         """Whether a sequence of each row would have no trained token after truncation."""
-        with_tokens = np.flatnonzero(self.stored.count)
-        found = np.zeros(len(self.stored), dtype=bool)
-        begins = (self.stored.first >= self._limit).astype(np.int64)
-        found[with_tokens] = np.add.reduceat(begins, self.stored.sequence_starts[with_tokens]) > 0
-        return found
+        rows = np.flatnonzero(self.stored.sequence_counts)
+        mask = np.zeros(len(self.stored), dtype=bool)
+        starts_after = (self.stored.first_trained >= self._limit).astype(np.int64)
+        mask[rows] = np.add.reduceat(starts_after, self.stored.sequence_starts[rows]) > 0
+        return mask
 
-    def _cut_away(self, index: int) -> Refused:
-        starts = self.stored.sequence_starts
-        first = self.stored.first[starts[index] : starts[index + 1]]
-        place = int(first[first >= self._limit][0])
-        reason = (
-            f"no trained token is left after truncation to {self._limit:,} tokens: the answer begins at token {place + 1:,}"
-        )
-        return Refused(*self.stored.place(index), None, reason)
+    def _cut_refusal(self, index: int) -> Refused:
+        bounds = self.stored.sequence_starts
+        starts = self.stored.first_trained[bounds[index] : bounds[index + 1]]
+        answer_start = int(starts[starts >= self._limit][0])
+        reason = f"no trained token is left after truncation to {self._limit:,} tokens"
+        return Refused(*self.stored.row_location(index), None, f"{reason}: the answer begins at token {answer_start + 1:,}")
 
 
 def _schema() -> pa.Schema:
@@ -161,28 +179,28 @@ def _schema() -> pa.Schema:
     return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
 
 
-def _passes(stored: Stored, usable: np.ndarray, seed: int) -> list[np.ndarray]:
-    """The rows of each pass over the data in an epoch: those of weight 2.5 are in two, and half of them in a third."""
-    weights, sources = stored.weights, stored.source
+def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarray]:
+    """A mask of rows for each pass over the data in an epoch: rows of weight 2.5 are in two, and half of them in a third."""
+    weights, sources = stored.weights, stored.source_indices
     passes = []
-    for number in range(max(1, math.ceil(weights.max(initial=1.0)))):
-        rows = usable & (weights >= number + 1)
-        for source in np.unique(sources[usable & (weights > number) & (weights < number + 1)]):
-            mine = np.flatnonzero(usable & (sources == source))
-            wanted = round((stored.parts[source].weight - number) * len(mine))
-            rows[np.random.default_rng([seed, int(source)]).permutation(mine)[:wanted]] = True
-        passes.append(rows)
+    for full_passes in range(max(1, math.ceil(weights.max(initial=1.0)))):
+        pass_mask = usable & (weights >= full_passes + 1)
+        for source in np.unique(sources[usable & (weights > full_passes) & (weights < full_passes + 1)]):
+            source_rows = np.flatnonzero(usable & (sources == source))
+            count = round((stored.parts[source].weight - full_passes) * len(source_rows))
+            pass_mask[np.random.default_rng([seed, int(source)]).permutation(source_rows)[:count]] = True
+        passes.append(pass_mask)
     return passes
 
 
-def _chunk_lengths(length: np.ndarray, limit: int) -> np.ndarray:
-    """Lengths of the pieces, as equal as can be and none over the limit, of sequences of these lengths."""
-    count = -(-length // limit)
-    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(length // count, count) + (place < np.repeat(length % count, count))
+def _chunk_lengths(lengths: np.ndarray, limit: int) -> np.ndarray:
+    """Lengths of the chunks of sequences of these lengths: as equal as possible, none over the limit."""
+    counts = -(-lengths // limit)
+    position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(lengths // counts, counts) + (position < np.repeat(lengths % counts, counts))
 
 
-def _in_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
+def _cut_into_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
     """The same tokens as sequences of these lengths; the first of each is not trained."""
     import pyarrow as pa
 
@@ -195,7 +213,7 @@ def _in_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
     return pa.table({name: pa.ListArray.from_arrays(offsets, column) for name, column in values.items()})
 
 
-def _shortened(table: pa.Table, limit: int) -> pa.Table:
+def _truncate(table: pa.Table, limit: int) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -204,15 +222,15 @@ def _shortened(table: pa.Table, limit: int) -> pa.Table:
     })  # fmt: skip
 
 
-def _in_file(tables: list[pa.Table]) -> list[pa.Table]:
+def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:
     """The tables in a temporary file, which is gone when nothing uses it any more."""
     import pyarrow as pa
 
     with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, tables[0].schema) as writer:
         for table in tables:
             writer.write_table(table)
-    with pa.memory_map(file.name) as opened:
-        mapped = pa.ipc.open_file(opened).read_all()
+    with pa.memory_map(file.name) as source:
+        mapped = pa.ipc.open_file(source).read_all()
     with suppress(PermissionError):  # Windows keeps what is mapped
         Path(file.name).unlink()
     return [mapped]

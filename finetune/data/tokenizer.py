@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune import hub
-from finetune.data.report import shown
+from finetune.data.report import printable
 from finetune.errors import ModelError, RecipeError
 from finetune.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: A folder without any of these has no tokenizer, even if the library would make one from config.json.
-_FILES = (
+#: A folder without any of these has no tokenizer, even if the library would build one from config.json.
+_TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
-#: Attribute of a tokenizer whose own chat template the recipe has replaced.
-_REPLACED = "_replaced_template"
+#: Attribute of a tokenizer: whether the recipe has replaced its own chat template.
+_REPLACED_ATTRIBUTE = "_replaced_template"
 #: Usual pad tokens, best first; used only if in the vocabulary.
 _PAD_NAMES = (
     "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|PAD_TOKEN|>", "<|endoftext|>", "<|end_of_text|>",
@@ -43,22 +43,22 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     Raises RecipeError when there is none or it is broken. Remote code runs only if the recipe allows it.
     """
     name = recipe.model_name_or_path
-    place = _place(name)
-    if isinstance(place, Path):
-        _check_folder(place, name)
-    tokenizer = _load(place, recipe)
+    path_or_id = _path_or_hub_id(name)
+    if isinstance(path_or_id, Path):
+        _check_folder(path_or_id, name)
+    tokenizer = _load(path_or_id, recipe)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _RESAVE)
+        raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _SAVE_HINT)
     if recipe.chat_template is not None:
-        own, tokenizer.chat_template = tokenizer.chat_template, _read_template(recipe.chat_template)
-        vars(tokenizer)[_REPLACED] = bool(own) and own != tokenizer.chat_template
+        own_template, tokenizer.chat_template = tokenizer.chat_template, _read_template(recipe.chat_template)
+        vars(tokenizer)[_REPLACED_ATTRIBUTE] = bool(own_template) and own_template != tokenizer.chat_template
     choose_pad(tokenizer)
     return tokenizer
 
 
 def is_replaced(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the recipe's chat template has replaced another one of the model's own."""
-    return bool(vars(tokenizer).get(_REPLACED))
+    return bool(vars(tokenizer).get(_REPLACED_ATTRIBUTE))
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -70,18 +70,18 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return
     vocabulary = tokenizer.get_vocab()
-    free = [name for name in _PAD_NAMES if name in vocabulary and vocabulary[name] != tokenizer.eos_token_id]
-    if free:
-        tokenizer.pad_token = free[0]
+    candidates = [name for name in _PAD_NAMES if name in vocabulary and vocabulary[name] != tokenizer.eos_token_id]
+    if candidates:
+        tokenizer.pad_token = candidates[0]
     elif tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-_RESAVE = "Save it next to the weights, for example:  AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+_SAVE_HINT = "Save it next to the weights, for example:  AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
 
 
-def _place(name: str) -> Path | str:
-    """A local folder, or a hub id as it is."""
+def _path_or_hub_id(name: str) -> Path | str:
+    """A local folder, or an unchanged hub id."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         return path
@@ -92,18 +92,18 @@ def _place(name: str) -> Path | str:
         return bundled
     if path.is_file():
         raise ModelError(
-            f"model_name_or_path: {shown(name, 200)} is a file", "Name the folder that holds config.json and the weights."
+            f"model_name_or_path: {printable(name, 200)} is a file", "Name the folder that holds config.json and the weights."
         )
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or (path.parent.is_dir() and path.parent != Path()):
         raise ModelError(
-            f"model_name_or_path: there is no folder {shown(name, 200)}",
+            f"model_name_or_path: there is no folder {printable(name, 200)}",
             "Write a model folder, or a hub id like Qwen/Qwen3-8B.",
         )
     return name
 
 
 def run_tokenizer(folder: Path, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer that a run has saved in `folder`. Code of its own runs only where the recipe trusts it.
+    """The tokenizer that a run has saved in `folder`. Its own code runs only if the recipe trusts it.
 
     Raises RecipeError when it can't be read.
     """
@@ -111,35 +111,37 @@ def run_tokenizer(folder: Path, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _check_folder(folder: Path, name: str) -> None:
-    if not any((folder / file).is_file() for file in _FILES):
-        has = ", ".join(sorted(shown(entry.name) for entry in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"model_name_or_path: {shown(name, 200)} has no tokenizer (no tokenizer.json; it has {has})", _RESAVE)
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        content = ", ".join(sorted(printable(entry.name) for entry in folder.iterdir())[:8]) or "nothing"
+        reason = f"has no tokenizer (no tokenizer.json; it has {content})"
+        raise ModelError(f"model_name_or_path: {printable(name, 200)} {reason}", _SAVE_HINT)
 
 
-def _load(place: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
+def _load(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     name = recipe.model_name_or_path
-    answers = isinstance(place, Path) or hub.is_reachable()
+    is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
     try:
         return AutoTokenizer.from_pretrained(
-            str(place),
-            revision=recipe.model_revision if isinstance(place, str) else None,
+            str(path_or_id),
+            revision=recipe.model_revision if isinstance(path_or_id, str) else None,
             trust_remote_code=recipe.trust_remote_code,
         )
     except OSError as error:
-        if isinstance(place, Path):
-            raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
-        why = _first_line(error) if answers or hub.is_switched_off() else "the hub does not answer, and it is not in the cache"
+        if isinstance(path_or_id, Path):
+            raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _SAVE_HINT) from None
+        unreachable = not is_reachable and not hub.is_switched_off()
+        reason = "the hub does not answer, and it is not in the cache" if unreachable else _first_line(error)
         raise ModelError(
-            f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {why}",
+            f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {reason}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
     except (
         StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError, ArithmeticError
     ) as error:  # fmt: skip
-        raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _RESAVE) from None
+        raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _SAVE_HINT) from None
 
 
 def _read_template(text: str) -> str:
@@ -150,17 +152,18 @@ def _read_template(text: str) -> str:
     try:
         template = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise RecipeError(f"chat_template: {shown(text, 200)} is not UTF-8 text", "Give the path of a Jinja file.") from None
+        problem = f"chat_template: {printable(text, 200)} is not UTF-8 text"
+        raise RecipeError(problem, "Give the path of a Jinja file.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RecipeError(
-            f"chat_template: {shown(text, 200)} can't be read: {reason}", "Give the path of a Jinja file, or plain."
+            f"chat_template: {printable(text, 200)} can't be read: {reason}", "Give the path of a Jinja file, or plain."
         ) from None
     if not template.strip():
-        raise RecipeError(f"chat_template: {shown(text, 200)} is empty", "Give the path of a Jinja file, or plain.")
+        raise RecipeError(f"chat_template: {printable(text, 200)} is empty", "Give the path of a Jinja file, or plain.")
     return template
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).split("\n") if line.strip()]
-    return shown(lines[0], 300) if lines else type(error).__name__
+    return printable(lines[0], 300) if lines else type(error).__name__

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.byte_level import ByteLevel, overlapping
+from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
+from finetune.data.escaping import SpecialTokenEscaper
 from finetune.data.formats import Example
-from finetune.data.literal import Literal
-from finetune.data.template import Rendered, Template
+from finetune.data.template import Rendered, Template, common_prefix_length
 from finetune.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class Encoded:
     notes: set[str] = field(default_factory=set)
 
     @property
-    def trained(self) -> int:
+    def trained_count(self) -> int:
         """Number of trained tokens."""
         return int((self.labels != NOT_TRAINED).sum())
 
     @property
-    def first(self) -> int:
-        """Place of the first trained token."""
+    def first_trained(self) -> int:
+        """Index of the first trained token."""
         return int((self.labels != NOT_TRAINED).argmax())
 
 
@@ -56,17 +56,17 @@ class Encoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False
     ) -> None:
-        """`conversations`: whether there are any; None finds out from the rows."""
+        """`conversations`: whether the rows are conversations; None: it depends on each row."""
         self.tokenizer = tokenizer
         self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
-        self.stops = self._eos = {tokenizer.eos_token_id} - {None}
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        #: What may follow an answer as its end, and what ends one: of conversations, and of plain text.
-        self._ends = [(self._eos, self._eos | special)] * 2
-        self._literal = Literal(tokenizer)
-        ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
+        self.stops = self._eos_ids = {tokenizer.eos_token_id} - {None}
+        special_ids = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
+        #: Ids that count as an answer's end right after it, and at its own end: of conversations, and of plain text.
+        self._end_ids = [(self._eos_ids, self._eos_ids | special_ids)] * 2
+        self._escaper = SpecialTokenEscaper(tokenizer)
+        sequence_ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in sequence_ids else None
         if conversations:
             self.use_template()
         if conversations is not None:
@@ -77,7 +77,7 @@ class Encoder:
         if self.template is None:
             self.template = Template(self.tokenizer)
             self.stops = self.template.stops
-            self._ends = [(self.template.ends, self.template.ends | self._ends[1][1]), self._ends[1]]
+            self._end_ids = [(self.template.ends, self.template.ends | self._end_ids[1][1]), self._end_ids[1]]
             self._require_end()
 
     def _require_end(self) -> None:
@@ -89,7 +89,7 @@ class Encoder:
 
     @cached_property
     def identity(self) -> str:
-        """sha256 of what decides the tokens of a row: vocabulary, rules, special tokens and chat template."""
+        """sha256 of all that decides the tokens of a row: vocabulary, rules, special tokens and chat template."""
         tokenizer = self.tokenizer
         parts = [tokenizer.special_tokens_map, tokenizer.chat_template, self.vocabulary, self.train_on_inputs]
         return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -109,185 +109,185 @@ class Encoder:
             self.use_template()
         self._require_end()
         rendered = [self._render(example) for example in examples]
-        texts = [(one, not example.messages) for example, ones in zip(examples, rendered, strict=True) for one in _texts(ones)]
-        encoded = iter(self._tokenise(texts))
+        rows = list(zip(examples, rendered, strict=True))
+        encoded = iter(self._tokenise([(text, not example.messages) for example, texts in rows for text in _renderings(texts)]))
         results: list[list[Encoded] | BadRow] = []
-        for example, ones in zip(examples, rendered, strict=True):
-            sequences = [next(encoded) for _ in _texts(ones)]
-            results.append(ones if isinstance(ones, BadRow) else _checked(sequences, example))
+        for example, texts in rows:
+            sequences = [next(encoded) for _ in _renderings(texts)]
+            results.append(texts if isinstance(texts, BadRow) else _or_bad_row(sequences, example))
         return results
 
     def prompt_ids(self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
         """Tokens of a prompt exactly as in training: messages with the generation prompt, or a plain prompt."""
         if isinstance(question, str):
-            ids = self._ids([question], plain=True)[0][0]
+            ids = self._tokenise_texts([question], plain=True)[0][0]
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
         self.use_template()
         assert self.template is not None
         try:
-            text = self.template.render(self._literal.hidden(question), tools, prompt=True)
-        except BadRow as bad:
-            raise DataError(f"{bad.field}: {bad.reason}") from None
-        prompt = self._literal.shown(Rendered(text, []))
-        return self._literal.ids(prompt.text, prompt.literal)[0] if prompt.literal else self._ids([text], plain=False)[0][0]
+            text = self.template.render(self._escaper.escape(question), tools, prompt=True)
+        except BadRow as error:
+            raise DataError(f"{error.field}: {error.reason}") from None
+        prompt = self._escaper.unescape(Rendered(text, []))
+        if prompt.escaped_spans:
+            return self._escaper.tokenise(prompt.text, prompt.escaped_spans)[0]
+        return self._tokenise_texts([text], plain=False)[0][0]
 
     def _render(self, example: Example) -> list[Rendered] | BadRow:
         if not example.messages:
             text = example.text if example.text is not None else f"{example.prompt or ''}{example.completion or ''}"
             start = 0 if self.train_on_inputs else len(example.prompt or "")
-            return [Rendered(text, [(start, len(text))], {"control"} if self._literal.found_in(text) else set())]
+            return [Rendered(text, [(start, len(text))], {"control"} if self._escaper.contains_special(text) else set())]
         assert self.template is not None, "conversations were announced"
         try:
-            hidden = example
-            if any(self._literal.found_in(message["content"]) for message in example.messages):
-                hidden = replace(example, messages=tuple(self._literal.hidden(list(example.messages))))
-            rendered = [self.template.whole(hidden)] if self.train_on_inputs else self.template.sequences(hidden)
-        except BadRow as bad:
-            return bad
-        rendered = [self._literal.shown(one) for one in rendered]
-        if any(one.literal for one in rendered):
+            escaped = example
+            if any(self._escaper.contains_special(message["content"]) for message in example.messages):
+                escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
+            rendered = [self.template.full_sequence(escaped)] if self.train_on_inputs else self.template.sequences(escaped)
+        except BadRow as error:
+            return error
+        rendered = [self._escaper.unescape(sequence) for sequence in rendered]
+        if any(sequence.escaped_spans for sequence in rendered):
             rendered[0].notes.add("literal")
-        if hidden is not example and any(self._literal.found_in(message["content"]) for message in hidden.messages):
+        if escaped is not example and any(self._escaper.contains_special(message["content"]) for message in escaped.messages):
             rendered[0].notes.add("control")
         return rendered
 
-    def _tokenise(self, flat: list[tuple[Rendered, bool]]) -> list[Encoded]:
+    def _tokenise(self, texts_and_kinds: list[tuple[Rendered, bool]]) -> list[Encoded]:
         """Tokenise a batch of texts. Only plain ones get the tokenizer's BOS; chat templates write their own."""
-        done: dict[int, Encoded] = {}
+        encoded_by_index: dict[int, Encoded] = {}
         for plain in (False, True):
-            places = [place for place, (_, is_plain) in enumerate(flat) if is_plain == plain]
-            texts = [flat[place][0] for place in places]
-            found = self._by_bytes(texts) if not plain else {}
-            done |= {places[number]: one for number, one in found.items()}
-            places = [place for number, place in enumerate(places) if number not in found]
-            texts = [flat[place][0] for place in places]
-            for place, one, (ids, encoding) in zip(
-                places, texts, self._ids([one.text for one in texts], plain=plain), strict=True
+            indices = [index for index, (_, is_plain) in enumerate(texts_and_kinds) if is_plain == plain]
+            texts = [texts_and_kinds[index][0] for index in indices]
+            encoded_by_bytes = self._by_bytes(texts) if not plain else {}
+            encoded_by_index |= {indices[position]: rendered for position, rendered in encoded_by_bytes.items()}
+            indices = [index for position, index in enumerate(indices) if position not in encoded_by_bytes]
+            texts = [texts_and_kinds[index][0] for index in indices]
+            for index, rendered, (ids, encoding) in zip(
+                indices, texts, self._tokenise_texts([rendered.text for rendered in texts], plain=plain), strict=True
             ):
-                trained = None
-                if one.literal:
-                    ids, offsets = self._literal.ids(one.text, one.literal)
-                    trained = overlapping(offsets, one.spans)
+                trained_mask = None
+                if rendered.escaped_spans:
+                    ids, offsets = self._escaper.tokenise(rendered.text, rendered.escaped_spans)
+                    trained_mask = overlap_mask(offsets, rendered.spans)
                 elif encoding is None:
-                    trained = self._by_prefix(ids, one, plain)
+                    trained_mask = self._mask_by_prefix(ids, rendered, plain)
                 elif not plain:
-                    trained = _between(encoding, one)
-                if trained is None and encoding is not None:
-                    trained = overlapping(encoding.offsets, one.spans)
-                assert trained is not None
-                done[place] = self._finished(ids, trained[-len(ids) :], one.notes, plain)
-        return [done[place] for place in range(len(flat))]
+                    trained_mask = _mask_from_encoding(encoding, rendered)
+                if trained_mask is None and encoding is not None:
+                    trained_mask = overlap_mask(encoding.offsets, rendered.spans)
+                assert trained_mask is not None
+                encoded_by_index[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered.notes, plain)
+        return [encoded_by_index[index] for index in range(len(texts_and_kinds))]
 
     def _by_bytes(self, texts: list[Rendered]) -> dict[int, Encoded]:
-        """The texts for which lengths of tokens tell what a tokenizer's offsets would; none unless it is byte-level."""
-        level, bos, found = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
-        if level is None:
-            return found
-        numbers = [number for number, one in enumerate(texts) if not one.literal]
-        for number, ids in zip(numbers, level.ids([texts[number].text for number in numbers]), strict=True):
-            one = texts[number]
-            trained = level.trained(ids, one.text, one.spans)
-            if trained is not None and (bos is None or ids[:2] != [bos, bos]):
-                found[number] = self._finished(ids, trained, one.notes, plain=False)
-        return found
+        """The texts whose trained tokens follow from the tokens' lengths, by index; none unless the tokenizer is byte-level."""
+        byte_level, bos, encoded = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
+        if byte_level is None:
+            return encoded
+        indices = [index for index, rendered in enumerate(texts) if not rendered.escaped_spans]
+        for index, ids in zip(indices, byte_level.ids([texts[index].text for index in indices]), strict=True):
+            rendered = texts[index]
+            trained_mask = byte_level.trained_mask(ids, rendered.text, rendered.spans)
+            if trained_mask is not None and (bos is None or ids[:2] != [bos, bos]):
+                encoded[index] = self._with_labels(ids, trained_mask, rendered.notes, plain=False)
+        return encoded
 
     @cached_property
     def _byte_level(self) -> ByteLevel | None:
         return ByteLevel.of(self.tokenizer)
 
-    def _ids(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], Any]]:
-        """Ids, without a second BOS at the start, and from fast tokenizers the encoding, which has it and each token's span."""
+    def _tokenise_texts(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], Any]]:
+        """Ids, without a second BOS at the start, and from fast tokenizers the encoding, which still has that BOS."""
         if not texts:
             return []
         batch = self.tokenizer(
             texts, add_special_tokens=plain, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         bos = self.tokenizer.bos_token_id
-        doubled = [bos is not None and ids[:2] == [bos, bos] for ids in batch["input_ids"]]
+        has_two_bos = [bos is not None and ids[:2] == [bos, bos] for ids in batch["input_ids"]]
         encodings = batch.encodings or [None] * len(texts)
         return [
-            (ids[1:] if twice else ids, encoding)
-            for ids, encoding, twice in zip(batch["input_ids"], encodings, doubled, strict=True)
+            (ids[1:] if drop_first else ids, encoding)
+            for ids, encoding, drop_first in zip(batch["input_ids"], encodings, has_two_bos, strict=True)
         ]
 
-    def _by_prefix(self, ids: list[int], one: Rendered, plain: bool) -> np.ndarray:
-        """Trained positions for slow tokenizers, which give no offsets: count the tokens before each span."""
-        trained = np.zeros(len(ids), dtype=bool)
-        for start, end in one.spans:
-            first, last = (_common_ids(self._ids([one.text[:place]], plain=plain)[0][0], ids) for place in (start, end))
-            trained[first:last] = True
-        return trained
+    def _mask_by_prefix(self, ids: list[int], rendered: Rendered, plain: bool) -> np.ndarray:
+        """Mask of trained tokens for slow tokenizers, which give no offsets: count the tokens before each span."""
+        mask = np.zeros(len(ids), dtype=bool)
+        for start, end in rendered.spans:
+            prefixes = self._tokenise_texts([rendered.text[:start], rendered.text[:end]], plain=plain)
+            first, last = (common_prefix_length(prefix, ids) for prefix, _ in prefixes)
+            mask[first:last] = True
+        return mask
 
-    def _finished(self, ids: list[int], trained: np.ndarray, notes: set[str], plain: bool) -> Encoded:
-        """Labels with the EOS of each answer trained and nothing after it; adds a final EOS if the text has none."""
-        may_follow, ends = self._ends[plain or self.template is None]
-        edges = (np.flatnonzero(trained[:-1] != trained[1:]) + 1).tolist()
-        stops = [edge for edge in (*edges, len(ids)) if edge and trained[edge - 1]]
-        for end in stops if not self.train_on_inputs else []:
-            if not self._end_turn(ids, trained, end, ends, may_follow) and not self._blank(ids, end, len(ids)):
+    def _with_labels(self, ids: list[int], trained_mask: np.ndarray, notes: set[str], plain: bool) -> Encoded:
+        """Labels that train each answer up to its EOS and nothing after it; adds a final EOS if the text has none."""
+        next_end_ids, end_ids = self._end_ids[plain or self.template is None]
+        edges = (np.flatnonzero(trained_mask[:-1] != trained_mask[1:]) + 1).tolist()
+        answer_ends = [edge for edge in (*edges, len(ids)) if edge and trained_mask[edge - 1]]
+        for end in answer_ends if not self.train_on_inputs else []:
+            has_end = self._train_turn_end(ids, trained_mask, end, end_ids, next_end_ids)
+            if not has_end and not self._is_blank(ids, end, len(ids)):
                 notes.add("endless")
-        ids, trained = self._closed(ids, trained, ends)
+        ids, trained_mask = self._with_final_eos(ids, trained_mask, end_ids)
         if self._unknown is not None and self._unknown in ids:
             notes.add("unknown")
         tokens = np.frombuffer(array("i", ids), dtype=np.int32)
-        labels = np.where(trained, tokens, np.int32(NOT_TRAINED))
+        labels = np.where(trained_mask, tokens, np.int32(NOT_TRAINED))
         labels[:1] = NOT_TRAINED
         return Encoded(tokens, labels, notes)
 
-    def _closed(self, ids: list[int], trained: np.ndarray, ends: set[int]) -> tuple[list[int], np.ndarray]:
+    def _with_final_eos(self, ids: list[int], trained_mask: np.ndarray, end_ids: set[int]) -> tuple[list[int], np.ndarray]:
         """Adds a trained EOS if the sequence ends with an answer that has none."""
-        last = len(ids) - 1 - int(trained[::-1].argmax()) if trained.any() else None
-        if last is None or self.tokenizer.eos_token_id is None or not self._blank(ids, last + 1, len(ids)):
-            return ids, trained
-        written = last
-        while written > 0 and ids[written] not in ends and self._blank(ids, written, written + 1):
-            written -= 1
-        if ids[written] in ends:
-            return ids, trained
-        return [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(trained[: last + 1], True)
+        last_trained = len(ids) - 1 - int(trained_mask[::-1].argmax()) if trained_mask.any() else None
+        if last_trained is None or self.tokenizer.eos_token_id is None or not self._is_blank(ids, last_trained + 1, len(ids)):
+            return ids, trained_mask
+        index = last_trained
+        while index > 0 and ids[index] not in end_ids and self._is_blank(ids, index, index + 1):
+            index -= 1
+        if ids[index] in end_ids:
+            return ids, trained_mask
+        return [*ids[: last_trained + 1], self.tokenizer.eos_token_id], np.append(trained_mask[: last_trained + 1], True)
 
-    def _end_turn(self, ids: list[int], trained: np.ndarray, end: int, ends: set[int], may_follow: set[int]) -> bool:
-        """End the trained tokens of the answer before `end` with its EOS; False when it has none."""
-        place = end - 1
-        while place > 0 and trained[place] and ids[place] not in ends and self._blank(ids, place, place + 1):
-            place -= 1
-        if ids[place] in ends:
-            trained[place + 1 : end] = False
+    def _train_turn_end(self, ids: list[int], mask: np.ndarray, end: int, end_ids: set[int], next_end_ids: set[int]) -> bool:
+        """Make the EOS of the answer before `end` its last trained token; False if it has none."""
+        index = end - 1
+        while index > 0 and mask[index] and ids[index] not in end_ids and self._is_blank(ids, index, index + 1):
+            index -= 1
+        if ids[index] in end_ids:
+            mask[index + 1 : end] = False
             return True
-        place = end
-        while place < len(ids) and ids[place] not in may_follow and self._blank(ids, place, place + 1):
-            place += 1
-        if place < len(ids) and ids[place] in may_follow:
-            trained[end : place + 1] = True
+        index = end
+        while index < len(ids) and ids[index] not in next_end_ids and self._is_blank(ids, index, index + 1):
+            index += 1
+        if index < len(ids) and ids[index] in next_end_ids:
+            mask[end : index + 1] = True
             return True
         return False
 
-    def _blank(self, ids: list[int], start: int, end: int) -> bool:
+    def _is_blank(self, ids: list[int], start: int, end: int) -> bool:
         return start >= end or not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=False)).strip()
 
 
-def _texts(rendered: list[Rendered] | BadRow) -> list[Rendered]:
+def _renderings(rendered: list[Rendered] | BadRow) -> list[Rendered]:
     return [] if isinstance(rendered, BadRow) else rendered
 
 
-def _checked(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
-    if all(one.trained for one in sequences):
+def _or_bad_row(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
+    if all(sequence.trained_count for sequence in sequences):
         return sequences
     return BadRow("messages" if example.messages else None, "has no token to train on")
 
 
-def _between(encoding: Any, one: Rendered) -> np.ndarray | None:
-    """The same as `overlapping`, from two tokens of each span; None where tokens omit white space there."""
-    trained = np.zeros(len(encoding), dtype=bool)
-    for begin, stop in one.spans:
-        first = encoding.char_to_token(begin)
-        last = len(encoding) if stop >= len(one.text) else encoding.char_to_token(stop)
+def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray | None:
+    """The same as `overlap_mask`, from two tokens of each span; None if tokens omit white space there."""
+    mask = np.zeros(len(encoding), dtype=bool)
+    for span_start, span_end in rendered.spans:
+        first = encoding.char_to_token(span_start)
+        last = len(encoding) if span_end >= len(rendered.text) else encoding.char_to_token(span_end)
         if first is None or last is None:
             return None
-        starts_inside = last < len(encoding) and encoding.token_to_chars(last)[0] < stop
-        trained[first : last + starts_inside] = True
-    return trained
-
-
-def _common_ids(one: list[int], other: list[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        starts_inside = last < len(encoding) and encoding.token_to_chars(last)[0] < span_end
+        mask[first : last + starts_inside] = True
+    return mask

@@ -1,4 +1,4 @@
-"""Work on batches in forks of this process, which have its libraries and tokenizer already."""
+"""Worker processes for batches: forks of this process, which share its imported libraries and its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ from finetune import errors
 from finetune.errors import FinetuneError, OutOfMemory
 from finetune.garbage import collect_rarely
 
-#: More processes than this read no faster: one process hands out the rows.
-_MOST = 8
+#: More processes don't help: one process reads and distributes the rows.
+_MAX_PROCESSES = 8
 
 
-def usable_processors() -> int:
-    """Processors that this process may use."""
+def usable_cpus() -> int:
+    """Number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class Workers:
-    """`work` in forks; in this process where there is one processor, or no fork that libraries survive (macOS, Windows).
+    """Runs `work` in forks; in this process if it has one CPU or can't fork safely (macOS, Windows).
 
-    Each fork has one task at a time. They end when this process does, however that is: their pipe closes.
+    Each fork has one task at a time. Forks exit when this process ends for any reason, as their pipe closes.
     """
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
-        self._forks: list[Connection] = []
-        self._free: list[Connection] = []
+        self._connections: list[Connection] = []
+        self._idle: list[Connection] = []
         self._processes: list[Any] = []
-        count = min(usable_processors(), _MOST)
+        count = min(usable_cpus(), _MAX_PROCESSES)
         for _ in range(count if count > 1 and sys.platform == "linux" else 0):
-            here, there = get_context("fork").Pipe()
-            process = get_context("fork").Process(target=_serve, args=(there, [*self._forks, here], work), daemon=True)
-            with warnings.catch_warnings():  # of threads that the fork lacks: those of a status line, which it does not use
+            parent_end, child_end = get_context("fork").Pipe()
+            arguments = (child_end, [*self._connections, parent_end], work)
+            process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
+            with warnings.catch_warnings():  # the fork lacks other threads, such as the status line's, and doesn't need them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
-            there.close()
-            self._forks.append(here)
-            self._free.append(here)
+            child_end.close()
+            self._connections.append(parent_end)
+            self._idle.append(parent_end)
             self._processes.append(process)
 
-    def hand(self, *task: Any) -> Iterator[Any]:
+    def submit(self, *task: Any) -> Iterator[Any]:
         """Start a task; yields the results that are ready, in any order. Waits only while all are busy."""
-        if not self._forks:
+        if not self._connections:
             yield self._work(*task)
             return
-        yield from self._collect(0 if self._free else None)
-        connection = self._free.pop()
+        yield from self._collect(0 if self._idle else None)
+        connection = self._idle.pop()
         connection.send(task)
 
-    def rest(self) -> Iterator[Any]:
-        """The results of all tasks that are not done yet."""
-        while len(self._free) < len(self._forks):
+    def remaining_results(self) -> Iterator[Any]:
+        """The results of all unfinished tasks."""
+        while len(self._idle) < len(self._connections):
             yield from self._collect(None)
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ class Workers:
             process.join()
 
     def _collect(self, timeout_s: float | None) -> Iterator[Any]:
-        busy = [connection for connection in self._forks if connection not in self._free]
+        busy = [connection for connection in self._connections if connection not in self._idle]
         for connection in wait(busy, timeout_s) if busy else []:
             assert isinstance(connection, Connection)
             try:
@@ -77,34 +78,34 @@ class Workers:
             except (EOFError, ConnectionResetError):
                 raise OutOfMemory(
                     "a process that tokenises rows was killed; the machine may be out of memory",
-                    "Run the command again: it goes on where it was.",
+                    "Run the command again: finished batches are kept.",
                 ) from None
-            self._free.append(connection)
-            if isinstance(result, _Failed):
+            self._idle.append(connection)
+            if isinstance(result, _TaskError):
                 raise result.error()
             yield result
 
 
-class _Failed:
-    """An error of a fork, in a form that can be sent."""
+class _TaskError:
+    """A fork's error in a form that can be pickled."""
 
     def __init__(self, error: Exception) -> None:
-        self._told = (type(error).__name__, error.problems, error.fix) if isinstance(error, FinetuneError) else None
-        self._other = None if self._told else error
+        self._finetune_error = (type(error).__name__, error.problems, error.fix) if isinstance(error, FinetuneError) else None
+        self._other_error = None if self._finetune_error else error
 
     def error(self) -> Exception:
-        if self._told is None:
-            return self._other or RuntimeError()
-        name, problems, fix = self._told
+        if self._finetune_error is None:
+            return self._other_error or RuntimeError()
+        name, problems, fix = self._finetune_error
         return getattr(errors, name, FinetuneError)(problems, fix)
 
 
-def _serve(tasks: Connection, others: list[Connection], work: Callable[..., Any]) -> None:
-    """Work until the pipe closes. `others`: ends that belong to the process which hands out tasks."""
-    for connection in others:
+def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
+    """Run tasks until the pipe closes. `inherited`: the parent's connections, which are closed here."""
+    for connection in inherited:
         connection.close()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN if signal_number == signal.SIGINT else signal.SIG_DFL)
     gc.freeze()
     collect_rarely()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -117,5 +118,5 @@ def _serve(tasks: Connection, others: list[Connection], work: Callable[..., Any]
             tasks.send(work(*task))
         except BrokenPipeError:
             return
-        except Exception as error:  # noqa: BLE001 - raised where the task came from
-            tasks.send(_Failed(error))
+        except Exception as error:  # noqa: BLE001 - raised again in the parent
+            tasks.send(_TaskError(error))

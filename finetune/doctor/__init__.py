@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from finetune.doctor.downloads import check_data, check_hub, check_login, check_model
 from finetune.doctor.findings import Check, Finding, run_checks, worst
 from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_port, check_spill
@@ -10,18 +12,19 @@ from finetune.recipe import Recipe
 
 __all__ = ["Finding", "examine", "worst"]
 
-#: Seconds for the whole report; the process that imports torch ends a little earlier, so that its findings are included.
-DEADLINE_S, PROBE_MARGIN_S = 9.5, 0.7
+#: Seconds for each check, and for the process that imports torch and bitsandbytes, which takes long on a busy machine or from a
+#: slow disk. It ends a little earlier, so that its findings are included.
+DEADLINE_S, STACK_DEADLINE_S, PROBE_MARGIN_S = 9.5, 180.0, 0.7
 
 
-def examine(recipe: Recipe | None = None, deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """All findings, in a fixed order, within `deadline_s` seconds; with a recipe also those on its model and data."""
+def examine(recipe: Recipe | None = None, progress: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """All findings, in a fixed order; with a recipe also those on its model and data. `progress` gets what is waited for."""
     checks: dict[str, Check] = {
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,
-        "stack": lambda: check_stack(deadline_s - PROBE_MARGIN_S),
+        "stack": lambda: check_stack(STACK_DEADLINE_S - PROBE_MARGIN_S, progress),
         "compiler": check_compiler, "host memory": check_memory, "disk": check_disk, "hub": check_hub, "hub login": check_login,
         "spill": check_spill, "port": check_port,
     }  # fmt: skip
     if recipe is not None:
         checks |= {"model": lambda: check_model(recipe), "data": lambda: check_data(recipe)}
-    return run_checks(checks, deadline_s)
+    return run_checks(checks, DEADLINE_S, {"stack": STACK_DEADLINE_S})

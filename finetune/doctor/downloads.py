@@ -94,7 +94,7 @@ def check_data(recipe: Recipe) -> list[Finding]:
     try:
         sources = find_sources(
             dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision
-        ) + (find_sources(dataset.eval_path, side="eval") if dataset.eval_path else bundled_eval(dataset.path))  # fmt: skip
+        ) + (find_sources(dataset.eval_path, bundled="eval") if dataset.eval_path else bundled_eval(dataset.path))  # fmt: skip
     except FinetuneError as error:
         return [Finding("data", "fail", " ".join(error.problems), error.fix)]
     return [_source_finding(source) for source in sources]

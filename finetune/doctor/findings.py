@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,23 @@ def worst(findings: Iterable[Finding]) -> str:
     return max((finding.state for finding in findings), key=STATES.index, default="ok")
 
 
-def run_checks(checks: dict[str, Check], deadline_s: float) -> list[Finding]:
-    """Run each check in a thread of its own; one that raises, or has no result by the deadline, is a finding as well."""
+def run_checks(checks: dict[str, Check], deadline_s: float, longer_s: Mapping[str, float] = {}) -> list[Finding]:
+    """Run each check in a thread of its own; one that raises, or has no result by the deadline, is a finding as well.
+
+    `longer_s`: deadlines of checks that have one of their own.
+    """
     results: dict[str, list[Finding]] = {}
     threads = [threading.Thread(target=_run, args=(name, check, results), daemon=True) for name, check in checks.items()]
-    end = time.monotonic() + deadline_s
+    deadlines_s, began_s = {name: longer_s.get(name, deadline_s) for name in checks}, time.monotonic()
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    late = f"no answer within {deadline_s:g} s"
+    for name, thread in sorted(zip(checks, threads, strict=True), key=lambda check: deadlines_s[check[0]]):
+        thread.join(max(0.0, began_s + deadlines_s[name] - time.monotonic()))
+    again = "Run it again when the machine is less busy."
     return [
         finding
         for name in checks
-        for finding in results.get(name) or [Finding(name, "warn", late, "Run it again when the machine is less busy.")]
+        for finding in results.get(name) or [Finding(name, "warn", f"no answer within {deadlines_s[name]:g} s", again)]
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -16,7 +15,7 @@ from finetune.card.find import find_card
 from finetune.card.here import LOST_FIX
 from finetune.card.nvidia import Device, driver_versions, read_devices
 from finetune.card.other_makers import why_not
-from finetune.card.visible import visible
+from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
 from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
@@ -80,7 +79,7 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
         "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
     }  # fmt: skip
     if hidden:
-        what = f"{what}; hidden by CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+        what = f"{what}; hidden by CUDA_VISIBLE_DEVICES={visible_devices()!r}"
         return Finding("card memory", "skip", what, facts=facts)
     if used_bytes <= MOST_IN_USE * device.total_bytes:
         return Finding("card memory", "ok", what, facts=facts)

@@ -8,7 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,9 @@ def check_compiler(include: str | None = None) -> Finding:
     return Finding("compiler", "ok", f"{Path(find_compiler() or '').name} compiles Python extensions")
 
 
-def check_stack(deadline_s: float) -> Iterator[Finding]:
+def check_stack(deadline_s: float, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
     """Does torch see the card, does its wheel have kernels for it, does bitsandbytes quantise, does Triton compile?"""
-    parts, problem = run_probe(deadline_s)
+    parts, problem = run_probe(deadline_s, progress)
     for name, (check, findings_of) in _PARTS.items():
         part = parts.get(name)
         if part is not None and part["error"] is None:
@@ -81,17 +82,21 @@ def check_stack(deadline_s: float) -> Iterator[Finding]:
             yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
 
 
-def run_probe(deadline_s: float) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not)."""
-    command = [sys.executable, "-P", "-m", "finetune.doctor.probe"]
+def run_probe(deadline_s: float, progress: Callable[[str], None] = lambda _: None) -> tuple[dict[str, dict[str, Any]], str]:
+    """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not). `progress` gets the
+    part that is tried, every second."""
+    command, began_s = [sys.executable, "-P", "-m", "finetune.doctor.probe"], time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            output, errors = process.communicate(timeout=deadline_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-            return _parts(output), f"no answer within {deadline_s:.0f} s"
-    return _parts(output), _problem(process.returncode, errors)
+        while True:
+            try:
+                output, errors = process.communicate(timeout=min(1.0, deadline_s))
+                return _parts(output), _problem(process.returncode, errors)
+            except subprocess.TimeoutExpired as waiting:
+                took_s, reported = time.monotonic() - began_s, _parts(waiting.output or b"")
+            if took_s >= deadline_s:
+                process.kill()
+                return _parts(process.communicate()[0]), f"no answer within {deadline_s:.0f} s"
+            progress(f"trying {next((name for name in _PARTS if name not in reported), 'the libraries')}: {took_s:.0f} s")
 
 
 def _parts(output: bytes) -> dict[str, dict[str, Any]]:

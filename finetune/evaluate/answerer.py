@@ -1,4 +1,4 @@
-"""Generate with a finished run's model, base or tuned. One model in memory: the adapter is switched on and off."""
+"""Generate with a finished run's model, base or tuned. One model in memory, with its adapter enabled or disabled."""
 
 from __future__ import annotations
 
@@ -33,51 +33,52 @@ if TYPE_CHECKING:
 
 
 class Answerer:
-    """The base model of a run with its adapter, or with the `last` step's beside the best.
+    """The base model of a run with its adapter, or with the `last` step's instead of the best.
 
-    `others`: folders of more adapters of the same base, by the names with which `using` chooses them. `adapter`: name of the
-    adapter's folder. `plain`: the run was trained on prompts as they are, without the chat template.
+    `other_adapters`: folders of more adapters of the same base, by the name that `using` takes. `adapter`: name of its
+    folder. `plain`: the run was trained on prompts without the chat template.
     """
 
     def __init__(
-        self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False, others: Mapping[str, Path] | None = None
-    ) -> None:
+        self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False,
+        other_adapters: Mapping[str, Path] | None = None,
+    ) -> None:  # fmt: skip
         quiet_libraries()
-        folder = adapter_folder(run, last=last, needed=need_adapter)
-        self._read(run, read_plan(run.plan), folder)
+        folder = adapter_folder(run, last=last, required=need_adapter)
+        self._set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
-        self._tuned = folder is not None
-        self._key = "default"
-        self._keys = {name: self._added(path) for name, path in (others or {}).items()}
+        self._has_adapter = folder is not None
+        self._adapter_name = "default"
+        self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
 
-    def _added(self, folder: Path) -> str:
-        """Load one more adapter beside those that are there; returns PEFT's name for it."""
-        key = f"adapter{len(self.model.peft_config)}"
-        with _explained(folder):
-            self.model.load_adapter(str(folder), key, use_safetensors=True)
-        return key
+    def _load_adapter(self, folder: Path) -> str:
+        """Load another adapter; returns PEFT's name for it."""
+        name = f"adapter{len(self.model.peft_config)}"
+        with _adapter_errors(folder):
+            self.model.load_adapter(str(folder), name, use_safetensors=True)
+        return name
 
-    def beside(self, other: RunDirectory) -> Answerer:
-        """Another run's answerer that shares this one's base model. Raises CommandError when it was trained on another."""
-        plan, folder = read_plan(other.plan), adapter_folder(other)
-        if _base_of(plan) != _base_of(self.plan):
+    def sharing_base(self, run: RunDirectory) -> Answerer:
+        """An answerer for another run on this one's base model. Raises CommandError if that run was trained on another base."""
+        plan, folder = read_plan(run.plan), adapter_folder(run)
+        if _base_key(plan) != _base_key(self.plan):
             raise CommandError(
-                f"{other.path.name} was trained on another base model than {self.run.path.name}, or on another form of it",
+                f"{run.path.name} was trained on another base model than {self.run.path.name}, or on another form of it",
                 "Chat with each of them alone.",
             )
         assert folder is not None
-        made = copy.copy(self)
-        made.answer_for(other, plan, folder, self._added(folder))
-        return made
+        answerer = copy.copy(self)
+        answerer.switch_run(run, plan, folder, self._load_adapter(folder))
+        return answerer
 
-    def answer_for(self, run: RunDirectory, plan: Plan, folder: Path, key: str) -> None:
-        """From now on answer as `run`, whose adapter is loaded under PEFT's name `key`."""
-        self._read(run, plan, folder)
-        self._key, self._keys = key, {}
+    def switch_run(self, run: RunDirectory, plan: Plan, folder: Path, name: str) -> None:
+        """Answer as `run` from now on; its adapter is loaded as PEFT's `name`."""
+        self._set_run(run, plan, folder)
+        self._adapter_name, self._adapter_names = name, {}
 
-    def _read(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
-        """The run's own tokenizer and template."""
+    def _set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
+        """Use the run's own tokenizer and template."""
         require_data(run)
         self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
@@ -91,7 +92,7 @@ class Answerer:
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
         """Disable the adapter inside the block."""
-        if not self._tuned:
+        if not self._has_adapter:
             yield
             return
         with self.model.disable_adapter():
@@ -99,13 +100,13 @@ class Answerer:
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside the block: `base` is the model without an adapter, a name of `others` has that one; else the run's own."""
+        """Inside the block use no adapter for `base`, else that of `other_adapters`, else the run's own."""
         if name == "base":
             with self.as_base():
                 yield
             return
         if isinstance(self.model, PeftModel):
-            self.model.set_adapter(self._keys.get(name, self._key))
+            self.model.set_adapter(self._adapter_names.get(name, self._adapter_name))
         yield
 
     def answer(self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None) -> list[str]:
@@ -133,16 +134,16 @@ class Answerer:
 def is_plain(run: RunDirectory) -> bool:
     """Whether a run was trained on prompts without the chat template, by its data report; earlier versions wrote none."""
     try:
-        found = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+        report = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and bool(found.get("plain"))
+    return isinstance(report, dict) and bool(report.get("plain"))
 
 
-def adapter_folder(run: RunDirectory, *, last: bool = False, needed: bool = True) -> Path | None:
-    """The result's folder, else the newest sealed checkpoint; with `last` the last step's adapter beside the best.
+def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:
+    """The result's folder, else the newest sealed checkpoint; with `last` the last step's adapter.
 
-    Raises RecipeError when there is none and one is `needed`, or when it has changed.
+    Raises CommandError if there is none and one is `required`, RecipeError if it has changed.
     """
     if last:
         return _last_adapter(run)
@@ -152,7 +153,7 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, needed: bool = True
     checkpoint, _ = newest_verified(run.checkpoints)
     if checkpoint is not None:
         return checkpoint.path
-    if needed:
+    if required:
         raise CommandError(
             f"{run.path} has no adapter and no sealed checkpoint yet", f"Let it train further: finetune resume {run.path}"
         )
@@ -166,15 +167,15 @@ def _last_adapter(run: RunDirectory) -> Path:
     return run.last_adapter
 
 
-def _base_of(plan: Plan) -> tuple[Any, ...]:
-    """What two adapters must have in common to share a loaded model."""
+def _base_key(plan: Plan) -> tuple[Any, ...]:
+    """The values that two runs must have in common to share a loaded base model."""
     settings = plan.settings
     weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
     return weights, settings.load_in_4bit, settings.load_in_8bit, settings.dtype
 
 
-def answer_facts(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
-    """What decides an answer beside its prompt: settings, base weights, adapter, versions. JSON values."""
+def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
+    """All that decides an answer besides its prompt: settings, base weights, adapter, versions. JSON values."""
     from importlib.metadata import version
 
     from finetune import __version__
@@ -187,27 +188,27 @@ def answer_facts(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[st
     }  # fmt: skip
 
 
-def longest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
+def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
     """Tokens of the longest text."""
     return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
-def _load(plan: Plan, folder: Any, device: str) -> Any:
+def _load(plan: Plan, adapter: Any, device: str) -> Any:
     settings = plan.settings
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, say=lambda _: None)
-    with _explained(folder):
-        model = PeftModel.from_pretrained(base, str(folder), use_safetensors=True) if folder else base
-    if folder and (broken := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
+    with _adapter_errors(adapter):
+        model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
+    if adapter and (non_finite := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
         raise CommandError(
-            f"the adapter in {folder} has values that are not finite: {', '.join(broken[:3])}",
+            f"the adapter in {adapter} has values that are not finite: {', '.join(non_finite[:3])}",
             "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
         )
     return model.eval()
 
 
 @contextlib.contextmanager
-def _explained(folder: Any) -> Iterator[None]:
-    """Turn errors of PEFT about an adapter that can't be loaded into a CommandError."""
+def _adapter_errors(folder: Any) -> Iterator[None]:
+    """Turn PEFT's errors for an adapter that can't be loaded into a CommandError."""
     try:
         yield
     except (SafetensorError, KeyError, ValueError, TypeError, OSError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""Answers and losses in a file as they are made: a killed evaluation goes on, and another score needs no new answers.
+"""Answers and losses, appended to a file as they are computed: a killed evaluation continues, and another score reuses them.
 
-RUN/evaluations/<model>-<key>.jsonl; the key is of everything that decides an answer but the row itself.
+RUN/evaluations/<model>-<key>.jsonl; the key is a digest of all that decides an answer except the row.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class Journal:
-    """What is known of rows, by a digest of the row. A line that a killed process left torn is ignored."""
+    """Entries of rows, by a digest of the row. An incomplete line of a killed process is ignored."""
 
-    def __init__(self, folder: Path, model: str, facts: Any) -> None:
-        self._path = folder / f"{model}-{digest(facts)}.jsonl"
-        self.known: dict[str, dict[str, Any]] = {}
+    def __init__(self, folder: Path, model: str, inputs: Any) -> None:
+        self._path = folder / f"{model}-{digest(inputs)}.jsonl"
+        self.entries: dict[str, dict[str, Any]] = {}
         self.problem = ""
         try:
             lines = self._path.read_bytes().split(b"\n")
@@ -25,22 +25,22 @@ class Journal:
         for line in lines:
             try:
                 entry = json.loads(line)
-                self.known[entry.pop("row")] = entry
+                self.entries[entry.pop("row")] = entry
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
 
     def add(self, entries: dict[str, dict[str, Any]]) -> None:
-        """Keep them in the file too; without room or permission only in memory, and `problem` says why."""
-        self.known.update(entries)
+        """Add entries, also to the file; if it can't be written only in memory, and `problem` says why."""
+        self.entries.update(entries)
         lines = "".join(json.dumps({"row": row, **entry}) + "\n" for row, entry in entries.items())
         try:
             self._path.parent.mkdir(exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:  # it begins with a new line: the last one may be torn
+            with self._path.open("ab", buffering=0) as file:  # begins with a new line: the last one may be incomplete
                 file.write(b"\n" + lines.encode())
         except OSError as error:
             self.problem = f"answers are not kept for a later evaluation: {error}"
 
 
-def digest(facts: Any) -> str:
+def digest(values: Any) -> str:
     """A short hash of JSON values."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""Base against tuned on the same rows: the difference with its interval, and the rows that would settle it."""
+"""Base against tuned on the same rows: the difference with its interval, and how many rows would make it significant."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DRAWS = 2_000
 
 @dataclass(frozen=True)
 class Difference:
-    """Tuned minus base, with a 95 % interval. `more_rows`: how many more would tell it from zero, None where it is told.
+    """Tuned minus base, with a 95 % interval. `more_rows`: about how many more rows would make it significant.
 
-    None as well without any difference, which no number of rows is known to tell.
+    None if it is significant, and if the difference is 0.
     """
 
     value: float
@@ -24,7 +24,7 @@ class Difference:
     more_rows: int | None
 
     @property
-    def is_told(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether zero is outside the interval."""
         return not self.low <= 0 <= self.high
 
@@ -34,54 +34,54 @@ def difference(
 ) -> Difference:
     """Weighted mean of tuned - base over two rows or more, with the expanded percentile interval of a paired bootstrap.
 
-    Bootstrap: Efron 1979. Expanded, because its spread is that of a normal with n in place of n - 1: Hesterberg 2015.
-    `weights`: of each row, e.g. its tokens. `span`: the largest difference of a row, where there is one; rows that all differ
-    by the same say nothing of rarer ones, so that the rule of three (Hanley and Lippman-Hand 1983) widens their interval.
+    Bootstrap: Efron 1979. Expanded, because its spread is that of a normal with n instead of n - 1: Hesterberg 2015.
+    `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one; if all rows
+    differ by the same value, the rule of three (Hanley and Lippman-Hand 1983) widens the interval for unseen values.
     """
-    gaps = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
-    weigh = np.ones(len(gaps)) if weights is None else np.asarray(weights, dtype=float)
-    value, rows = float(np.average(gaps, weights=weigh)), len(gaps)
-    chance, means = np.random.default_rng(0), np.empty(_DRAWS)
+    differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
+    row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
+    value, rows = float(np.average(differences, weights=row_weights)), len(differences)
+    rng, means = np.random.default_rng(0), np.empty(_DRAWS)
     for draw in range(_DRAWS):
-        chosen = chance.integers(rows, size=rows)
-        means[draw] = np.average(gaps[chosen], weights=weigh[chosen])
-    wider = _wider(rows)
-    low, high = (value + wider * (float(edge) - value) for edge in np.percentile(means, (2.5, 97.5)))
+        chosen = rng.integers(rows, size=rows)
+        means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
+    expansion = _expansion(rows)
+    low, high = (value + expansion * (float(quantile) - value) for quantile in np.percentile(means, (2.5, 97.5)))
     if span:
         low, high = max(-span, low), min(span, high)
-    if span and np.ptp(gaps) == 0:
+    if span and np.ptp(differences) == 0:
         unseen = min(1.0, 3 / rows)
         low, high = max(-span, low - 2 * span * unseen), min(span, high + 2 * span * unseen)
-    more = None
+    more_rows = None
     if low <= 0 <= high and value:  # the interval shrinks with the root of the rows
-        reach = value - low if value > 0 else high - value
-        more = max(1, math.ceil(rows * (reach / value) ** 2) - rows)
-    return Difference(value, low, high, more)
+        half_width = value - low if value > 0 else high - value
+        more_rows = max(1, math.ceil(rows * (half_width / value) ** 2) - rows)
+    return Difference(value, low, high, more_rows)
 
 
-def in_words(made: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
-    """A difference and its interval; first whether the rows tell it from zero, and how many more would."""
-    if made is None:
+def format_difference(difference: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
+    """A difference and its interval; first whether it is not significant, and how many more rows would make it so."""
+    if difference is None:
         return "not measured"
-    low, value, high = (f"{scale * each:+.3g}" for each in (made.low, made.value, made.high))
+    low, value, high = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
     text = f"{names} {value}{unit} (95 % interval {low} to {high})"
-    if made.is_told:
+    if difference.is_significant:
         return text
-    more = f"; about {made.more_rows:,} more rows would" if made.more_rows else ""
-    return f"can't tell yet{more}: {text}"
+    hint = f"; about {difference.more_rows:,} more rows would" if difference.more_rows else ""
+    return f"can't tell yet{hint}: {text}"
 
 
-def ordered(base: Sequence[float], tuned: Sequence[float], by: str) -> list[int]:
-    """Rows: first the tuned model's `worst` or `best` score, or the largest difference (`differ`)."""
+def rank_rows(base: Sequence[float], tuned: Sequence[float], order: str) -> list[int]:
+    """Indices of rows: first the tuned model's `worst` or `best` score, or the largest difference (`differ`)."""
     keys: dict[str, Callable[[int], tuple[float, float]]] = {
         "worst": lambda row: (tuned[row], tuned[row] - base[row]),
         "best": lambda row: (-tuned[row], base[row] - tuned[row]),
         "differ": lambda row: (-abs(tuned[row] - base[row]), tuned[row] - base[row]),
     }
-    return sorted(range(len(tuned)), key=keys[by])
+    return sorted(range(len(tuned)), key=keys[order])
 
 
-def _wider(rows: int) -> float:
-    """Student's over the normal quantile (its first terms in 1/df), and n - 1 in place of n."""
-    normal, free = 1.96, rows - 1
-    return (1 + (normal**2 + 1) / (4 * free)) * math.sqrt(rows / free)
+def _expansion(rows: int) -> float:
+    """Student's over the normal quantile (its first terms in 1/df), and n - 1 instead of n."""
+    normal, degrees = 1.96, rows - 1
+    return (1 + (normal**2 + 1) / (4 * degrees)) * math.sqrt(rows / degrees)

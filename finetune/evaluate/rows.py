@@ -1,4 +1,4 @@
-"""The rows of an evaluation: those that a run held out, or those of a file."""
+"""The rows of an evaluation: a run's held-out rows, the rows of a file, or the bundled general questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class EvalRows:
     """`prompts`, their tokens, and the expected answers; `ids` and `labels` of the sequences whose loss is computed.
 
-    A row of plain text has no prompt, and a chat template may make several sequences of a row.
+    A row of plain text has no prompt, and a chat template may render several sequences of a row.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -38,65 +38,66 @@ class EvalRows:
     labels: list[list[int]] = field(default_factory=list)
 
 
-def held_out(run: RunDirectory, most: int | None, *, first: bool = False) -> EvalRows:
-    """At most so many of the run's held-out rows, or of the `first` run's from whose adapter it went on.
+def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
+    """At most `limit` of the run's held-out rows; with `of_first_run`, of the run whose adapter it continued.
 
     Raises DataError when there are none.
     """
-    folder = run.origin / HELD_OUT if first else run.data
-    if first and not folder.is_dir():
+    folder = run.origin / HELD_OUT if of_first_run else run.data
+    if of_first_run and not folder.is_dir():
         raise DataError(
-            f"{run.path} has no held-out rows of a run that it went on from", "Leave out --forgetting, or give --data FILE."
+            f"{run.path} has no held-out rows of a run that it continued", "Leave out --forgetting, or give --data FILE."
         )
-    questions = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))[:most]
+    questions = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))[:limit]
     ids: list[list[int]] = []
     labels: list[list[int]] = []
     if (folder / "eval").is_dir():
         from datasets import load_from_disk
 
         tokenised: Any = load_from_disk(str(folder / "eval"))
-        chosen = tokenised.select(range(min(len(tokenised), most or len(tokenised))))
-        ids, labels = list(chosen["input_ids"]), list(chosen["labels"])
+        selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
+        ids, labels = list(selected["input_ids"]), list(selected["labels"])
     if not questions and not ids:
         raise DataError(
             f"{run.path} has no held-out rows",
             "Give rows of your own: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
         )
-    return _rows(questions, ids, labels)
+    return _eval_rows(questions, ids, labels)
 
 
-def own(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, most: int | None) -> EvalRows:
-    """At most so many rows of a file, read as the run's data was. Raises DataError for what can't be read."""
+def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
+    """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read."""
     dataset = DatasetRecipe(
-        path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns, max_rows=most
+        path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns, max_rows=limit
     )
-    found = read_examples(dataset).train
+    split = read_examples(dataset).train
     encoder = Encoder(
         tokenizer,
-        conversations=any(example.messages for example in found.examples),
+        conversations=any(example.messages for example in split.examples),
         train_on_inputs=settings.train_on_inputs,
     )
-    encoded = encoder.encode(found.examples)
-    paired = list(zip(found.examples, encoded, strict=True))
-    refused = [*found.refused]
-    refused += [Refused(row.file, row.row, bad.field, bad.reason) for row, bad in paired if isinstance(bad, BadRow)]
+    encoded = encoder.encode(split.examples)
+    encoded_examples = list(zip(split.examples, encoded, strict=True))
+    refused = [*split.refused]
+    bad_rows = [(example, result) for example, result in encoded_examples if isinstance(result, BadRow)]
+    refused += [Refused(example.file, example.row, bad_row.field, bad_row.reason) for example, bad_row in bad_rows]
     if refused and settings.dataset.on_bad_rows == "fail":
-        raise DataError(refusal_lines(refused, found.read), "Correct these rows.")
-    usable = [row for row, made in paired if not isinstance(made, BadRow)]
+        raise DataError(refusal_lines(refused, split.rows_read), "Correct these rows.")
+    usable = [example for example, result in encoded_examples if not isinstance(result, BadRow)]
     if not usable:
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
-    sequences = [one for made in encoded if not isinstance(made, BadRow) for one in made]
-    ids, labels = ([getattr(one, name).tolist() for one in sequences] for name in ("input_ids", "labels"))
-    return _rows(questions_of(usable, tokenizer), ids, labels)
+    sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
+    ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
+    return _eval_rows(questions_of(usable, tokenizer), ids, labels)
 
 
-def probe(tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> EvalRows:
-    """At most so many of the bundled general questions, asked with the tokenizer's chat template where it has one."""
-    lines = PROBE.read_text(encoding="utf-8").splitlines()[:most]
+def probe_rows(tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> EvalRows:
+    """At most `limit` of the bundled general questions, with the tokenizer's chat template if it has one."""
+    lines = PROBE.read_text(encoding="utf-8").splitlines()[:limit]
     examples = [_question(json.loads(line), tokenizer.chat_template is not None) for line in lines]
     encoded = Encoder(tokenizer, conversations=tokenizer.chat_template is not None).encode(examples)
-    sequences = [one for made in encoded if not isinstance(made, BadRow) for one in made]
-    ids, labels = ([getattr(one, name).tolist() for one in sequences] for name in ("input_ids", "labels"))
+    sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
+    ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
     return EvalRows(ids=ids, labels=labels)
 
 
@@ -107,6 +108,6 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
     return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
-def _rows(questions: list[dict[str, Any]], ids: list[list[int]], labels: list[list[int]]) -> EvalRows:
+def _eval_rows(questions: list[dict[str, Any]], ids: list[list[int]], labels: list[list[int]]) -> EvalRows:
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
     return EvalRows(prompts, prompt_ids, answers, ids, labels)

@@ -1,7 +1,7 @@
 """Events: one JSON line each, the only channel from a run to the terminal, the page and the trackers.
 
-One writer at a time, append-only, whole lines. A reader keeps a byte offset and tolerates a torn last line, unknown kinds and
-keys, and missing keys. docs/events.md documents every kind.
+One writer at a time, append-only, complete lines. A reader keeps a byte offset and tolerates an incomplete last line, unknown
+kinds and keys, and missing keys. docs/events.md documents every kind.
 """
 
 from finetune.events.file import EventReader, EventWriter, event_from, event_json, read_events

@@ -21,16 +21,16 @@ _Kinds = Mapping[str, type[Event]]
 
 
 class EventWriter:
-    """Appends events to a file. Each line is one write(), so that readers see only whole lines of a live writer."""
+    """Appends events to a file. Each line is one write(), so that readers see only complete lines of a live writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.listeners: list[Callable[[Event], None]] = []  # called with each event after it is written
         self._file = path.open("ab", buffering=0)
-        self._alone = one_writer_at_a_time(path)
-        self._torn = self._ends_torn()  # a dead writer's line without a newline must not be continued
+        self._write_lock = one_writer_at_a_time(path)
+        self._is_incomplete = self._ends_incomplete()  # a killed writer's incomplete line must not be continued
 
-    def _ends_torn(self) -> bool:
+    def _ends_incomplete(self) -> bool:
         size = os.fstat(self._file.fileno()).st_size
         if not size:
             return False
@@ -41,19 +41,19 @@ class EventWriter:
     def emit(self, event: Event) -> None:
         """Write one event, with the time. Raises OSError when the disk is full."""
         event = dataclasses.replace(event, time_s=round(time.time(), 3))
-        data = json.dumps(event_json(event), allow_nan=False).encode() + b"\n"
-        if self._torn:
-            data = b"\n" + data
-        with self._alone:
-            written = self._file.write(data)
-        if written != len(data):
-            self._torn = self._torn or written > 0
+        line = json.dumps(event_json(event), allow_nan=False).encode() + b"\n"
+        if self._is_incomplete:
+            line = b"\n" + line
+        with self._write_lock:
+            written = self._file.write(line)
+        if written != len(line):
+            self._is_incomplete = self._is_incomplete or written > 0
             raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
-        self._torn = False
+        self._is_incomplete = False
         if event.durable:
             os.fsync(self._file.fileno())
-        for hear in self.listeners:
-            hear(event)
+        for listener in self.listeners:
+            listener(event)
 
     def close(self) -> None:
         """Close the file; the writer can't be used afterwards."""
@@ -66,17 +66,17 @@ class EventReader:
     def __init__(self, path: Path, offset: int = 0, kinds: _Kinds = KINDS) -> None:
         self.path, self.offset, self._kinds = path, offset, kinds
 
-    def new(self, most_bytes: int = 64 * 2**20) -> list[Event]:
-        """Events appended since the last call, from at most `most_bytes`; damaged lines are skipped."""
+    def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
+        """Events appended since the last call, from at most `max_bytes`; damaged lines are skipped."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                data = file.read(most_bytes)
+                data = file.read(max_bytes)
         except (FileNotFoundError, IsADirectoryError):
             return []
-        whole = data.rfind(b"\n") + 1
-        self.offset += whole
-        events = (_event_of(line, self._kinds) for line in data[:whole].splitlines())
+        complete_bytes = data.rfind(b"\n") + 1
+        self.offset += complete_bytes
+        events = (_event_of(line, self._kinds) for line in data[:complete_bytes].splitlines())
         return [event for event in events if event is not None]
 
 
@@ -93,7 +93,7 @@ def event_json(event: Event) -> dict[str, Any]:
     if isinstance(event, Unknown):
         return event.values
     kind: Any = type(event)
-    return {"kind": event.kind, **{name: to_json(getattr(event, name)) for name in _order(kind)}}
+    return {"kind": event.kind, **{name: to_json(getattr(event, name)) for name in _field_order(kind)}}
 
 
 def event_from(values: dict[str, Any], kinds: _Kinds = KINDS) -> Event:
@@ -103,7 +103,7 @@ def event_from(values: dict[str, Any], kinds: _Kinds = KINDS) -> Event:
 
 
 @functools.cache
-def _order(kind: Any) -> tuple[str, ...]:
+def _field_order(kind: Any) -> tuple[str, ...]:
     """Fields in the order in which they are written: the time, the kind's own, the shared memory fields."""
     names = [field.name for field in dataclasses.fields(kind)]
     return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
@@ -114,9 +114,9 @@ _KIND = re.compile(rb'\{"kind": "(\w+)"')
 
 
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
-    """The event of a line; None for a torn line and for what is no event."""
-    found = _KIND.match(line)
-    kind = kinds.get(found[1].decode()) if found else None
+    """The event of a line; None for an incomplete line and for anything else."""
+    match = _KIND.match(line)
+    kind = kinds.get(match[1].decode()) if match else None
     if kind is not None:
         return readable(kind, line)
     try:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
-#: A larger number is damage, and too large for a float.
+#: Larger numbers are damage, and too large for a float.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory now, and at the peak since the step or phase began. What this machine can't measure is null."""
+    """Memory now, and at the peak since the start of the step or phase. Null where this machine can't measure it."""
 
     allocated_bytes: Annotated[Whole | None, "allocated by torch's allocator to live tensors"] = None
     peak_allocated_bytes: Annotated[Whole | None, "peak of allocated memory"] = None
@@ -36,10 +36,10 @@ class Memory:
         None
     )
     peak_segments: Annotated[Whole | None, "peak of their number"] = None
-    allocation_retries: Annotated[Whole | None, "how often torch has given cached blocks back to find memory, so far"] = None
-    card_used_bytes: Annotated[Whole | None, "in use on the whole card, by all programs"] = None
-    card_total_bytes: Annotated[Whole | None, "on the whole card"] = None
-    other_processes_bytes: Annotated[Whole | None, "in use on the card by other programs"] = None
+    allocation_retries: Annotated[Whole | None, "how often torch has freed cached blocks to find memory, so far"] = None
+    card_used_bytes: Annotated[Whole | None, "in use on the whole GPU, by all programs"] = None
+    card_total_bytes: Annotated[Whole | None, "of the whole GPU"] = None
+    other_processes_bytes: Annotated[Whole | None, "in use on the GPU by other programs"] = None
     process_rss_bytes: Annotated[Whole | None, "host memory of the training process"] = None
     process_peak_rss_bytes: Annotated[Whole | None, "peak of it since the process started"] = None
 
@@ -103,8 +103,8 @@ class Step(Event, Memory):
     padded_tokens: Annotated[Whole | None, "tokens with padding"] = None
     step_s: Annotated[float | None, "how long the step took"] = None
     tokens_per_s: Annotated[float | None, "real tokens per second"] = None
-    temperature_c: Annotated[float | None, "temperature of the card"] = None
-    power_w: Annotated[float | None, "power that the card draws"] = None
+    temperature_c: Annotated[float | None, "temperature of the GPU"] = None
+    power_w: Annotated[float | None, "power that the GPU draws"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,9 @@ class Compiled(Event):
 
     step: Annotated[Whole | None, "optimizer steps done"] = None
     graphs: Annotated[Whole | None, "forward graphs compiled"] = None
-    recompiles: Annotated[Whole | None, "those of them that were compiled again, for other inputs"] = None
-    reasons: Annotated[tuple[str, ...], "why they were"] = ()
-    graph_breaks: Annotated[Whole | None, "places where a layer could not be compiled as one graph"] = None
+    recompiles: Annotated[Whole | None, "graphs that were compiled again, for other inputs"] = None
+    reasons: Annotated[tuple[str, ...], "why they were compiled again"] = ()
+    graph_breaks: Annotated[Whole | None, "how often a layer could not be compiled as one graph"] = None
     compile_s: Annotated[float | None, "how long compiling has taken"] = None
 
 
@@ -173,8 +173,8 @@ class ForecastCheck(Event):
     predicted_allocated_bytes: Annotated[Whole | None, "forecast peak of allocated memory"] = None
     measured_allocated_bytes: Annotated[Whole | None, "measured peak of allocated memory"] = None
     allocated_error: Annotated[float | None, "measured / forecast - 1: 0.1 is 10 % more than forecast"] = None
-    predicted_peak_bytes: Annotated[Whole | None, "forecast peak of the whole card"] = None
-    measured_card_bytes: Annotated[Whole | None, "measured on the whole card, without other programs"] = None
+    predicted_peak_bytes: Annotated[Whole | None, "forecast peak of the whole GPU"] = None
+    measured_card_bytes: Annotated[Whole | None, "measured on the whole GPU, without other programs"] = None
     measured_reserved_bytes: Annotated[Whole | None, "measured peak of reserved memory"] = None
     predicted_reserved_bytes: Annotated[
         Whole | None, "forecast peak of reserved memory in training, by the replayed allocator"
@@ -198,7 +198,7 @@ class Sample(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunWarning(Event):
-    """A warning for the user; the run goes on."""
+    """A warning for the user; the run continues."""
 
     kind: ClassVar[str] = "warning"
 
@@ -230,10 +230,10 @@ class OutOfMemory(Event, Memory):
     max_length: Annotated[Whole | None, "longest row, in tokens"] = None
     forecast_allocated_bytes: Annotated[Whole | None, "forecast peak of the phase's allocated memory"] = None
     forecast_reserved_bytes: Annotated[Whole | None, "forecast peak of the phase's reserved memory"] = None
-    room_bytes: Annotated[Whole | None, "how much more could be reserved, within the run's limit and free on the card"] = None
+    room_bytes: Annotated[Whole | None, "how much more could be reserved, within the run's limit and free on the GPU"] = None
     free_bytes: Annotated[Whole | None, "free in reserved memory, all blocks together"] = None
     largest_free_block_bytes: Annotated[Whole | None, "largest free block in reserved memory"] = None
-    largest_usable_block_bytes: Annotated[Whole | None, "largest of them that the failed allocation may use"] = None
+    largest_usable_block_bytes: Annotated[Whole | None, "largest free block that the failed allocation may use"] = None
     free_blocks: Annotated[Whole | None, "number of free blocks in reserved memory"] = None
     fragmented: Annotated[bool | None, "whether free memory would have sufficed in one piece"] = None
     holders: Annotated[dict[str, Whole], "what holds most of the allocated memory: line of code, or size, to bytes"] = field(
@@ -262,8 +262,8 @@ class Unknown(Event):
 
 #: `kind` of a line -> its type.
 KINDS: dict[str, type[Event]] = {
-    each.kind: each
-    for each in (
+    event.kind: event
+    for event in (
         State, Phase, Start, Step, Compiled, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry,
         OutOfMemory, LossSpike,
     )

@@ -1,9 +1,9 @@
 """Runs llama.cpp's own converters: `python -m finetune.export.llama_converter LLAMA_CPP PRE SCRIPT ARGUMENTS...`.
 
-llama.cpp knows a pre-tokenizer by what it makes of one text, and refuses others. `PRE` (or `-`) is its name for the one that
-this tokenizer has; whether it is the same is proven later, on the tokens of the held-out rows.
+llama.cpp recognises a pre-tokenizer by its tokens of one text, and refuses others. `PRE` (or `-`) is its name for this
+tokenizer's; whether they are the same is checked later, on the tokens of the held-out rows.
 
-It ends when its standard input does: its parent was killed, and the next export writes files of the same names.
+It exits when its standard input is closed: its parent was killed, and the next export writes files of the same names.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 
 def main() -> None:
-    """Import the converter from its folder and let the script do its work."""
+    """Import the converter from its folder and run the script."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     folder, pre, script, *arguments = sys.argv[1:]
     sys.path[:0] = [folder, f"{folder}/gguf-py"]
     converter: Any = importlib.import_module("convert_hf_to_gguf")
     models: Any = sys.modules.get("conversion.base", converter)  # where newer versions have its classes
-    known = models.TextModel.get_vocab_base_pre
+    recognise = models.TextModel.get_vocab_base_pre
 
-    def name_of(self: Any, tokenizer: Any) -> str:
+    def pre_tokenizer_name(self: Any, tokenizer: Any) -> str:
         try:
-            return str(known(self, tokenizer))
+            return str(recognise(self, tokenizer))
         except NotImplementedError:
             if pre == "-":
                 raise
             return pre
 
-    models.TextModel.get_vocab_base_pre = name_of
+    models.TextModel.get_vocab_base_pre = pre_tokenizer_name
     sys.argv = [script, *arguments]
     if script == "convert_hf_to_gguf.py":
         converter.main()

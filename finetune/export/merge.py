@@ -35,8 +35,8 @@ def merge(
     """Write base + adapter to `target` (default RUN/merged) atomically. Returns the folder.
 
     The 16-bit weights are read and written tensor by tensor: merging into 4-bit weights would round the adapter away, and the
-    whole model need not fit into memory. Its files are the base model's, or of at most `max_shard_bytes`. Raises CommandError
-    without a finished adapter, OutOfMemory and DiskFull without room, before anything is written.
+    whole model need not fit into memory. Files are split like the base model's, or at `max_shard_bytes`. Raises CommandError
+    without a finished adapter, OutOfMemory and DiskFull if memory or disk don't suffice, before anything is written.
     """
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
@@ -65,7 +65,7 @@ def _write(
     settings: Any, run: RunDirectory, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
 ) -> None:
     from finetune.data.tokenizer import run_tokenizer
-    from finetune.export.shards import NotByShards
+    from finetune.export.shards import ShardMergeError
     from finetune.model.language_model import is_multimodal
     from finetune.model.quiet import quiet_libraries
     from finetune.model.transformers_config import load_config
@@ -73,98 +73,98 @@ def _write(
     quiet_libraries()
     config = load_config(settings)
     try:
-        _by_shards(settings, config, run, folder, max_shard_bytes, progress)
-    except NotByShards:
+        _merge_by_shards(settings, config, run, folder, max_shard_bytes, progress)
+    except ShardMergeError:
         shutil.rmtree(folder, ignore_errors=True)
-        _whole(settings, config, run, folder, max_shard_bytes, progress)
+        _merge_loaded(settings, config, run, folder, max_shard_bytes, progress)
     if is_multimodal(config) and settings.chat_template is None:
-        return  # the model's own tokenizer and processor are there
+        return  # the model's own tokenizer and processor are copied already
     run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
 
 
-def _by_shards(
-    settings: Any, config: Any, run: RunDirectory, folder: Path, most: int | None, progress: Callable[[str], None]
+def _merge_by_shards(
+    settings: Any, config: Any, run: RunDirectory, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
 ) -> None:
-    """Read and write one tensor at a time. Raises NotByShards, before anything is written, where that can't be done."""
-    from finetune.export.shards import Changes, NotByShards, stored_tensors, with_adapter, write_shards
+    """Read and write one tensor at a time. Raises ShardMergeError, before anything is written, if that is impossible."""
+    from finetune.export.shards import AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
     from finetune.model.build import build_base
 
     if getattr(config, "quantization_config", None):
-        raise NotByShards("the base model is stored quantised")
-    source = folder_of(settings)
+        raise ShardMergeError("the base model is stored quantised")
+    source = model_folder(settings)
     tensors = stored_tensors(source)
     _check_disk(sum(stored.size for stored in tensors), folder)
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
-    changes = Changes(with_adapter(base, run.adapter), tensors)
+    changes = AdapterChanges(with_adapter(base, run.adapter), tensors)
     _check_memory(4 * max(stored.size for stored in tensors), "the largest tensor and its change")
     folder.mkdir(parents=True)
     progress("writing")
-    write_shards(tensors, changes, folder, most_bytes=most, progress=progress)
+    write_shards(tensors, changes, folder, max_bytes=max_shard_bytes, progress=progress)
     for path in sorted(source.iterdir()):  # last: without them a part of a model does not load
         if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
 
 
-def _whole(
-    settings: Any, config: Any, run: RunDirectory, folder: Path, most: int | None, progress: Callable[[str], None]
+def _merge_loaded(
+    settings: Any, config: Any, run: RunDirectory, folder: Path, shard_bytes: int | None, progress: Callable[[str], None]
 ) -> None:
-    """Load the whole model and write it as transformers does: for weights stored in another form than the model has them."""
+    """Load the whole model and write it as transformers does: for checkpoints that store weights in another form."""
     from peft import PeftModel
 
     from finetune.model.build import build_base
     from finetune.model.language_model import is_multimodal
     from finetune.model.quantisation import model_dtype
 
-    needed = _weight_bytes(config, model_dtype(settings))
-    _check_memory(needed, "the whole model, whose weights are stored in another form,")
-    _check_disk(needed, folder)
+    weight_bytes = _weight_bytes(config, model_dtype(settings))
+    _check_memory(weight_bytes, "the whole model, whose weights are stored in another form,")
+    _check_disk(weight_bytes, folder)
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
     progress("merging")
     merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
     progress("writing")
     if is_multimodal(config):
-        write_merged_checkpoint(merged, folder_of(settings), folder)
+        write_merged_checkpoint(merged, model_folder(settings), folder)
         return
-    merged.save_pretrained(str(folder), safe_serialization=True, **({"max_shard_size": most} if most else {}))
+    merged.save_pretrained(str(folder), safe_serialization=True, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
     for path in folder.glob("*.safetensors"):  # which its library makes readable by their owner only
         shutil.copymode(folder / "config.json", path)
 
 
-def folder_of(settings: Any) -> Path:
-    """The folder with the model's files, which for a model of the hub are in its cache or fetched now. Raises ModelError."""
+def model_folder(settings: Any) -> Path:
+    """The folder with the model's files; those of a hub model come from its cache or are downloaded. Raises ModelError."""
     from huggingface_hub import snapshot_download
 
     from finetune.model.configuration import resolve_model_path
 
-    place = resolve_model_path(settings)
-    if Path(place).is_dir():
-        return Path(place)
-    others = [f"*{end}" for end in OTHER_WEIGHTS]
+    path_or_id = resolve_model_path(settings)
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    ignored = [f"*{suffix}" for suffix in OTHER_WEIGHTS]
     try:
-        return Path(snapshot_download(place, revision=settings.model_revision, ignore_patterns=others))
+        return Path(snapshot_download(path_or_id, revision=settings.model_revision, ignore_patterns=ignored))
     except OSError as error:  # the hub's own errors are among them
         if is_disk_full(error):
             raise
         fix = "Its weights must be on this disk or reachable on the hub (gated models: `hf auth login`)."
-        raise ModelError(f"model_name_or_path {place}: {str(error).strip().splitlines()[0]}", fix) from None
+        raise ModelError(f"model_name_or_path {path_or_id}: {str(error).strip().splitlines()[0]}", fix) from None
 
 
-def _check_memory(needed: int, what: str) -> None:
-    free = psutil.virtual_memory().available
-    if needed + _MARGIN_BYTES > free:
+def _check_memory(needed_bytes: int, purpose: str) -> None:
+    free_bytes = psutil.virtual_memory().available
+    if needed_bytes + _MARGIN_BYTES > free_bytes:
         raise OutOfMemory(
-            f"merging needs {what} in host memory: {format_bytes(needed)}, but {format_bytes(free)} are free",
+            f"merging needs {purpose} in host memory: {format_bytes(needed_bytes)}, but {format_bytes(free_bytes)} are free",
             "Close other programs, or use the adapter without merging: servers can load base + adapter.",
         )
 
 
-def _check_disk(needed: int, target: Path) -> None:
-    place, free = existing_parent(target), free_disk_bytes(target)
-    if needed > free:
+def _check_disk(needed_bytes: int, target: Path) -> None:
+    existing, free_bytes = existing_parent(target), free_disk_bytes(target)
+    if needed_bytes > free_bytes:
         raise DiskFull(
-            f"the merged model needs {format_bytes(needed)}, but {place} has {format_bytes(free)} free",
+            f"the merged model needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
             "Give another --output.",
         )
 

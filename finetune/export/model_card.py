@@ -1,6 +1,6 @@
 """A run's model card: base, licence, recipe, data by their fingerprint, scores with intervals, forecast against measured.
 
-It has no row of the data, no path and no name of this machine: local paths become the name of their last part.
+It has no row of the data, no path and no name of this machine: local paths are shortened to their last part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import __version__
 from finetune.errors import FinetuneError, RecipeError
-from finetune.evaluate.paired import Difference, in_words
+from finetune.evaluate.paired import Difference, format_difference
 from finetune.events import ForecastCheck, read_events
 from finetune.model.configuration import resolve_model_path
 from finetune.plan.plan import read_plan
@@ -30,106 +30,106 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Recipe settings that say where something is on this machine or network, and nothing of what was learnt.
-_PLACES = ("output_dir", "memory_budget", "gpu", "report_to", "launch", "notify")
-#: An absolute path, and one in a home folder.
-_ABSOLUTE = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
-_HOME = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")
-#: Names of users and machines that say nothing.
-_COMMON = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "localhost", "app", "work", "runner"}
+#: Recipe settings about this machine or network, which don't change what is learnt.
+_LOCAL_SETTINGS = ("output_dir", "memory_budget", "gpu", "report_to", "launch", "notify")
+#: An absolute path, and a path in a home folder.
+_ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
+_HOME_PATH = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")
+#: Names of users and machines that identify nobody.
+_COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "localhost", "app", "work", "runner"}
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
-    """README.md for the hub; `kind`: adapter, merged or gguf. The text is private-free or FinetuneError is raised."""
+    """README.md for the hub; `kind`: adapter, merged or gguf. Raises FinetuneError if the text has something private."""
     plan = read_plan(run.plan)
-    parts = {
-        f"# {_title(plan, kind)}": _what(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
+    sections = {
+        f"# {_title(plan, kind)}": _description(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
         "## Evaluation": _evaluation(run), "## Forecast and measured memory": _memory(run, plan),
     }  # fmt: skip
-    body = "\n\n".join(f"{title}\n\n{text}" for title, text in parts.items() if text)
+    body = "\n\n".join(f"{title}\n\n{text}" for title, text in sections.items() if text)
     text = f"---\n{yaml.dump(_metadata(plan, kind))}---\n\n{body}\n"
-    for name in _own_names():
+    for name in _private_names():
         text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
     require_nothing_private("the model card", text, every_path=True)
     return text
 
 
 def require_nothing_private(name: str, text: str, *, every_path: bool = False) -> None:
-    """Raise FinetuneError when a text has a token or a path of this machine, which is not repeated if it is a token."""
+    """Raise FinetuneError if a text has a token, which is not repeated, or a path of this machine."""
     if find_secret(text):
         raise FinetuneError(f"{name} has something that looks like a token; nothing was sent", "Remove it there.")
-    if found := (_ABSOLUTE if every_path else _HOME).search(text):
-        raise FinetuneError(f"{name} has the path {found[0]!r} of this machine; nothing was sent", "Remove it there.")
+    if match := (_ABSOLUTE_PATH if every_path else _HOME_PATH).search(text):
+        raise FinetuneError(f"{name} has the path {match[0]!r} of this machine; nothing was sent", "Remove it there.")
 
 
-def without_places(value: Any, key: str = "") -> Any:
-    """JSON values in which a setting that is a path on this machine is only its last part."""
+def without_local_paths(value: Any, key: str = "") -> Any:
+    """JSON values in which settings with a path on this machine have only its last part."""
     if isinstance(value, dict):
-        return {name: without_places(inner, name) for name, inner in value.items()}
+        return {name: without_local_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [without_places(inner, key) for inner in value]
+        return [without_local_paths(item, key) for item in value]
     return last_part(value) if isinstance(value, str) and key.endswith(("path", "_file", "template")) else value
 
 
 def last_part(text: str) -> str:
-    """The name at the end of a local path; a hub id and other text as they are."""
+    """The name at the end of a local path; a hub id and other text unchanged."""
     if _HUB_ID.fullmatch(text) and not Path(text).exists():
         return text
     is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or ("/" in text and _is_here(text)) else text
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or ("/" in text and _exists(text)) else text
 
 
-def _is_here(text: str) -> bool:
+def _exists(text: str) -> bool:
     try:
         return Path(text).exists()
     except OSError:
         return False
 
 
-def _own_names() -> list[str]:
-    """Names of this user and machine, as far as they tell something."""
+def _private_names() -> list[str]:
+    """Names of this user and machine that may identify somebody."""
     try:
-        found = {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}
+        names = {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}
     except (OSError, KeyError, RuntimeError):
-        found = set()
-    return sorted(name for name in found if len(name) > 2 and name.lower() not in _COMMON)
+        names = set()
+    return sorted(name for name in names if len(name) > 2 and name.lower() not in _COMMON_NAMES)
 
 
 def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
     """The hub's front matter: only what is known."""
     settings, dataset = plan.settings, plan.settings.dataset
-    base, licence = settings.model_name_or_path, licence_of(plan)
+    base_model, licence = settings.model_name_or_path, licence_of(plan)
     paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
     on_hub = [path for path in paths if _HUB_ID.fullmatch(path) and not Path(path).exists()]
     relation = {"adapter": "adapter", "merged": "finetune", "gguf": "quantized"}[kind]
-    library = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}[kind]
-    is_on_hub = _HUB_ID.fullmatch(base) and not Path(base).exists()
+    library_name = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}[kind]
+    is_on_hub = _HUB_ID.fullmatch(base_model) and not Path(base_model).exists()
     return {
         **({"license": licence} if licence else {}),
-        **({"base_model": base, "base_model_relation": relation} if is_on_hub else {}),
+        **({"base_model": base_model, "base_model_relation": relation} if is_on_hub else {}),
         **({"datasets": on_hub} if on_hub else {}),
-        "library_name": library, "pipeline_tag": "text-generation", "tags": ["lora", "sft"],
+        "library_name": library_name, "pipeline_tag": "text-generation", "tags": ["lora", "sft"],
     }  # fmt: skip
 
 
 def licence_of(plan: Plan) -> str | None:
-    """The licence in the base model's own card, when that is on this disk."""
+    """The licence in the base model's own card, if that is on this disk."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        place = resolve_model_path(plan.settings)
+        path_or_id = resolve_model_path(plan.settings)
     except RecipeError:  # the base model is gone
         return None
-    found = Path(place) / "README.md" if Path(place).is_dir() else None
-    if found is None:
-        cached = try_to_load_from_cache(place, "README.md", revision=plan.settings.model_revision)
-        found = Path(cached) if isinstance(cached, str) else None
+    readme = Path(path_or_id) / "README.md" if Path(path_or_id).is_dir() else None
+    if readme is None:
+        cached = try_to_load_from_cache(path_or_id, "README.md", revision=plan.settings.model_revision)
+        readme = Path(cached) if isinstance(cached, str) else None
     try:
-        text = found.read_text(encoding="utf-8") if found else ""
+        text = readme.read_text(encoding="utf-8") if readme else ""
     except OSError:
         text = ""
-    front = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
-    match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front, re.M)
+    front_matter = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
+    match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front_matter, re.M)
     return match[1] if match else None
 
 
@@ -138,32 +138,32 @@ def _title(plan: Plan, kind: str) -> str:
     return f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {form}"
 
 
-def _what(run: RunDirectory, plan: Plan, kind: str) -> str:
+def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     settings, licence = plan.settings, licence_of(plan)
     base = last_part(settings.model_name_or_path)
     revision = f" at revision {settings.model_revision}" if settings.model_revision else ""
     bits = "4-bit NF4" if settings.load_in_4bit else "int8" if settings.load_in_8bit else settings.dtype
     lines = [
         f"Base model: {base}{revision}.",
-        f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is not known here.",
+        f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
         f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, on {bits} weights.",
     ]
     values = _json(run.adapter / MANIFEST)
     if values.get("step"):
         loss = f", held-out loss {values['eval_loss']:.4f}" if values.get("eval_loss") is not None else ""
-        lines.append(f"It is of step {values['step']:,} of {plan.total_steps or 0:,}{loss}.")
+        lines.append(f"Step {values['step']:,} of {plan.total_steps or 0:,}{loss}.")
     if (origin := origin_of(run)) is not None:
-        lines.append(f"Trained on from another adapter, {last_part(origin.name)}.")
+        lines.append(f"Training continued another adapter, {last_part(origin.name)}.")
     if kind == "merged":
         lines.append("The adapter is added to the base model's 16-bit weights.")
     return "\n".join(lines)
 
 
 def _training(run: RunDirectory) -> str:
-    """The recipe, without what says where something is."""
+    """The recipe, without local paths."""
     recipe = parse_recipe(run.recipe.read_text(encoding="utf-8"), str(run.recipe))
     values = recipe.model_dump(exclude_unset=True, mode="json")
-    values = {name: value for name, value in values.items() if name not in _PLACES}
+    values = {name: value for name, value in values.items() if name not in _LOCAL_SETTINGS}
     for name in ("model_name_or_path", "adapter_name_or_path", "chat_template"):
         if isinstance(values.get(name), str):
             values[name] = last_part(values[name])
@@ -176,12 +176,12 @@ def _training(run: RunDirectory) -> str:
 
 
 def _data(run: RunDirectory) -> str:
-    """How many rows, and their fingerprint; no row."""
+    """Number of rows and tokens, and the fingerprint; no row."""
     report = _json(run.data / "report.json")
     lines = []
-    for name, part in (("training", report), ("held out", report.get("eval_report") or {})):
-        if part.get("rows_used") is not None:
-            lines.append(f"- {name}: {part['rows_used']:,} rows, {part.get('total_tokens') or 0:,} tokens")
+    for name, split_report in (("training", report), ("held out", report.get("eval_report") or {})):
+        if split_report.get("rows_used") is not None:
+            lines.append(f"- {name}: {split_report['rows_used']:,} rows, {split_report.get('total_tokens') or 0:,} tokens")
     try:
         fingerprint = (run.data / "fingerprint").read_text(encoding="utf-8").strip()
     except OSError:
@@ -192,49 +192,49 @@ def _data(run: RunDirectory) -> str:
 
 
 def _evaluation(run: RunDirectory) -> str:
-    """Every evaluation so far: figures and differences with their intervals, no row."""
-    made = []
+    """Every evaluation so far: scores and differences with their intervals, no row."""
+    sections = []
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
         values = _json(path)
         if "tuned" in values:
-            made.append(_evaluated(values))
-    lost = _json(run.path / "evaluations" / "lost.json", [])
-    if lost:
-        rows = [f"- {each['rows_of']} ({each['rows']:,} rows): {_gap(each)}" for each in lost]
-        made.append("What was lost (loss of a trained token):\n\n" + "\n".join(rows))
-    return "\n\n".join(made) or "Not evaluated."
+            sections.append(_scores_table(values))
+    forgetting = _json(run.path / "evaluations" / "lost.json", [])
+    if forgetting:
+        rows = [f"- {result['rows_of']} ({result['rows']:,} rows): {_loss_difference(result)}" for result in forgetting]
+        sections.append("Forgetting (loss per trained token):\n\n" + "\n".join(rows))
+    return "\n\n".join(sections) or "Not evaluated."
 
 
-def _gap(lost: dict[str, Any]) -> str:
-    gap = lost.get("difference")
-    return in_words(Difference(**gap) if gap else None, names="loss now - before")
+def _loss_difference(result: dict[str, Any]) -> str:
+    difference = result.get("difference")
+    return format_difference(Difference(**difference) if difference else None, names="loss now - before")
 
 
-def _evaluated(values: dict[str, Any]) -> str:
+def _scores_table(values: dict[str, Any]) -> str:
     base, tuned = values["base"], values["tuned"]
     names = ("before", "now") if values.get("forgetting") else ("base", "tuned")
-    what = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
-    what += " of the run that it went on from" if values.get("forgetting") else ""
-    rows = [f"| {values['rows']:,} {what} | {names[0]} | {names[1]} | difference |", "|---|---|---|---|"]
+    rows_name = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
+    rows_name += " of the run that it continued" if values.get("forgetting") else ""
+    rows = [f"| {values['rows']:,} {rows_name} | {names[0]} | {names[1]} | difference |", "|---|---|---|---|"]
     percent: Callable[[float], str] = lambda share: f"{share:.1%}"  # noqa: E731
     number: Callable[[float], str] = lambda value: f"{value:.4f}"  # noqa: E731
-    lines: list[tuple[str, str, Callable[[float], str], float, str, str]] = [
+    metrics: list[tuple[str, str, Callable[[float], str], float, str, str]] = [
         ("exact match", "exact_match", percent, 100.0, " points", "exact_match_difference"),
         (values["score"], "score", number, 1.0, "", "score_difference"),
         ("loss per trained token", "loss", number, 1.0, "", "loss_difference"),
         ("perplexity", "perplexity", number, 1.0, "", ""), ("token accuracy", "token_accuracy", percent, 1.0, "", ""),
     ]  # fmt: skip
-    for name, key, shown, scale, unit, gap in lines:
+    for name, key, format_value, scale, unit, difference_key in metrics:
         if tuned.get(key) is None or base.get(key) is None or (key == "score" and values["score"] in ("exact", "loss")):
             continue
-        made = values.get(gap) if gap else None
-        told = in_words(Difference(**made), scale, unit, " - ".join(reversed(names))) if made else ""
-        rows.append(f"| {name} | {shown(base[key])} | {shown(tuned[key])} | {told} |")
+        gap = values.get(difference_key) if difference_key else None
+        difference = format_difference(Difference(**gap), scale, unit, " - ".join(reversed(names))) if gap else ""
+        rows.append(f"| {name} | {format_value(base[key])} | {format_value(tuned[key])} | {difference} |")
     return "\n".join(rows)
 
 
 def _memory(run: RunDirectory, plan: Plan) -> str:
-    """Allocated memory by the forecast and as it was measured."""
+    """Allocated memory: forecast and measured."""
     rows = []
     for event in read_events(run.events):
         if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes:
@@ -248,8 +248,8 @@ def _memory(run: RunDirectory, plan: Plan) -> str:
     return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
 
 
-def _json(path: Path, otherwise: Any = None) -> Any:
+def _json(path: Path, default: Any = None) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {} if otherwise is None else otherwise
+        return {} if default is None else default

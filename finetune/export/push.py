@@ -1,4 +1,4 @@
-"""Send a run's adapter, merged model or GGUF files to a hub repository, in one commit: it has all files, or none."""
+"""Send a run's adapter, merged model or GGUF files to a hub repository in one commit, with all files or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, FinetuneError, HubError
-from finetune.export.model_card import model_card, require_nothing_private, without_places
+from finetune.export.model_card import model_card, require_nothing_private, without_local_paths
 from finetune.hub import is_switched_off, require_repo
 from finetune.run.directory import require_intact_adapter
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 CARD = "README.md"
-#: Files that programs load; a plan and a manifest say more of this machine than of the model.
-_SENT = {".json", ".safetensors", ".jinja", ".txt", ".model"}
-_KEPT_HERE = {"plan.json", "MANIFEST.json", "training_args.bin", CARD}
-#: Their words are a vocabulary, not what somebody wrote.
+#: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
+_MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
+_LOCAL_FILES = {"plan.json", "MANIFEST.json", "training_args.bin", CARD}
+#: Files whose texts are a vocabulary, not written by anybody.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "vocab.txt"}
 _LOGIN = "Log in with a token that may write: hf auth login, or set HF_TOKEN."
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A file of the commit: its name in the repository, and its content or where that is."""
+class HubFile:
+    """A file of the commit: its name in the repository, and its content or local path."""
 
     name: str
     source: Path | bytes
@@ -39,19 +39,19 @@ class Sent:
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
 
-def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> list[Sent]:
-    """The files of an `adapter`, `merged` model or `gguf`, with the model card; everything is checked, nothing is sent.
+def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> list[HubFile]:
+    """The files of an `adapter`, `merged` model or `gguf`, with the model card. All of them are checked, none is sent.
 
-    Raises CommandError for what is not there, FinetuneError when a file has a token or a path of this machine in it.
+    Raises CommandError for a missing file, FinetuneError if a file has a token or a path of this machine in it.
     """
     if kind == "gguf":
-        found = [Path(name) for name in gguf]
-        if missing := [str(path) for path in found if not (path.is_file() and path.suffix == ".gguf")]:
+        paths = [Path(name) for name in gguf]
+        if missing := [str(path) for path in paths if not (path.is_file() and path.suffix == ".gguf")]:
             raise CommandError(f"{', '.join(missing)}: not a GGUF file", "Export one first.")
     else:
-        found = _model_files(run, kind)
-    made = [Sent(path.name, _without_places(path)) for path in found]
-    return sorted([*made, Sent(CARD, model_card(run, kind).encode())], key=lambda file: file.name)
+        paths = _model_files(run, kind)
+    files = [HubFile(path.name, _shareable_content(path)) for path in paths]
+    return sorted([*files, HubFile(CARD, model_card(run, kind).encode())], key=lambda file: file.name)
 
 
 def _model_files(run: RunDirectory, kind: str) -> list[Path]:
@@ -62,29 +62,30 @@ def _model_files(run: RunDirectory, kind: str) -> list[Path]:
         require_intact_adapter(folder)
     elif not (folder / "config.json").is_file():
         raise CommandError(f"{run.path} has no merged model", f"Merge it first: finetune merge {run.path}")
-    return [path for path in folder.iterdir() if path.is_file() and path.suffix in _SENT and path.name not in _KEPT_HERE]
+    files = [path for path in folder.iterdir() if path.is_file() and path.suffix in _MODEL_SUFFIXES]
+    return [path for path in files if path.name not in _LOCAL_FILES]
 
 
-def _without_places(path: Path) -> Path | bytes:
-    """The content of a configuration without local paths; other files as they are."""
+def _shareable_content(path: Path) -> Path | bytes:
+    """The content of a configuration without local paths; the path of any other file."""
     if path.suffix in (".safetensors", ".gguf", ".model") or path.name in _VOCABULARIES:
         return path
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         values = json.loads(text)
-        cleaned = without_places(values)
+        cleaned = without_local_paths(values)
         text = text if cleaned == values else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
     require_nothing_private(path.name, text)
     return text.encode()
 
 
 def push(
-    repo: str, files: Sequence[Sent], *, public: bool = False, update: bool = False,
+    repo: str, files: Sequence[HubFile], *, public: bool = False, update: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> str:  # fmt: skip
     """Create the repository, private unless `public`, and commit all files at once. Returns the commit's address.
 
-    `update`: the repository may have files already. Raises CommandError for what the user can change, HubError for the network.
+    `update`: the repository may have files. Raises CommandError for what the user can change, HubError for the network.
     """
     require_repo(repo)
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
@@ -97,24 +98,24 @@ def push(
     disable_progress_bars()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     progress(f"creating {repo}")
-    is_empty = _explained(repo, lambda: _created(api, repo, public, update))
-    added = [
+    is_empty = _call_hub(repo, lambda: _create_repo(api, repo, public, update))
+    operations = [
         CommitOperationAdd(file.name, file.source if isinstance(file.source, bytes) else str(file.source)) for file in files
     ]
     progress(f"sending {len(files)} files")
     try:
-        made = _explained(
+        commit = _call_hub(
             repo,
-            lambda: api.create_commit(repo, added, commit_message="Fine-tuned with finetune", revision="main"),
+            lambda: api.create_commit(repo, operations, commit_message="Fine-tuned with finetune", revision="main"),
         )
     except FinetuneError as error:
-        left = f"{repo} is empty: push again to fill it." if is_empty else f"{repo} is as it was before."
-        raise type(error)(error.problems, f"{error.fix} {left}".strip()) from error
-    return str(made.commit_url)
+        state = f"{repo} is empty: push again to fill it." if is_empty else f"{repo} is unchanged."
+        raise type(error)(error.problems, f"{error.fix} {state}".strip()) from error
+    return str(commit.commit_url)
 
 
-def _created(api: Any, repo: str, public: bool, update: bool) -> bool:
-    """Create the repository, or accept one that is there; returns whether it has no files yet."""
+def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
+    """Create the repository, or accept an existing one; returns whether it has no files yet."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -123,17 +124,17 @@ def _created(api: Any, repo: str, public: bool, update: bool) -> bool:
     except HfHubHTTPError as error:
         if _status(error) != 409:
             raise
-    there = api.repo_info(repo)
-    if not there.private and not public:
+    info = api.repo_info(repo)
+    if not info.private and not public:
         raise CommandError(f"{repo} exists and is public", "Give another name, or add --public.")
-    names = {file.rfilename for file in there.siblings or []} - {".gitattributes"}
+    names = {file.rfilename for file in info.siblings or []} - {".gitattributes"}
     if names and not update:
         raise CommandError(f"{repo} exists already, with {len(names)} files", "Give another name, or add --update.")
     return not names
 
 
-def _explained(repo: str, work: Callable[[], Any]) -> Any:
-    """Call the hub; its errors, and those of the network, in one sentence."""
+def _call_hub(repo: str, work: Callable[[], Any]) -> Any:
+    """Call the hub; turn its errors and those of the network into a FinetuneError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
@@ -141,30 +142,31 @@ def _explained(repo: str, work: Callable[[], Any]) -> Any:
     except HFValidationError as error:
         raise CommandError(f"{repo[:100]} is not a repository's name: {str(error).splitlines()[0]}") from None
     except HfHubHTTPError as error:
-        raise _refused(repo, error) from None
+        raise _http_error(repo, error) from None
     except OfflineModeIsEnabled:
         raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.") from None
     except FinetuneError:
         raise
-    except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client has
+    except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses
         cause = error.__cause__ or error
         if isinstance(cause, HfHubHTTPError):
-            raise _refused(repo, cause) from None
-        raise HubError(f"the hub did not take it: {type(cause).__name__}: {_line(cause)}", "Check the network.") from None
+            raise _http_error(repo, cause) from None
+        reason = f"{type(cause).__name__}: {_first_line(cause)}"
+        raise HubError(f"the upload to the hub failed: {reason}", "Check the network.") from None
 
 
-def _refused(repo: str, error: Any) -> FinetuneError:
+def _http_error(repo: str, error: Any) -> FinetuneError:
     status = _status(error)
     if status == 401:
         return CommandError("the hub does not know this token (401)", _LOGIN)
     if status == 403:
         return CommandError(f"this token may not write to {repo} (403)", _LOGIN)
-    return HubError(f"the hub answered {status or 'with an error'}: {_line(error)}", "Try again later.")
+    return HubError(f"the hub answered {status or 'with an error'}: {_first_line(error)}", "Try again later.")
 
 
 def _status(error: Any) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]

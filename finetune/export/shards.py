@@ -1,4 +1,4 @@
-"""Merge an adapter into a model folder tensor by tensor: what is in memory is one tensor and its change, never the model.
+"""Merge an adapter into a model folder tensor by tensor: only one tensor and its change are in memory, never the model.
 
 The output has the source's files, names and dtypes; only adapted tensors differ. Files are written by hand, as the format of
 safetensors is simple and its library writes whole files from memory: https://github.com/huggingface/safetensors#format
@@ -19,17 +19,17 @@ from finetune.errors import CommandError
 from finetune.system import sync_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_COPIED = 2**24  # bytes at once
+_COPY_BYTES = 2**24  # copied at once
 INDEX = "model.safetensors.index.json"
 
 
-class NotByShards(Exception):
-    """The checkpoint stores an adapted weight in a form to which its change can't be added."""
+class ShardMergeError(Exception):
+    """The checkpoint stores an adapted weight in a form to which the adapter's change can't be added."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: where its bytes are."""
+class StoredTensor:
+    """A tensor in a file: `begin` and `size` of its bytes."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class Stored:
     size: int
 
 
-def stored_tensors(folder: Path) -> list[Stored]:
+def stored_tensors(folder: Path) -> list[StoredTensor]:
     """The tensors of a model folder in the order of its files; files that its index doesn't name are left out."""
     index = folder / INDEX
     if index.is_file():
@@ -47,28 +47,28 @@ def stored_tensors(folder: Path) -> list[Stored]:
         paths = [folder / name for name in names]
     else:
         paths = sorted(folder.glob("*.safetensors"))
-    return [stored for path in paths for stored in _in_file(path)]
+    return [stored for path in paths for stored in _tensors_in_file(path)]
 
 
-def _in_file(path: Path) -> list[Stored]:
+def _tensors_in_file(path: Path) -> list[StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    found = []
-    for name, values in header.items():
+    tensors = []
+    for name, entry in header.items():
         if name != "__metadata__":
-            begin, end = values["data_offsets"]
-            found.append(Stored(name, values["dtype"], tuple(values["shape"]), path, 8 + length + begin, end - begin))
-    return sorted(found, key=lambda stored: stored.begin)
+            begin, end = entry["data_offsets"]
+            tensors.append(StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin, end - begin))
+    return sorted(tensors, key=lambda stored: stored.begin)
 
 
 def with_adapter(base: Any, adapter: Path) -> Any:
-    """A PeftModel of a base on the meta device, whose adapter is in host memory, in float32 as PEFT has it."""
+    """A PeftModel of a base on the meta device, with its adapter in host memory, in PEFT's float32."""
     from peft import PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True, low_cpu_mem_usage=True, torch_device="cpu")
-    for path, module in model.named_modules():  # PEFT has moved them to the base's device
+    for path, module in model.named_modules():  # PEFT has moved the adapter to the base's device
         for name, value in module._parameters.items():
             if value is not None and value.is_meta and "lora_" in f"{path}.{name}":
                 module._parameters[name] = torch.nn.Parameter(torch.full(value.shape, torch.nan), requires_grad=False)
@@ -76,32 +76,32 @@ def with_adapter(base: Any, adapter: Path) -> Any:
     return model
 
 
-class Changes:
-    """What an adapter changes in the tensors of a checkpoint.
+class AdapterChanges:
+    """The changes of an adapter to the tensors of a checkpoint.
 
-    `model`: from `with_adapter`. Its base was loaded from that checkpoint, so that transformers knows how it renamed and
-    converted the tensors. Raises NotByShards.
+    `model`: from `with_adapter`. Its base was loaded from that checkpoint, so that transformers can revert how it renamed and
+    converted the tensors. Raises ShardMergeError.
     """
 
-    def __init__(self, model: Any, tensors: list[Stored]) -> None:
+    def __init__(self, model: Any, tensors: list[StoredTensor]) -> None:
         self._base = model.get_base_model()
-        self._layers = dict(_adapted(model))
-        known = {stored.name: stored for stored in tensors}
+        self._layers = dict(_adapted_layers(model))
+        tensors_by_name = {stored.name: stored for stored in tensors}
         tied = dict(getattr(self._base, "all_tied_weights_keys", None) or {})
         self._parameter_of: dict[str, str] = {}
-        self._in_parts: set[str] = set()
+        self._split_parameters: set[str] = set()
         for parameter in self._layers:
             if parameter in {*tied, *tied.values()}:
-                raise NotByShards(f"{parameter} is tied to another weight")
-            parts = self._stored_as(parameter)
-            if len(parts) > 1:
-                self._in_parts.add(parameter)
-            for name, shape in parts.items():
-                stored = known.get(name)
+                raise ShardMergeError(f"{parameter} is tied to another weight")
+            shapes = self._checkpoint_shapes(parameter)
+            if len(shapes) > 1:
+                self._split_parameters.add(parameter)
+            for name, shape in shapes.items():
+                stored = tensors_by_name.get(name)
                 if stored is None or stored.shape != shape or stored.dtype not in _DTYPES or name in self._parameter_of:
-                    raise NotByShards(f"{parameter} is not stored as {name} {shape}")
+                    raise ShardMergeError(f"{parameter} is not stored as {name} {shape}")
                 self._parameter_of[name] = parameter
-        self._kept = lru_cache(maxsize=4)(self._change)  # experts' weights alternate in a file
+        self._cached_change = lru_cache(maxsize=4)(self._change)  # experts' weights alternate in a file
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameter_of
@@ -109,49 +109,49 @@ class Changes:
     def __len__(self) -> int:
         return len(self._parameter_of)
 
-    def applied(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """The merged tensor, as PEFT would compute it from this weight. Raises CommandError when it is not finite."""
         parameter = self._parameter_of[name]
         layer = self._layers[parameter]
         if getattr(layer, "lora_variant", None):  # DoRA: not a sum, and it is stored as it is
             layer.get_base_layer().weight = torch.nn.Parameter(weight, requires_grad=False)
             layer.merge(safe_merge=True)
-            merged = layer.get_base_layer().weight.data
+            merged_weight = layer.get_base_layer().weight.data
             layer.get_base_layer().weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
         else:
-            change = self._kept if parameter in self._in_parts else self._change
-            merged = weight.add_(change(parameter, weight.dtype)[name])
-        if not torch.isfinite(merged).all():
+            change = self._cached_change if parameter in self._split_parameters else self._change
+            merged_weight = weight.add_(change(parameter, weight.dtype)[name])
+        if not torch.isfinite(merged_weight).all():
             raise CommandError(
                 f"{name} would have values that are not finite after merging", "Its training diverged: train again."
             )
-        return merged
+        return merged_weight
 
-    def _stored_as(self, parameter: str) -> dict[str, tuple[int, ...]]:
+    def _checkpoint_shapes(self, parameter: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes in the checkpoint of a parameter of the model."""
         layer = self._layers[parameter]
         shape = _shape(layer)
         try:
-            made = _reverted(self._base, {parameter: torch.empty(shape, device="meta")})
+            stored = _as_stored(self._base, {parameter: torch.empty(shape, device="meta")})
         except (KeyError, ValueError, RuntimeError, IndexError, TypeError) as error:
-            raise NotByShards(f"{parameter}: {error}") from error
-        if getattr(layer, "lora_variant", None) and (len(made) != 1 or not self._is_stored_as_it_is(parameter, shape)):
-            raise NotByShards(f"{parameter} has DoRA and is stored in another form")
-        return {name: tuple(values.shape) for name, values in made.items()}
+            raise ShardMergeError(f"{parameter}: {error}") from error
+        if getattr(layer, "lora_variant", None) and (len(stored) != 1 or not self._is_stored_unchanged(parameter, shape)):
+            raise ShardMergeError(f"{parameter} has DoRA and is stored in another form")
+        return {name: tuple(values.shape) for name, values in stored.items()}
 
-    def _is_stored_as_it_is(self, parameter: str, shape: torch.Size) -> bool:
-        """Whether the conversion of this parameter moves none of its values."""
-        numbers = torch.arange(shape.numel()).reshape(shape)
-        [made] = _reverted(self._base, {parameter: numbers.clone()}).values()
-        return made.shape == shape and torch.equal(made, numbers)
+    def _is_stored_unchanged(self, parameter: str, shape: torch.Size) -> bool:
+        """Whether the checkpoint has this parameter's values in the same shape and order."""
+        positions = torch.arange(shape.numel()).reshape(shape)
+        [stored] = _as_stored(self._base, {parameter: positions.clone()}).values()
+        return stored.shape == shape and torch.equal(stored, positions)
 
     def _change(self, parameter: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """What the adapter adds to a parameter, in the checkpoint's form."""
+        """The tensors that the adapter adds to a parameter, by their names in the checkpoint."""
         layer = self._layers[parameter]
-        return _reverted(self._base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
+        return _as_stored(self._base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
 
 
-def _reverted(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _as_stored(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(base, values))
@@ -164,90 +164,91 @@ def _shape(layer: Any) -> torch.Size:
     return torch.Size(weight.shape)
 
 
-def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
-    """Name in the model without adapters, and layer with an adapter, of each adapted weight."""
+def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Name in the model without adapters, and the layer with its adapter, of each adapted weight."""
     from peft.tuners.lora.layer import LoraLayer
 
     modules: dict[str, Any] = dict(model.get_base_model().named_modules())
     for path, module in modules.items():
         if isinstance(module, LoraLayer):
-            if name := getattr(module, "parameter_name", None):  # PEFT puts the change where the parameter is
+            if name := getattr(module, "parameter_name", None):  # PEFT computes the change on the parameter's device
                 base: Any = module.get_base_layer()
                 parameter = getattr(base, name)
-                stand_in = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
-                base._parameters[name] = torch.nn.Parameter(stand_in, requires_grad=False)
-            own = ".".join(part for part in path.split(".") if part != "base_layer")
-            yield f"{own}.{name or 'weight'}", module
+                placeholder = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
+                base._parameters[name] = torch.nn.Parameter(placeholder, requires_grad=False)
+            module_name = ".".join(part for part in path.split(".") if part != "base_layer")
+            yield f"{module_name}.{name or 'weight'}", module
 
 
 def write_shards(
-    tensors: list[Stored], changes: Changes, target: Path, *, most_bytes: int | None, progress: Callable[[str], None]
-) -> None:
-    """Write the merged tensors to the folder `target`: as the source's files, or as files of at most `most_bytes`.
+    tensors: list[StoredTensor], changes: AdapterChanges, target: Path, *, max_bytes: int | None,
+    progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write the merged tensors to the folder `target`: as the source's files, or as files of at most `max_bytes`.
 
     A tensor that is larger has a file of its own. Raises OSError when the disk is full.
     """
-    files = _files(tensors, most_bytes)
-    for number, (name, inside) in enumerate(files.items(), 1):
+    files = _files(tensors, max_bytes)
+    for number, (name, file_tensors) in enumerate(files.items(), 1):
         progress(f"writing file {number} of {len(files)}")
-        _write(target / name, inside, changes)
+        _write(target / name, file_tensors, changes)
         sync_file(target / name)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(stored.size for stored in tensors)},
-            "weight_map": {stored.name: name for name, inside in files.items() for stored in inside},
+            "weight_map": {stored.name: name for name, file_tensors in files.items() for stored in file_tensors},
         }
         (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _files(tensors: list[Stored], most_bytes: int | None) -> dict[str, list[Stored]]:
-    if most_bytes is None:
-        files: dict[str, list[Stored]] = {}
+def _files(tensors: list[StoredTensor], max_bytes: int | None) -> dict[str, list[StoredTensor]]:
+    if max_bytes is None:
+        files: dict[str, list[StoredTensor]] = {}
         for stored in tensors:
             files.setdefault(stored.path.name, []).append(stored)
         return files
-    parts: list[list[Stored]] = [[]]
+    shards: list[list[StoredTensor]] = [[]]
     for stored in tensors:
-        if parts[-1] and sum(each.size for each in parts[-1]) + stored.size > most_bytes:
-            parts.append([])
-        parts[-1].append(stored)
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+        if shards[-1] and sum(tensor.size for tensor in shards[-1]) + stored.size > max_bytes:
+            shards.append([])
+        shards[-1].append(stored)
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def _write(path: Path, tensors: list[Stored], changes: Changes) -> None:
+def _write(path: Path, tensors: list[StoredTensor], changes: AdapterChanges) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for stored in tensors:
         header[stored.name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": [end, end + stored.size]}
         end += stored.size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as writing:
-        writing.write(len(text).to_bytes(8, "little") + text)
+    encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded_header += b" " * (-len(encoded_header) % 8)
+    with path.open("wb") as output:
+        output.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
         for stored in tensors:
-            with stored.path.open("rb") as reading:
-                reading.seek(stored.begin)
+            with stored.path.open("rb") as source:
+                source.seek(stored.begin)
                 if stored.name in changes:
-                    _write_changed(stored, reading, writing, changes)
+                    _write_changed(stored, source, output, changes)
                 else:
-                    _copy(reading, writing, stored.size)
+                    _copy(source, output, stored.size)
 
 
-def _write_changed(stored: Stored, reading: BinaryIO, writing: BinaryIO, changes: Changes) -> None:
+def _write_changed(stored: StoredTensor, source: BinaryIO, output: BinaryIO, changes: AdapterChanges) -> None:
     data = bytearray(stored.size)
-    if reading.readinto(data) != stored.size:  # type: ignore[attr-defined]
+    if source.readinto(data) != stored.size:  # type: ignore[attr-defined]
         raise CommandError(f"{stored.path} is truncated", "Download the weights again.")
     weight = torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).reshape(stored.shape)
-    merged = changes.applied(stored.name, weight).contiguous()
-    writing.write(merged.view(-1).view(torch.uint8).numpy().data)
+    merged = changes.merged(stored.name, weight).contiguous()
+    output.write(merged.view(-1).view(torch.uint8).numpy().data)
 
 
-def _copy(reading: BinaryIO, writing: BinaryIO, size: int) -> None:
+def _copy(source: BinaryIO, output: BinaryIO, size: int) -> None:
     while size:
-        data = reading.read(min(size, _COPIED))
+        data = source.read(min(size, _COPY_BYTES))
         if not data:
-            raise CommandError(f"{reading.name} is truncated", "Download the weights again.")
-        writing.write(data)
+            raise CommandError(f"{source.name} is truncated", "Download the weights again.")
+        output.write(data)
         size -= len(data)

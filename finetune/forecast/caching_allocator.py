@@ -1,15 +1,18 @@
 """torch's CUDA caching allocator as a program without a card: what a sequence of allocations and releases makes it reserve.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, as of torch 2.7 (the version that was read),
-those of `AllocatorSettings` included; the sizes are those of c10/core/AllocatorConfig.h in torch 2.13. Names of its functions
-stand beside each rule. Two things are not in that file: addresses of new segments descend, as the driver hands them out (it
-only decides between free blocks of equal size), and frees take effect at once, as they do for tensors that are used on one
-stream.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, those of `AllocatorSettings` included; the
+sizes are those of c10/core/AllocatorConfig.h. Names of its functions stand beside each rule. tests/forecast plays random and
+recorded requests on the allocator of each torch that is allowed (`make test-card TORCH=...`), and finds the same blocks.
+Frees take effect at once, as they do for tensors that are used on one stream.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from enum import Enum
+from importlib.metadata import version
+
+from packaging.version import Version
 
 from finetune.card.allocator import AllocatorSettings
 from finetune.units import GIB, MIB
@@ -37,42 +40,62 @@ class OutOfMemory(Exception):
         self.requested, self.allocated, self.reserved = requested, allocated, reserved
 
 
+class Ties(Enum):
+    """Which of several free blocks of equal size torch takes."""
+
+    ADDRESS = "lowest address; the driver's addresses descend from segment to segment"
+    BLOCK_AGE = "the block that was made first"
+    SEGMENT_AGE = "that of the oldest segment, there the lowest address"
+
+
+def ties_of(torch_version: str) -> Ties:
+    """The rule of a version of torch: pytorch#178362 came with 2.12, pytorch#183591 with 2.13."""
+    minor = Version(torch_version).release[:2]
+    return Ties.ADDRESS if minor < (2, 12) else Ties.BLOCK_AGE if minor < (2, 13) else Ties.SEGMENT_AGE
+
+
 class Block:
     """A piece of a segment: allocated, free, or address space without memory (`mapped` False)."""
 
-    __slots__ = ("address", "base", "free", "freed_at", "mapped", "next", "pool", "prev", "size")
+    __slots__ = ("address", "base", "free", "freed_at", "mapped", "next", "number", "pool", "prev", "size")
 
     def __init__(self, size: int, address: int, pool: Pool, base: int) -> None:
         self.size, self.address, self.pool, self.base = size, address, pool, base
         self.free = self.mapped = True
         self.freed_at = 0
+        pool.blocks_made += 1
+        self.number = pool.blocks_made
         self.prev: Block | None = None
         self.next: Block | None = None
 
 
 class Pool:
-    """Blocks of one stream and size class: `free` by size, then address (`BlockComparatorSize`), `unmapped` by address."""
+    """Blocks of one stream and size class: `free` by size, then by `ties` (`BlockComparatorSize`), `unmapped` by address."""
 
-    __slots__ = ("free", "is_small", "unmapped")
+    __slots__ = ("blocks_made", "free", "is_small", "ties", "unmapped")
 
-    def __init__(self, is_small: bool) -> None:
-        self.is_small = is_small
+    def __init__(self, is_small: bool, ties: Ties) -> None:
+        self.is_small, self.ties = is_small, ties
+        self.blocks_made = 0
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
         """Insert a free block, or one without memory."""
         if block.mapped:
-            insort(self.free, (block.size, block.address, block))
+            insort(self.free, (block.size, self._tie(block), block))
         else:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
         """Take a block out again."""
         if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
+            del self.free[bisect_left(self.free, (block.size, self._tie(block)))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def _tie(self, block: Block) -> int:
+        return block.number if self.ties is Ties.BLOCK_AGE else block.address
 
 
 class CachingAllocator:
@@ -92,7 +115,8 @@ class CachingAllocator:
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
         self.pools: dict[tuple[Stream, bool], Pool] = {}
-        self._lowest = 1 << 62  # address of the last segment
+        self._ties = ties_of(version("torch"))
+        self._next_address = 1 << 62
 
     def reset_peaks(self) -> None:
         """Peaks count from now on."""
@@ -110,7 +134,7 @@ class CachingAllocator:
         small = size <= SMALL_REQUEST
         pool = self.pools.get((stream, small))
         if pool is None:
-            pool = self.pools[(stream, small)] = Pool(small)
+            pool = self.pools[(stream, small)] = Pool(small, self._ties)
         block = self._best_fit(pool, size) or self._made(pool, size)
         rest = block.size - size
         if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_REQUEST and size < self._most_split:  # should_split
@@ -120,7 +144,8 @@ class CachingAllocator:
             if after is not None:
                 after.prev = remaining
             block.next, block.size = remaining, size
-            insort(pool.free, (rest, remaining.address, remaining))
+            block.number, remaining.number = remaining.number, block.number  # torch makes a new block of what it hands out
+            pool.add(remaining)
         block.free = False
         self.live[name] = block
         self.allocated += block.size
@@ -136,7 +161,7 @@ class CachingAllocator:
         block.free = True
         self._merge(block)
         block.freed_at = self._searches
-        insort(block.pool.free, (block.size, block.address, block))
+        block.pool.add(block)
 
     def empty_cache(self) -> None:
         """`release_cached_blocks`: free segments without an allocated block; of expandable ones, every whole free page."""
@@ -225,11 +250,19 @@ class CachingAllocator:
             return None
         if self.expandable:
             return self._expanded(pool, size)
-        self._lowest -= segment
         self.segments += 1
         self.peak_segments = max(self.peak_segments, self.segments)
         self._reserve(segment)
-        return Block(segment, self._lowest, pool, self._lowest)
+        address = self._new_address(segment)
+        return Block(segment, address, pool, address)
+
+    def _new_address(self, size: int) -> int:
+        """Address of a new segment, which only decides between free blocks of equal size and space without memory."""
+        if self._ties is Ties.SEGMENT_AGE:
+            self._next_address += size
+            return self._next_address - size
+        self._next_address -= size
+        return self._next_address
 
     def _reserve(self, size: int) -> None:
         self.reserved += size
@@ -278,8 +311,8 @@ class CachingAllocator:
                 found, block = found + block.size, block.next  # type: ignore[assignment]
             if found >= size:
                 return start
-        self._lowest -= _ADDRESSES
-        block = Block(_ADDRESSES, self._lowest, pool, self._lowest)
+        address = self._new_address(_ADDRESSES)
+        block = Block(_ADDRESSES, address, pool, address)
         block.mapped = False
         pool.add(block)
         return block

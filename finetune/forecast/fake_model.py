@@ -206,9 +206,10 @@ def _packed_4bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 
 
 def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-    values = torch.empty(parameter.shape, dtype=dtype).to(torch.float16)
-    codes = torch.empty(values.shape, dtype=torch.int8)
+    loaded = torch.empty(parameter.shape, dtype=dtype)  # held while its copy, which goes through the host, is quantised
+    values = torch.empty(loaded.shape, dtype=torch.float16)
     scales = torch.empty(values.shape[:1], dtype=torch.float32)
+    codes = torch.empty(values.shape, dtype=torch.int8)
     weight = torch.nn.Parameter(codes, requires_grad=False)
     weight.CB, weight.SCB, weight.has_fp16_weights = weight.data, scales, False  # type: ignore[attr-defined]
     return weight

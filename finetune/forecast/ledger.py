@@ -18,7 +18,7 @@ from finetune.forecast.reserved import Replay, replay
 from finetune.forecast.trace import NotRepeated
 from finetune.forecast.uneven import Growth, Widths, replay_uneven, widths_of
 from finetune.recipe import resolved
-from finetune.recipe.compatibility import is_zero3, padded_to
+from finetune.recipe.compatibility import is_zero3, padding_multiple
 from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
@@ -82,16 +82,17 @@ def dry_run(
     *,
     micro_batch: int,
     tokens: int,
-    trained_tokens: int | None = None,
+    trained_share: float = 1.0,
     capability: tuple[int, int] | None = USUAL_CAPABILITY,
 ) -> DryRun:
-    """Allocated bytes of a step with `micro_batch` rows of `tokens` tokens; `trained_tokens` of them all count in the loss.
+    """Allocated bytes of a step with `micro_batch` rows of `tokens` tokens; `trained_share` of their positions count in the
+    loss.
 
     `config`: a configuration or the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
     disk. Raises RecipeError for a model that can't be built.
     """
     values = config if isinstance(config, dict) else config.to_dict()
-    shape = _shape(settings, micro_batch, tokens, trained_tokens)
+    shape = _shape(settings, micro_batch, tokens, trained_share)
     key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
     known = cache.read(key)
     if known is not None:
@@ -109,6 +110,7 @@ def replayed(
     *,
     micro_batch: int,
     tokens: int,
+    trained_share: float = 1.0,
     capability: tuple[int, int],
     expandable: bool,
     limit: int | None = None,
@@ -122,7 +124,7 @@ def replayed(
     if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
         return None
     values = config if isinstance(config, dict) else config.to_dict()
-    shape = _shape(settings, micro_batch, tokens, None)
+    shape = _shape(settings, micro_batch, tokens, trained_share)
     key = cache.key_of(
         kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
         expandable=expandable, limit=limit,
@@ -144,6 +146,7 @@ def grown(
     capability: tuple[int, int],
     lengths: Sequence[int],
     tried: Sequence[AllocatorSettings],
+    trained_share: float = 1.0,
     limit: int | None = None,
     seed: int = 0,
 ) -> list[Growth | None]:
@@ -155,12 +158,12 @@ def grown(
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     widths = widths_of(lengths, micro, tokens, accumulation, seed)
     key = cache.key_of(
-        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, None),
+        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, trained_share),
         capability=capability, tried=[asdict(one) for one in tried], limit=limit, widths=widths, accumulation=accumulation,
     )  # fmt: skip
 
     def make() -> list[dict[str, Any] | None]:
-        made = _grown(config, settings, tokens, capability, widths, tried, limit)
+        made = _grown(config, settings, tokens, trained_share, capability, widths, tried, limit)
         return [asdict(one) if one else None for one in made]
 
     known: list[dict[str, Any] | None] = _cached(key, make)
@@ -180,6 +183,7 @@ def _grown(
     values: dict[str, Any],
     settings: Settings,
     tokens: int,
+    trained_share: float,
     capability: tuple[int, int],
     widths: list[int],
     tried: Sequence[AllocatorSettings],
@@ -192,7 +196,9 @@ def _grown(
     narrow, micro = tokens // 2, settings.per_device_train_batch_size
     with _collecting_nothing():
         traces = [
-            _simulated(config, settings, Batch(**_shape(settings, micro, width, None)), capability, mixes=False)[0].trace()
+            _simulated(config, settings, Batch(**_shape(settings, micro, width, trained_share)), capability, mixes=False)[
+                0
+            ].trace()
             for width in (tokens, narrow)
         ]
         wide, other = traces
@@ -245,13 +251,12 @@ def _replay(
             return None
 
 
-def _shape(settings: Settings, micro_batch: int, tokens: int, trained_tokens: int | None) -> dict[str, Any]:
+def _shape(settings: Settings, micro_batch: int, tokens: int, trained_share: float) -> dict[str, Any]:
     """The largest micro-batch: fields of `simulate.Batch`."""
-    multiple = padded_to(settings, micro_batch)
-    most = micro_batch * (tokens - 1)
+    multiple = padding_multiple(settings, micro_batch)
     return {
         "rows": micro_batch, "tokens": -(-tokens // multiple) * multiple,
-        "trained_tokens": most if trained_tokens is None else min(trained_tokens, most),
+        "trained_tokens": round(trained_share * micro_batch * (tokens - 1)),
         "padded": micro_batch > 1 and settings.packing is not True,
         "documents": max(1, tokens // 256) if settings.packing is True else 1,
         "eval_rows": 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size,

@@ -16,7 +16,8 @@ WARM_UP = -1
 class Replay:
     """Peaks of a replayed run, bytes. `retries`: how often cached blocks had to be freed to stay within the limit.
 
-    `reserved` and `segments`: peaks by phase (load, train, save, eval); `segments` is empty where they are expandable. The
+    `reserved`, `segments` and `allocated`: peaks by phase (load, train, save, eval); `segments` is empty where they are
+    expandable. Allocated are whole blocks: from one of a segment that can't expand torch splits no rest below 1 MiB. The
     retries of the second step, with two micro-batches where gradients accumulate, and of its last micro-batch, each with the
     bytes that go back to the driver.
     """
@@ -30,6 +31,7 @@ class Replay:
     step_returned_bytes: int = 0
     micro_batch_retries: int = 0
     micro_batch_returned_bytes: int = 0
+    allocated: dict[str, int] = field(default_factory=dict)
 
 
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
@@ -59,8 +61,8 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
             player.play(trace.parts[phase])
             peaks.end(phase)
     return Replay(
-        peaks.allocated, max(peaks.reserved.values()), allocator.retries, peaks.reserved, {} if expandable else peaks.segments,
-        step_retries, step_returned, micro_retries, micro_returned,
+        max(peaks.allocated.values()), max(peaks.reserved.values()), allocator.retries, peaks.reserved,
+        {} if expandable else peaks.segments, step_retries, step_returned, micro_retries, micro_returned, peaks.allocated,
     )  # fmt: skip
 
 
@@ -69,14 +71,14 @@ class _Peaks:
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
-        self.allocated = 0
+        self.allocated: dict[str, int] = {}
         self.reserved: dict[str, int] = {}
         self.segments: dict[str, int] = {}
 
     def end(self, phase: str) -> None:
         """What was reached since the last end belongs to `phase`."""
         allocator = self._allocator
-        self.allocated = max(self.allocated, allocator.peak_allocated)
+        self.allocated[phase] = max(self.allocated.get(phase, 0), allocator.peak_allocated)
         self.reserved[phase] = max(self.reserved.get(phase, 0), allocator.peak_reserved)
         self.segments[phase] = max(self.segments.get(phase, 0), allocator.peak_segments)
         allocator.reset_peaks()

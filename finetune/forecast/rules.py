@@ -148,15 +148,30 @@ def _flash_scratch(query: torch.Tensor, key: torch.Tensor) -> list[int]:
 
 
 def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capability) -> list[int]:
-    """delta and the fp32 accumulators of dq, and of dk and dv unless they stay in registers (kernel_backward.h)."""
+    """delta and the fp32 accumulators of dq, and in 16 bit of dk and dv unless they stay in registers (kernel_backward.h)."""
     batch, heads, tokens, dim = query.shape
-    keys, block_i = key.shape[2], 64 if capability < (8, 0) or dim <= 64 else 128
-    tiles = -(-tokens // block_i) * -(-dim // 64)
-    elements = tiles * (4 + block_i * 64)
-    if query.element_size() > 2 or dim > block_i:
-        splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
-        elements += 2 * splits * _up(keys, 64) * _up(dim, block_i)
+    half = query.element_size() == 2
+    block_rows, block_columns = _efficient_block(half, dim, capability)
+    elements = -(-tokens // block_rows) * -(-dim // block_columns) * (4 + block_rows * block_columns)
+    if half and dim > block_rows:
+        splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))
+        elements += 2 * splits * block_columns * _up(dim, block_rows)
     return [batch * heads * tokens * 4, batch * heads * _up(elements, 4) * 4]
+
+
+def _efficient_block(half: bool, dim: int, capability: Capability) -> tuple[int, int]:
+    """Rows and columns of a block of the kernel: the first one of kernels/cutlassB.h whose shared memory the GPU has."""
+    large = _has_large_shared_memory(capability)
+    if dim <= 64 or (not half and not large):
+        return 64, 64
+    if not half or capability < (8, 0) or dim > 128 or (dim <= 96 and capability in ((8, 6), (8, 9))):
+        return 128, 64
+    return (128, 128) if large else (64, 64)
+
+
+def _has_large_shared_memory(capability: Capability) -> bool:
+    """A100, H100 and B200: 163 KiB and more for a block; GeForce and workstation cards have 99 KiB."""
+    return capability == (8, 0) or (9, 0) <= capability < (12, 0)
 
 
 def _up(value: int, multiple: int) -> int:

@@ -73,9 +73,8 @@ def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 
 
 def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
+    from finetune.compat.torch import fake_tensor_mode
     from finetune.forecast.fake_model import fake_dora_weights, materialise
     from finetune.forecast.tracker import StorageTracker
     from finetune.model.adapters import attach_adapters
@@ -84,7 +83,7 @@ def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
 
     with without_cpu_repacking(), fake_dora_weights():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
-        with own_quantisation_maps(), FakeTensorMode(allow_non_fake_inputs=True):
+        with own_quantisation_maps(), fake_tensor_mode():
             materialise(model, StorageTracker({}), dtype=model_dtype(settings))
     return parameters_by_unit(model)
 

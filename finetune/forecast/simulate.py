@@ -8,16 +8,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import ERROR, getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import backward
+from finetune.compat.torch import backward, fake_tensor_mode
 from finetune.compat.transformers import (
     auxiliary_loss,
     fake_experts,
@@ -39,6 +38,8 @@ from finetune.model.checkpointing import decoder_layers
 from finetune.model.host_embedding import offload_table
 from finetune.model.layer_offloading import offloading_of
 from finetune.model.lean_layers import lean_words
+from finetune.model.loss import add_loss
+from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
@@ -57,8 +58,9 @@ AUXILIARY = "auxiliary loss"
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss; `padded`: rows differ in length.
+    """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss.
 
+    `padded`: rows differ in length, so that a model that needs a mask reads it.
     `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows.
     """
 
@@ -98,10 +100,11 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
     rules = rules_for_cpu() if capability is None else rules_for(capability)
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+        batch = replace(batch, padded=batch.padded and needs_padding_mask(config))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
         restore_master_precision(model)
-        _add_loss(model)
+        add_loss(model)
         observe(model, tracker)
         split = SplitLayers(settings.compile_activation_budget)
         if splits(settings):
@@ -116,7 +119,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offloading.recompute()
             with _explained(config):
                 _run(model, tracker, settings, batch, on_cpu=capability is None)
-        notes = (*_notes(model, settings), *split.notes)
+        notes = (*_notes(model, settings, batch), *split.notes)
         lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
@@ -138,10 +141,13 @@ def _explained(config: PretrainedConfig) -> Iterator[None]:
         ) from error
 
 
-def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
-    """What of this model stays 16-bit when it is quantised."""
+def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
+    """What of this model needs more memory than it would seem: masks, and what stays 16-bit when it is quantised."""
+    if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
+        size = f"{batch.tokens} x {batch.tokens}"
+        yield f"padded rows of this model need a {size} attention mask each, counted as activations"
     if True not in (settings.load_in_4bit, settings.load_in_8bit):
-        return ()
+        return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
     names, experts = set(), False
     for name, module in model.named_modules():
@@ -149,12 +155,10 @@ def _notes(model: torch.nn.Module, settings: Settings) -> tuple[str, ...]:
         base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
         if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
             names.add(type(module).__name__)
-    notes = []
     if experts:
-        notes.append("the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded")
+        yield "the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded"
     if names:
-        notes.append(f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}")
-    return tuple(notes)
+        yield f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}"
 
 
 def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, *, on_cpu: bool) -> None:
@@ -170,7 +174,7 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
     tracker.recording.begin("micro-batch")
     inputs = _inputs(settings, batch, batch.rows, tracker)
     with step_context(settings, "cpu"):
-        loss = _forward(model, settings, inputs, tracker, "forward")
+        loss = _forward(model, settings, batch, inputs, tracker, "forward")
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
         backward(loss)
     del loss
@@ -191,7 +195,8 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
         tracker.recording.begin("eval")
         model.eval()
         with torch.no_grad():
-            _forward(model, settings, _inputs(settings, batch, batch.eval_rows, tracker), tracker, "eval")
+            inputs = _inputs(settings, batch, batch.eval_rows, tracker)
+            _forward(model, settings, batch, inputs, tracker, "eval")
 
 
 def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -201,7 +206,7 @@ def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.T
 
 
 def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:
-    """The batch that TRL's collator puts on the card. Rows of equal length have a mask that the model doesn't use."""
+    """The batch that TRL's collator puts on the GPU."""
     tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
     shape = (rows, batch.tokens)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
@@ -212,16 +217,17 @@ def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker
             longest = -(-batch.tokens // batch.documents)
             inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
         return inputs
-    mask = torch.ones(shape, dtype=torch.long)
-    return inputs | ({"attention_mask": mask} if batch.padded and rows > 1 else {"unread_mask": mask})
+    return inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
 
 
-def _forward(model: Any, settings: Settings, inputs: dict[str, Any], tracker: StorageTracker, phase: str) -> torch.Tensor:
-    """Forward and loss, as in TRL's `compute_loss`."""
+def _forward(
+    model: Any, settings: Settings, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
+) -> torch.Tensor:
+    """Forward and loss, as in `RunTrainer.compute_loss`. The mask of rows of equal length has no effect."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
-    given = {name: value for name, value in inputs.items() if name != "unread_mask"}
+    masked = batch.padded and len(inputs["input_ids"]) > 1
     with _autocast(settings):
-        outputs = model(**given, use_cache=False, fused_lm_head=True)
+        outputs = model(**(inputs if masked else without_mask(inputs)), use_cache=False, fused_lm_head=True)
         loss = (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
         return loss if outputs.aux_loss is None else loss + outputs.aux_loss
 
@@ -231,16 +237,6 @@ def _autocast(settings: Settings) -> Iterator[None]:
     dtype = model_dtype(settings)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         yield
-
-
-def _add_loss(model: Any) -> None:
-    """Patch the model as SFTTrainer does: the fused head, and the router's auxiliary loss for a mixture that has one."""
-    from trl.trainer.utils import add_fused_lm_head
-
-    config = model.config.get_text_config()
-    if hasattr(config, "output_router_logits"):
-        config.output_router_logits = getattr(config, "router_aux_loss_coef", 0.0) != 0.0
-    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
 
 
 def observe(model: Any, tracker: StorageTracker) -> None:
@@ -312,7 +308,7 @@ def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batc
             stack.enter_context(keys_repeated())
         if settings.packing is not True:
             stack.enter_context(without_packing_detection())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(fake_tensor_mode())
         yield
 
 

@@ -45,32 +45,38 @@ def make_forecast(
     card: Card,
     *,
     tokens: int,
+    trained_share: float = 1.0,
     budget_bytes: int | None = None,
     quick: bool = False,
 ) -> Forecast:
     """The forecast for a run of `settings` on `card` whose longest row has `tokens` tokens.
 
+    `trained_share`: the most that any micro-batch has of tokens that count in the loss, as a share of the largest one's.
     `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
     that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes a dry run of its own. Raises
     RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
-    alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, capability=capability)
+    alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, trained_share=trained_share, capability=capability)
     run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
-    able = run is alone and not (quick and settings.activation_checkpointing_every_n_layers > 1)
-    held = _replayed(config, settings, card, highest, tokens) if able else None
+    shared = run is not alone
+    able = not shared and not (quick and settings.activation_checkpointing_every_n_layers > 1)
+    held = _replayed(config, settings, card, highest, tokens, trained_share) if able else None
+    if held is not None and held.segments:  # empty where segments can expand
+        run = _with_whole_blocks(run, held)
+        highest = max(run.peaks.values())
     even = settings.packing is True
     low, likely, high = _reserved(highest, card, held, even=even)
-    low -= highest - _least_peak(run, alone) if run is not alone else 0
+    low -= highest - _least_peak(run, alone) if shared else 0
     context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
         context = PROCESS_BYTES
     least, most = low + max(0, context - unsure), high + context + unsure
     at_limit = None
     if held is not None and budget_bytes is not None and least <= budget_bytes < most and (even or expandable_segments()):
-        at_limit = _at_limit(config, settings, card, tokens, held, budget_bytes - context - unsure)
+        at_limit = _at_limit(config, settings, card, tokens, trained_share, held, budget_bytes - context - unsure)
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
@@ -85,11 +91,18 @@ def make_forecast(
         disk_bytes=_disk_bytes(alone, settings),
         method=run.method,
         versions=run.versions,
-        notes=run.notes + _notes(settings, card, tokens, micro, held),
+        notes=run.notes + _notes(settings, card, held),
         reserved_peaks=held.reserved if held else {},
         segments=held.segments if held else {},
         at_limit=at_limit,
     )
+
+
+def _with_whole_blocks(run: DryRun, held: Replay) -> DryRun:
+    """The dry run with what torch counts as allocated: blocks larger than the tensors in them, where segments can't expand."""
+    more = max(0, held.allocated["train"] - run.peaks["train"])
+    peaks = {**run.peaks, "train": run.peaks["train"] + more}
+    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": run.parts["workspace"] + more})
 
 
 def with_growth(
@@ -100,6 +113,7 @@ def with_growth(
     *,
     tokens: int,
     lengths: Sequence[int],
+    trained_share: float = 1.0,
     budget_bytes: int | None = None,
     lowers: bool = False,
 ) -> Forecast:
@@ -119,8 +133,9 @@ def with_growth(
     tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
     limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
     steps = functools.partial(
-        grown, config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit
-    )
+        grown, config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths,
+        trained_share=trained_share, limit=limit,
+    )  # fmt: skip
     growths = steps(tried=tried)
     if not growths:
         return forecast
@@ -170,7 +185,13 @@ def _growth_note(growth: float, why: str, share: float | None, *, read: bool) ->
 
 
 def _at_limit(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, tokens: int, free: Replay, limit: int
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    card: Card,
+    tokens: int,
+    trained_share: float,
+    free: Replay,
+    limit: int,
 ) -> AtLimit | None:
     """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
 
@@ -188,7 +209,8 @@ def _at_limit(
         return None
     tried = [free]
     for part in range(1, least + 1):
-        held = _replay_of(config, settings, card, tokens, round(free.reserved_bytes * (1 - part * LIMIT_STEP)))
+        tried_limit = round(free.reserved_bytes * (1 - part * LIMIT_STEP))
+        held = _replay_of(config, settings, card, tokens, trained_share, tried_limit)
         if held is None:
             return None
         tried.append(held)
@@ -201,20 +223,25 @@ def _at_limit(
 
 
 def _replayed(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, tokens: int
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, tokens: int, trained_share: float
 ) -> Replay | None:
     """The replayed allocator of one process on this card; None where that shows nothing: what does not fit anyway, and copies
     of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
     if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
         return None
-    return _replay_of(config, settings, card, tokens)
+    return _replay_of(config, settings, card, tokens, trained_share)
 
 
 def _replay_of(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, tokens: int, limit: int | None = None
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    card: Card,
+    tokens: int,
+    trained_share: float,
+    limit: int | None = None,
 ) -> Replay | None:
     return replayed(
-        config, settings, micro_batch=settings.per_device_train_batch_size, tokens=tokens,
+        config, settings, micro_batch=settings.per_device_train_batch_size, tokens=tokens, trained_share=trained_share,
         capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(), limit=limit,
     )  # fmt: skip
 
@@ -287,7 +314,7 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
     return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
-def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay | None) -> tuple[str, ...]:
+def _notes(settings: Settings, card: Card, held: Replay | None) -> tuple[str, ...]:
     notes = []
     if settings.torch_compile and settings.activation_checkpointing == "selective":
         notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
@@ -301,6 +328,4 @@ def _notes(settings: Settings, card: Card, tokens: int, micro: int, held: Replay
             )
         else:
             notes.append(_SEGMENTED_NOTE)
-    if micro > 1 and settings.packing is not True and settings.attn_implementation == "sdpa":
-        notes.append(f"padded rows need a {tokens} x {tokens} attention mask each, counted as activations")
     return tuple(notes)

@@ -33,8 +33,8 @@ class Job:
         return self.recipe.launch.num_machines
 
     @property
-    def cards(self) -> int:
-        """Cards per machine; 0 on CPU."""
+    def gpus(self) -> int:
+        """GPUs per machine; 0 on CPU."""
         return 0 if self.recipe.gpu == "cpu" else self.recipe.launch.num_processes // self.machines
 
     @property
@@ -45,21 +45,21 @@ class Job:
     @property
     def label(self) -> str:
         """The name in the form DNS and batch systems accept: lower case letters, digits and dashes, cut to 40."""
-        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
-        return f"finetune-{plain or 'run'}"
+        slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
+        return f"finetune-{slug or 'run'}"
 
-    def command(self, *, number: str, address: str, recipe: str = "recipe.yaml", run: str = "runs/") -> str:
-        """Shell lines that start or resume the run. `number`, `address`: shell words for the rank, and for machine 0.
+    def command(self, *, rank: str, address: str, recipe: str = "recipe.yaml", run: str = "runs/") -> str:
+        """Shell lines that start or resume the run. `rank`, `address`: shell expressions for the rank and machine 0's address.
 
         Each machine has its own run directory; its name begins with `run`.
         """
-        launch = [f'launch.machine_rank="{number}"', f'launch.main_process_ip="{address}"'] if self.machines > 1 else []
-        directory = f"{run}{self.label}" + (f"-machine-{number}" if self.machines > 1 else "")
-        start = " ".join(["finetune run", recipe, *launch, "gpu=auto" if self.cards else "gpu=cpu", 'output_dir="$run"'])
+        launch = [f'launch.machine_rank="{rank}"', f'launch.main_process_ip="{address}"'] if self.machines > 1 else []
+        directory = f"{run}{self.label}" + (f"-machine-{rank}" if self.machines > 1 else "")
+        start = " ".join(["finetune run", recipe, *launch, "gpu=auto" if self.gpus else "gpu=cpu", 'output_dir="$run"'])
         return f'run="{directory}"\nif [ -d "$run" ]; then exec finetune resume "$run"; fi\nexec {start}\n'
 
     def recipe_text(self) -> str:
-        """The recipe as YAML, without what differs from machine to machine."""
+        """The recipe as YAML, without the settings that differ between machines."""
         values = self.recipe.model_dump(exclude_unset=True, mode="json")
         for key in ("machine_rank", "main_process_ip"):
             values.get("launch", {}).pop(key, None)
@@ -69,9 +69,9 @@ class Job:
 
 def slurm(job: Job) -> str:
     """A script for `sbatch`: one task per machine; before the time limit it stops with a checkpoint and is queued again."""
-    cards = f"#SBATCH --gpus-per-node={job.cards}\n" if job.cards else ""
+    gpus_line = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
     command = job.command(
-        number="$SLURM_NODEID", address="$main_address", recipe='recipe-"$SLURM_JOB_ID".yaml', run="runs/$SLURM_JOB_ID-"
+        rank="$SLURM_NODEID", address="$main_address", recipe='recipe-"$SLURM_JOB_ID".yaml', run="runs/$SLURM_JOB_ID-"
     )
     return f"""#!/usr/bin/env bash
 # sbatch {job.label}.sbatch      The folder it is started in, with the data, must be on a disk that every machine sees, and
@@ -79,7 +79,7 @@ def slurm(job: Job) -> str:
 #SBATCH --job-name={job.label}
 #SBATCH --nodes={job.machines}
 #SBATCH --ntasks-per-node=1
-{cards}#SBATCH --time={job.hours}:00:00
+{gpus_line}#SBATCH --time={job.hours}:00:00
 #SBATCH --signal=TERM@{GRACE_S}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -99,7 +99,7 @@ exit "$code"
 def kubernetes(job: Job) -> str:
     """A ConfigMap with the recipe, a headless Service for the machines to find each other, and an indexed Job."""
     address = f"{job.label}-0.{job.label}" if job.machines > 1 else "127.0.0.1"
-    command = job.command(number="$JOB_COMPLETION_INDEX", address=address)
+    command = job.command(rank="$JOB_COMPLETION_INDEX", address=address)
     container: dict[str, Any] = {
         "name": "finetune", "image": job.image, "workingDir": "/data",
         "command": ["tini", "--", "bash", "-ec", "cp /recipe/recipe.yaml recipe.yaml\n" + command],
@@ -108,8 +108,8 @@ def kubernetes(job: Job) -> str:
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
     }  # fmt: skip
-    if job.cards:
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.cards}}
+    if job.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus}}
     pod = {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": GRACE_S,
         "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "runAsNonRoot": True},
@@ -122,11 +122,11 @@ def kubernetes(job: Job) -> str:
     }  # fmt: skip
     labels = {"app": job.label}
     documents = [
-        _kind("v1", "ConfigMap", job, {"data": {"recipe.yaml": job.recipe_text()}}),
-        _kind("v1", "Service", job, {"spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}}),
-        _kind("batch/v1", "Job", job, {"spec": {
+        _manifest("v1", "ConfigMap", job, {"data": {"recipe.yaml": job.recipe_text()}}),
+        _manifest("v1", "Service", job, {"spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}}),
+        _manifest("batch/v1", "Job", job, {"spec": {
             "completions": job.machines, "parallelism": job.machines, "completionMode": "Indexed", "backoffLimit": 3,
-            "activeDeadlineSeconds": job.hours * 3600, "podFailurePolicy": {"rules": [_HOPELESS]},
+            "activeDeadlineSeconds": job.hours * 3600, "podFailurePolicy": {"rules": [_PERMANENT_FAILURES]},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }}),
     ]  # fmt: skip
@@ -136,8 +136,8 @@ def kubernetes(job: Job) -> str:
     return head + "---\n".join(_yaml(document) for document in documents)
 
 
-#: Exit codes that a retry would repeat: recipe, data, memory, divergence. After others, a retry resumes from the checkpoint.
-_HOPELESS = {
+#: Exit codes that a retry would repeat: recipe, data, memory, divergence. After others a retry resumes from the checkpoint.
+_PERMANENT_FAILURES = {
     "action": "FailJob", "onExitCodes": {"containerName": "finetune", "operator": "In", "values": [2, 3, 4, 5, 6]},
 }  # fmt: skip
 
@@ -155,25 +155,25 @@ def _yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _kind(version: str, kind: str, job: Job, content: dict[str, Any]) -> dict[str, Any]:
+def _manifest(version: str, kind: str, job: Job, content: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": job.label}, **content}
 
 
 def skypilot(job: Job) -> str:
     """A task for `sky launch`: the current folder is uploaded; runs stay on the machines until copied back."""
     resources: dict[str, object] = {"image_id": f"docker:{job.image}"}
-    if job.cards:
-        resources["accelerators"] = f"{_accelerator(job.recipe.gpu)}:{job.cards}"
+    if job.gpus:
+        resources["accelerators"] = f"{_accelerator(job.recipe.gpu)}:{job.gpus}"
     setup = f"cat > recipe.yaml <<'RECIPE'\n{job.recipe_text()}RECIPE\n"
     run = (
         'main_address=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-        + job.command(number="$SKYPILOT_NODE_RANK", address="$main_address")
+        + job.command(rank="$SKYPILOT_NODE_RANK", address="$main_address")
     )  # fmt: skip
     task = {"name": job.label, "num_nodes": job.machines, "workdir": ".", "resources": resources, "setup": setup, "run": run}
     return f"# sky launch {job.label}.yaml      From the folder with the data.\n{_yaml(task)}"
 
 
-#: Catalogue name -> SkyPilot's, where that is not just without dashes.
+#: Catalogue name -> SkyPilot's, if removing the dashes is not enough.
 _SKYPILOT_NAMES = {
     "a100-40gb": "A100", "a100-80gb": "A100-80GB", "h100-80gb": "H100", "h100-pcie": "H100", "v100-16gb": "V100",
     "v100-32gb": "V100-32GB", "rtx-4000-ada": "RTX4000-Ada", "rtx-5000-ada": "RTX5000-Ada", "rtx-6000-ada": "RTX6000-Ada",
@@ -181,9 +181,9 @@ _SKYPILOT_NAMES = {
 
 
 def _accelerator(gpu: str) -> str:
-    """SkyPilot's name of a catalogue card. Raises RecipeError for `auto`: a card to rent must be named."""
+    """SkyPilot's name of a catalogue GPU. Raises RecipeError for `auto`: a GPU to rent must be named."""
     if gpu == AUTO:
-        raise RecipeError("gpu is auto, and SkyPilot must know which card to rent", "Set it, for example gpu=rtx-4090.")
+        raise RecipeError("gpu is auto, and SkyPilot must know which GPU to rent", "Set it, for example gpu=rtx-4090.")
     return _SKYPILOT_NAMES.get(gpu.lower(), gpu.upper().replace("-", ""))
 
 

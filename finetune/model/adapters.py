@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
+from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.model.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
@@ -85,7 +85,7 @@ def _is_no_product(module: torch.nn.Module) -> bool:
         return False
     if type(module).__module__.startswith("bitsandbytes."):
         return False
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor_mode():
         inner = copy.copy(module)
         inner._parameters = {
             name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)

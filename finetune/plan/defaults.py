@@ -12,7 +12,7 @@ from finetune.errors import RecipeError
 from finetune.plan.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.plan.attention import PACKED_LENGTH, choose_packing
 from finetune.recipe import AUTO, write_recipe
-from finetune.recipe.compatibility import not_lean_because
+from finetune.recipe.compatibility import lean_layers_conflict
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -60,7 +60,7 @@ def _dtype(card: Card) -> tuple[str, str]:
 
 
 def _lean(recipe: Recipe) -> tuple[bool, str]:
-    why = not_lean_because(recipe)
+    why = lean_layers_conflict(recipe)
     if why:
         return False, f"they do not work with {why}"
     return True, "about half the saved activations, for the same computation up to rounding"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.plan.plan import Alternative, Verdict, verdict_of
 from finetune.plan.speed import BUFFERS, knows_rates
-from finetune.recipe.compatibility import no_layer_offloading_because
+from finetune.recipe.compatibility import layer_offloading_conflict
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
             return "the weights are in host memory"
         if verdict_of(compare.chosen.forecast, compare.search.budget_bytes) in (Verdict.FITS, Verdict.AT_LIMIT):
             return "every layer's weights fit on the card"
-        why = no_layer_offloading_because(recipe)
+        why = layer_offloading_conflict(recipe)
         return f"does not work with {why}" if why else "too little would fit with it, too"
     where = "host memory" if strategy.place == "cpu" else "a file"
     return f"not every layer's weights fit on the card; from {where} it {copies.words}"

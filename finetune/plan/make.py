@@ -31,7 +31,7 @@ from finetune.plan.speed import Job, knows_rates
 from finetune.plan.strategy import PLACES, Place, neighbours, offloading_strategies, strategies
 from finetune.plan.suggest import largest_model, shortfall_of, suggest
 from finetune.recipe import AUTO
-from finetune.recipe.compatibility import shards
+from finetune.recipe.compatibility import is_sharded
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -155,7 +155,7 @@ class _Planner:
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
         for attempt in attempts:
             search, able = attempt.search, self._open_strategies(attempt)
-            if able and shards(self.recipe.launch):  # estimates assume whole models: forecast the smallest strategy first
+            if able and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest strategy first
                 search.smallest(able)
             found = self._found(attempt.choices, search, able)
             if found is not None and verdict_of(found.forecast, self.budget) == Verdict.FITS:
@@ -192,8 +192,8 @@ class _Planner:
 
     def _grown(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
         return with_growth(
-            forecast, config, settings, self.card, tokens=width, lengths=self._lengths, budget_bytes=self.budget,
-            lowers=not expandable_segments(),
+            forecast, config, settings, self.card, **self._rows(settings, width), lengths=self._lengths,
+            budget_bytes=self.budget, lowers=not expandable_segments(),
         )  # fmt: skip
 
     def compare(self, found: _Attempt) -> None:
@@ -281,16 +281,23 @@ class _Planner:
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int, beside: Forecast | None = None) -> Forecast:
         if not self.grows or self.card.is_cpu or expandable_segments():
-            return self._with_excess(self.forecaster(config, settings, self.card, tokens=width))
+            return self._with_excess(self.forecaster(config, settings, self.card, **self._rows(settings, width)))
         return self._with_excess(self._in_segments(config, settings, width, beside))
 
     def _in_segments(self, config: dict[str, Any], settings: Settings, width: int, beside: Forecast | None) -> Forecast:
         """A forecast where segments can't expand: steps of uneven rows decide the upper end, so each strategy has them from
         the start; one that is only compared with `beside` is scaled from it, as they take time."""
         if beside is not None:
-            quick = self.forecaster(config, settings, self.card, tokens=width, quick=True)
+            quick = self.forecaster(config, settings, self.card, **self._rows(settings, width), quick=True)
             return scaled_beside(quick, beside, self.card)
-        return self._grown(self.forecaster(config, settings, self.card, tokens=width), config, settings, width)
+        forecast = self.forecaster(config, settings, self.card, **self._rows(settings, width))
+        return self._grown(forecast, config, settings, width)
+
+    def _rows(self, settings: Settings, width: int) -> dict[str, Any]:
+        """The largest micro-batch of the rows, as `make_forecast` takes it."""
+        micro, packed = settings.per_device_train_batch_size, settings.packing is True
+        share = self.data.trained_share_of(micro, width, packed=packed) if self.data and width > 1 else 1.0
+        return {"tokens": width, "trained_share": share}
 
     def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
         """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again."""
@@ -301,7 +308,7 @@ class _Planner:
     def _many_cards(self, found: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
         launch, verdict = settings.launch, found.verdict
-        wanted = verdict == Verdict.NO_FIT or shards(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
+        wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
         if self.card.is_cpu or not wanted:
             return None
         self.tell("forecasting several cards")

@@ -47,6 +47,10 @@ def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
     return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
 
 
+#: Rows of which DataStatistics knows the trained tokens; no micro-batch of one GPU has more.
+MOST_ROWS = 256
+
+
 @dataclass(frozen=True)
 class DataStatistics:
     """Statistics of the tokenised rows. Lengths in tokens, after the recipe's handling of long rows."""
@@ -56,11 +60,22 @@ class DataStatistics:
     total_tokens: int
     trained_tokens: int
     lengths: tuple[int, ...] = ()  # sorted, one per row; empty: rows not read, max_length is assumed
+    most_trained: tuple[int, ...] = ()  # trained tokens of the MOST_ROWS rows with most of them, from the largest
+    densest_trained_share: float = 1.0  # largest share of trained tokens in a row
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
+
+    def trained_share_of(self, rows: int, tokens: int, *, packed: bool) -> float:
+        """Largest share of `rows` x (`tokens` - 1) positions that count in the loss of a micro-batch; 1 when it is unknown."""
+        if packed or not self.most_trained:
+            return self.densest_trained_share if self.lengths else 1.0
+        trained = [min(count, tokens - 1) for count in self.most_trained[:rows]]
+        if rows > len(self.most_trained) < self.rows:
+            return 1.0
+        return sum(trained) / (rows * (tokens - 1))
 
     @cached_property
     def ends(self) -> list[tuple[int, int]]:
@@ -264,7 +279,8 @@ class Plan:
         values: dict[str, Any] = to_json(self)
         settings = values.pop("settings")
         if values["data"]:
-            del values["data"]["lengths"]
+            for name in ("lengths", "most_trained"):
+                del values["data"][name]
         return {"version": VERSION, "verdict": values["verdict"], "plan": settings, **values}
 
     @classmethod

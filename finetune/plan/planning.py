@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.data.report import shown
+from finetune.card.allocator import expandable_segments
+from finetune.data.report import printable
 from finetune.errors import DataError, ModelError, RecipeError
 from finetune.forecast.cache import LIBRARIES
-from finetune.model.configuration import named_model, vocabulary_size
+from finetune.model.configuration import named_model, read_config, vocabulary_size
 from finetune.plan.make import make_plan
 from finetune.plan.origin import taken_over
-from finetune.plan.plan import DataProblem, DataStatistics
+from finetune.plan.plan import MOST_ROWS, DataProblem, DataStatistics
+from finetune.plan.speed import Batches
 from finetune.recipe import AUTO, Recipe
 from finetune.recipe.compatibility import address_problems
 from finetune.requirements import refuse_other_versions
@@ -22,6 +24,7 @@ from finetune.requirements import refuse_other_versions
 if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.data import EncodedRows, SelectedRows
+    from finetune.forecast.forecast import Forecast
     from finetune.plan.make import Progress
     from finetune.plan.plan import Plan
 
@@ -54,6 +57,19 @@ def plan_recipe(
     return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
 
 
+def forecast_again(plan: Plan, lengths: Sequence[int]) -> Forecast:
+    """The forecast of a plan whose settings have changed since, for training rows of these lengths. Raises RecipeError."""
+    from finetune.forecast.whole_card import make_forecast, with_growth
+
+    settings, card, config = plan.settings, plan.card, read_config(plan.settings)
+    rows = DataStatistics(len(lengths), 0, sum(lengths), 0, tuple(sorted(lengths)))
+    width = Batches(settings.max_length, settings.packing is True, rows).longest
+    forecast = make_forecast(config, settings, card, tokens=width, budget_bytes=plan.budget_bytes)
+    if card.is_cpu or not expandable_segments():
+        return forecast
+    return with_growth(forecast, config, settings, card, tokens=width, lengths=rows.lengths, budget_bytes=plan.budget_bytes)
+
+
 def without_rows(_recipe: Recipe) -> RowsRead:
     """No statistics: the plan assumes rows of max_length."""
     return RowsRead()
@@ -68,14 +84,14 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     if missing:
         return RowsRead(note=f"planned for full rows of max_length: {', '.join(missing)} is not on this machine")
     try:
-        selected = (encode or encode_rows)(recipe).within(recipe, limit_of(recipe))
+        selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
     except DataError as error:
         return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
     except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
         return RowsRead(note=f"planned for full rows of max_length: {error.problems[0]}")
     problem = None
     try:
-        selected.refuse()
+        selected.raise_problems()
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
     return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem)
@@ -84,16 +100,16 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
     """The recipe's rows as tokens, by its model's tokenizer. `say` is told how far it is."""
     from finetune import data
-    from finetune.data.row_count import RowCount
+    from finetune.data.row_progress import RowProgress
 
     say("reading the data")
-    from finetune.data.preparation import facts_of
+    from finetune.data.preparation import file_infos
 
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
-        facts = pool.submit(facts_of, recipe.dataset)
+        facts = pool.submit(file_infos, recipe.dataset)
         tokenizer = data.load_tokenizer(recipe)
         found = facts.result()
-    rows = data.encode(recipe, tokenizer, facts=found, progress=RowCount(say))
+    rows = data.encode(recipe, tokenizer, infos=found, progress=RowProgress(say))
     _refuse_other_vocabulary(rows, recipe)
     return rows
 
@@ -106,11 +122,11 @@ def _refuse_other_vocabulary(rows: EncodedRows, recipe: Recipe) -> None:
         return
     if size is None or max(tokenizer.get_vocab().values()) < size:
         return
-    highest = max(side.stored.highest_token() for side in rows.sides)
+    highest = max(side.stored.highest_token() for side in rows.splits)
     if highest >= size:
         token = tokenizer.convert_ids_to_tokens(highest)
         raise DataError(
-            f"the rows have the token {highest} ({shown(str(token))}), and {recipe.model_name_or_path} has {size:,} tokens",
+            f"the rows have the token {highest} ({printable(str(token))}), and {recipe.model_name_or_path} has {size:,} tokens",
             "Its tokenizer is of another model, or tokens were added to it: put back the base model's own tokenizer files.",
         )
 
@@ -124,13 +140,19 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
     """The planner's statistics of the rows."""
     ordered = selected.lengths.copy()
     ordered.sort()
-    lengths = tuple(ordered.tolist())
-    return DataStatistics(len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths)
+    lengths, trained = tuple(ordered.tolist()), selected.trained_lengths
+    by_trained = trained.copy()
+    by_trained.sort()
+    return DataStatistics(
+        len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths,
+        most_trained=tuple(by_trained[: -MOST_ROWS - 1 : -1].tolist()),
+        densest_trained_share=float((trained / selected.lengths).max(initial=0.0)),
+    )  # fmt: skip
 
 
 def _missing_paths(recipe: Recipe) -> list[str]:
     """Dataset paths of the recipe that are not on this machine."""
-    from finetune.data.sources import is_here
+    from finetune.data.sources import is_local
 
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
-    return [path for path in paths if not is_here(path)]
+    return [path for path in paths if not is_local(path)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.forecast.forecast import Forecast
-from finetune.plan.speed import BUFFERS, LEAN_SAVED_BYTES, SAVED_BYTES, time_step
+from finetune.plan.speed import BUFFERS, SAVED_BYTES, saved_bytes, time_step
 from finetune.plan.strategy import Strategy
 from finetune.units import GIB
 
@@ -55,7 +55,7 @@ def estimate_high_bytes(strategy: Strategy, width: int, anchors: list[Anchor], j
 
 def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
     shape, tokens = job.shape, strategy.micro * width
-    usual = USUAL_SAVED_BYTES * (LEAN_SAVED_BYTES / SAVED_BYTES if job.lean else 1.0)
+    usual = USUAL_SAVED_BYTES * saved_bytes(strategy.bits, job.lean) / SAVED_BYTES
     activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
     adapters = (8 + STATE_BYTES[strategy.optim]) * job.rank * shape.adapter_per_rank
     return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
@@ -88,7 +88,7 @@ def _parts(strategy: Strategy, width: int, anchor: Anchor, job: Job) -> dict[str
     parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
     kept = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
     tokens = strategy.micro * width
-    layer = _layer_bytes(made, kept, tokens, shape)
+    layer = _layer_bytes(made, kept, tokens, shape) * saved_bytes(strategy.bits, job.lean) / saved_bytes(made.bits, job.lean)
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
     return parts
 
@@ -163,15 +163,27 @@ class Search:
         return min(known, key=lambda anchor: self._rank(anchor.strategy), default=None)
 
     def smallest(self, strategies: Iterable[Strategy]) -> Anchor:
-        """The strategy with the lowest peak, with its forecast."""
+        """The strategy with the lowest peak, with its forecast.
+
+        Estimates decide within one weight format; another format is forecast, too, unless its weights alone are larger.
+        """
         choices = list(strategies)
+        least = self._smallest(choices)
+        for bits in {strategy.bits for strategy in choices} - {least.strategy.bits}:
+            others = [strategy for strategy in choices if strategy.bits == bits]
+            if min(least_bytes(strategy, self.job) for strategy in others) < least.forecast.peak_high_bytes:
+                least = min(least, self._smallest(others), key=lambda anchor: anchor.forecast.peak_high_bytes)
+        return least
+
+    def _smallest(self, choices: list[Strategy]) -> Anchor:
         for _ in range(MOST_FORECASTS):
             least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
             made = self.made(least)
             if made is not None:
                 return made
             self.forecast(least)
-        return min(self._here(), key=lambda anchor: anchor.forecast.peak_high_bytes)
+        known = [anchor for anchor in self._here() if anchor.strategy in choices]
+        return min(known, key=lambda anchor: anchor.forecast.peak_high_bytes)
 
     def able(self, strategies: Iterable[Strategy]) -> list[Strategy]:
         """Strategies whose weights and CUDA context alone are within the budget."""

@@ -104,9 +104,9 @@ MATMUL_SHARE = 0.85
 ELEMENTWISE_BYTES, ELEMENTWISE_AGAIN_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
 #: Bytes to turn one weight into 16 bit: read it, write it (17.3 ms for 8B on a 4090).
 DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
-#: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers and by lean ones (dry run of
-#: Llama-3.1-8B, 16-bit or 4-bit weights).
-SAVED_BYTES, LEAN_SAVED_BYTES = 45.4, 23.1
+#: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers, by lean ones, and by lean ones on
+#: int8 weights, whose adapters are not lean (dry run of Llama-3.1-8B).
+SAVED_BYTES, LEAN_SAVED_BYTES, LEAN_INT8_SAVED_BYTES = 45.4, 23.1, 41.3
 #: int8 products also quantise their inputs and handle outliers separately: extra bytes per element of a linear layer.
 #: Not priced: the host waits for the card in every int8 layer (outliers.any()), so that launching overlaps with less.
 INT8_EXTRA_BYTES = 16.0
@@ -184,6 +184,13 @@ def knows_rates(card: Card) -> bool:
     return card.bf16_flops is not None and card.bandwidth_bytes_s is not None
 
 
+def saved_bytes(bits: int, lean: bool) -> float:
+    """Bytes that a layer saves for the backward pass per hidden element and token, with weights of so many bits."""
+    if not lean:
+        return SAVED_BYTES
+    return LEAN_INT8_SAVED_BYTES if bits == 8 else LEAN_SAVED_BYTES
+
+
 def time_step(job: Job, strategy: Strategy) -> Timing:
     """Seconds of one optimizer step, before any correction by measured runs."""
     shape, card, batches, rank = job.shape, job.card, job.batches, job.rank
@@ -209,7 +216,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     if strategy.host_table:
         micro["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
-        saved = (LEAN_SAVED_BYTES if job.lean else SAVED_BYTES) * shape.hidden * shape.layers * tokens * (1 - again)
+        saved = saved_bytes(strategy.bits, job.lean) * shape.hidden * shape.layers * tokens * (1 - again)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch

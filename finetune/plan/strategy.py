@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import RecipeError
 from finetune.recipe import AUTO
-from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_zero3, no_layer_offloading_because, shards
+from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_sharded, is_zero3, layer_offloading_conflict
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -102,7 +102,7 @@ def offloading_strategies(
 ) -> list[Strategy]:  # fmt: skip
     """The same with the weights of some or all decoder layers in `place`, where the recipe allows that: the fewest bits, as
     they are moved in every step, and every layer recomputed."""
-    if no_layer_offloading_because(choices.recipe):
+    if layer_offloading_conflict(choices.recipe):
         return []
     bits = min((bits for bits in _bits(choices, card, stored_bits) if bits != 8), default=None)
     kinds = [kind for kind in _checkpointing(choices, card) if kind[0] is not False and kind[1] == 1]
@@ -175,7 +175,7 @@ def _bits(choices: Choices, card: Card, stored_bits: tuple[int, ...]) -> tuple[i
         return stored_bits if len(stored_bits) == 1 or recipe.load_in_4bit == AUTO else (plain,)
     if card.is_cpu:
         return (plain,)
-    can_be_8 = recipe.load_in_8bit == AUTO and not shards(recipe.launch)
+    can_be_8 = recipe.load_in_8bit == AUTO and not is_sharded(recipe.launch)
     return (plain, *([8] if can_be_8 else []), *([4] if recipe.load_in_4bit == AUTO else []))
 
 
@@ -203,7 +203,7 @@ def _host_tables(choices: Choices, card: Card, has_table: bool) -> tuple[bool, .
     wanted = choices.recipe.offload_embeddings
     if wanted != AUTO:
         return (wanted,)
-    return (False, True) if has_table and not card.is_cpu and not shards(choices.recipe.launch) else (False,)
+    return (False, True) if has_table and not card.is_cpu and not is_sharded(choices.recipe.launch) else (False,)
 
 
 def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
         return (choices.recipe.optim,)
     if card.is_cpu:
         return ("adamw_torch",)
-    return tuple(optim for optim in OPTIMIZERS if optim in SHARDED_OPTIMIZERS or not shards(choices.recipe.launch))
+    return tuple(optim for optim in OPTIMIZERS if optim in SHARDED_OPTIMIZERS or not is_sharded(choices.recipe.launch))
 
 
 def _micro_batches(choices: Choices) -> Iterator[int]:

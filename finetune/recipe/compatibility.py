@@ -1,4 +1,4 @@
-"""Settings that can't be combined. Imports nothing heavy, so that every entry point reports them at once, in the same words.
+"""Settings that can't be combined. Imports nothing heavy, so that every entry point reports them at once, with the same text.
 
 `auto` settings are not checked: the planner chooses only among what these rules allow.
 """
@@ -22,7 +22,7 @@ SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 NOT_REENTRANT = ("selective", "offload")
 
 
-def shards(launch: LaunchRecipe) -> bool:
+def is_sharded(launch: LaunchRecipe) -> bool:
     """Whether at least optimizer states and gradients are sharded over the processes."""
     return launch.strategy != "ddp"
 
@@ -38,7 +38,7 @@ def shards_weights(launch: LaunchRecipe) -> bool:
 
 
 def reads_own_rows(settings: Settings) -> bool:
-    """Whether each rank reads its own rows of the weights, and none ever holds the model: FSDP with 4-bit weights.
+    """Whether each rank reads only its own rows of the weights, so that none has the whole model: FSDP with 4-bit weights.
 
     DoRA's magnitudes are computed from whole weights.
     """
@@ -65,45 +65,45 @@ def _quantisation(recipe: Recipe) -> Iterator[str]:
 
 
 def _batch(recipe: Recipe) -> Iterator[str]:
-    micro, steps, batch = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.effective_batch_size
-    world = recipe.launch.num_processes
-    if AUTO not in (micro, steps, batch) and micro * steps * world != batch:
+    micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
+    if AUTO not in (micro_batch, steps, batch) and micro_batch * steps * world_size != batch:
         yield (
-            f"effective_batch_size {batch} is not per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
-            f" x {world} process(es) = {micro * steps * world}; leave one of them out"
+            f"effective_batch_size {batch} is not per_device_train_batch_size {micro_batch} x gradient_accumulation_steps "
+            f"{steps} x {world_size} process(es) = {micro_batch * steps * world_size}; leave one of them out"
         )
     if batch == AUTO:
         return
-    for name, part in (("per_device_train_batch_size", micro), ("gradient_accumulation_steps", steps)):
-        if part != AUTO and batch % (part * world):
-            yield f"effective_batch_size {batch} can't be divided by {name} {part} on {world} process(es)"
-    if (micro, steps) == (AUTO, AUTO) and batch % world:
-        lower = f"{batch // world * world} or " if batch > world else ""
-        yield (
-            f"effective_batch_size {batch} can't be divided over {world} processes; use {lower}{(batch // world + 1) * world}"
-        )
+    for name, factor in (("per_device_train_batch_size", micro_batch), ("gradient_accumulation_steps", steps)):
+        if factor != AUTO and batch % (factor * world_size):
+            yield f"effective_batch_size {batch} can't be divided by {name} {factor} on {world_size} process(es)"
+    if (micro_batch, steps) == (AUTO, AUTO) and batch % world_size:
+        below = batch // world_size * world_size
+        advice = f"use {f'{below} or ' if below else ''}{below + world_size}"
+        yield f"effective_batch_size {batch} can't be divided over {world_size} processes; {advice}"
 
 
 def _checkpointing(recipe: Recipe) -> Iterator[str]:
-    how, every = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
-    if is_zero3(recipe.launch) and how in NOT_REENTRANT:
-        yield f"activation_checkpointing {how} does not work with DeepSpeed ZeRO-3; set it to true"
+    checkpointing, every_n_layers = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
+    if is_zero3(recipe.launch) and checkpointing in NOT_REENTRANT:
+        yield f"activation_checkpointing {checkpointing} does not work with DeepSpeed ZeRO-3; set it to true"
     if recipe.torch_compile and recipe.int8_activations:
         yield "int8_activations and torch_compile are both true; activations saved by a compiled layer can't be quantised"
     if recipe.compile_activation_budget != 1 and not recipe.torch_compile:
-        yield f"compile_activation_budget {recipe.compile_activation_budget:g} is of compiled layers; set torch_compile to true"
-    if recipe.torch_compile and how == "offload" and every not in (AUTO, 1):
+        budget = recipe.compile_activation_budget
+        yield f"compile_activation_budget {budget:g} applies only to compiled layers; set torch_compile to true"
+    if recipe.torch_compile and checkpointing == "offload" and every_n_layers not in (AUTO, 1):
         yield "activation_checkpointing offload with torch_compile needs activation_checkpointing_every_n_layers 1"
 
 
-def padded_to(recipe: Recipe, rows: int) -> int:
-    """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Compiled for one length and then for any,
-    layers are compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
+def padding_multiple(recipe: Recipe, rows: int) -> int:
+    """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Layers that were compiled for any length are
+    compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
     return 64 if recipe.torch_compile and rows > 1 and recipe.packing is not True else 1
 
 
-def not_lean_because(recipe: Recipe) -> str:
-    """What of the recipe has no lean layers; empty when they can be used."""
+def lean_layers_conflict(recipe: Recipe) -> str:
+    """The setting that rules out lean layers; empty if they can be used."""
     if recipe.torch_compile:
         return "torch_compile, which would have to break its graphs at each of them"
     if is_zero3(recipe.launch):
@@ -114,27 +114,26 @@ def not_lean_because(recipe: Recipe) -> str:
 
 
 def _lean(recipe: Recipe) -> Iterator[str]:
-    if recipe.lean_layers is True and (why := not_lean_because(recipe)):
-        yield f"lean_layers does not work with {why}; set lean_layers to auto or false"
-    if recipe.mlp_tile_tokens not in (AUTO, 0) and (why := not_lean_because(recipe)):
-        yield f"mlp_tile_tokens is of lean layers, which do not work with {why}; set mlp_tile_tokens to auto or 0"
+    if recipe.lean_layers is True and (reason := lean_layers_conflict(recipe)):
+        yield f"lean_layers does not work with {reason}; set lean_layers to auto or false"
+    if recipe.mlp_tile_tokens not in (AUTO, 0) and (reason := lean_layers_conflict(recipe)):
+        yield f"mlp_tile_tokens needs lean layers, which do not work with {reason}; set mlp_tile_tokens to auto or 0"
 
 
-def no_layer_offloading_because(recipe: Recipe) -> str:
-    """What of the recipe keeps layers from being offloaded, and what to set; empty when they can be."""
-    how, every = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
-    if how is False or every not in (AUTO, 1):
-        wrong = "activation_checkpointing false" if how is False else f"activation_checkpointing_every_n_layers {every}"
-        name = wrong.split()[0]
+def layer_offloading_conflict(recipe: Recipe) -> str:
+    """The setting that rules out layer offloading, and what to set instead; empty if layers can be offloaded."""
+    checkpointing, every_n = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
+    if checkpointing is False or every_n not in (AUTO, 1):
+        name = "activation_checkpointing" if checkpointing is False else "activation_checkpointing_every_n_layers"
         return (
-            f"{wrong}: backward fetches a layer's weights again when it recomputes the layer, so every layer must be; "
-            f"set {name} to auto or {'true' if how is False else 1}"
+            f"{name} {'false' if checkpointing is False else every_n}: backward fetches a layer's weights again when it "
+            f"recomputes the layer, so every layer must be; set {name} to auto or {'true' if checkpointing is False else 1}"
         )
     if recipe.torch_compile:
-        return "torch_compile: it has not been tried with weights that change place; set torch_compile=false"
+        return "torch_compile: it has not been tested with weights that are moved; set torch_compile=false"
     if recipe.load_in_8bit is True:
         return "load_in_8bit: int8 layers keep copies of their weights outside the buffers; use load_in_4bit, or neither"
-    if shards(recipe.launch):
+    if is_sharded(recipe.launch):
         return f"launch.strategy {recipe.launch.strategy}, which shards and moves the weights itself; use launch.offload"
     if recipe.launch.num_processes > 1:
         return (
@@ -145,8 +144,8 @@ def no_layer_offloading_because(recipe: Recipe) -> str:
 
 
 def _layer_offloading(recipe: Recipe) -> Iterator[str]:
-    if recipe.layer_offloading not in (AUTO, False) and (why := no_layer_offloading_because(recipe)):
-        yield f"layer_offloading {recipe.layer_offloading} does not work with {why}"
+    if recipe.layer_offloading not in (AUTO, False) and (reason := layer_offloading_conflict(recipe)):
+        yield f"layer_offloading {recipe.layer_offloading} does not work with {reason}"
     if recipe.layer_offloading in (AUTO, False) and recipe.offloaded_layers not in (AUTO, 0):
         yield (
             f"offloaded_layers is {recipe.offloaded_layers}, but layer_offloading is "
@@ -158,14 +157,14 @@ def _layer_offloading(recipe: Recipe) -> Iterator[str]:
 
 def _sharding(recipe: Recipe) -> Iterator[str]:
     strategy = recipe.launch.strategy
-    if not shards(recipe.launch):
+    if not is_sharded(recipe.launch):
         return
     if recipe.gpu.strip().lower() == "cpu":
-        yield f"launch.strategy {strategy} needs NVIDIA cards; on CPU use ddp"
+        yield f"launch.strategy {strategy} needs NVIDIA GPUs; on CPU use ddp"
     if recipe.load_in_8bit is True:
         yield f"load_in_8bit can't be sharded by launch.strategy {strategy}; use load_in_4bit, or neither"
     if recipe.offload_embeddings is True:
-        yield f"offload_embeddings keeps a whole table, which launch.strategy {strategy} shards; set it to auto or false"
+        yield f"offload_embeddings needs the whole table, which launch.strategy {strategy} shards; set it to auto or false"
     if recipe.optim not in (AUTO, *SHARDED_OPTIMIZERS):
         yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 
@@ -181,7 +180,7 @@ def _processes(launch: LaunchRecipe) -> Iterator[str]:
 
 
 def _offload(launch: LaunchRecipe) -> Iterator[str]:
-    if launch.offload != "none" and not shards(launch):
+    if launch.offload != "none" and not is_sharded(launch):
         yield f"launch.offload {launch.offload} needs fsdp or deepspeed; launch.strategy is ddp"
     if launch.offload == "nvme" and not is_zero3(launch):
         yield "launch.offload nvme needs DeepSpeed ZeRO-3: launch.strategy=deepspeed launch.zero_stage=3"
@@ -199,7 +198,7 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
 def _names(recipe: Recipe) -> Iterator[str]:
     if recipe.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", recipe.model_revision or ""):
         yield "trust_remote_code runs code from the hub: pin it with model_revision set to a full 40-character commit"
-    if any(len(part.encode("utf-8", "replace")) > 255 for part in recipe.output_dir.split("/")):
+    if any(len(name.encode("utf-8", "replace")) > 255 for name in recipe.output_dir.split("/")):
         yield "output_dir has a name of more than 255 bytes, which no file system takes"
     if recipe.memory_budget != AUTO:
         try:

@@ -25,8 +25,8 @@ _SECRET_VALUE = re.compile(
 
 
 @dataclass(frozen=True)
-class Source:
-    """A recipe, and how it came from another tool's configuration if it did."""
+class LoadedRecipe:
+    """A recipe, and its conversion if it is another tool's configuration."""
 
     recipe: Recipe
     conversion: foreign.Conversion | None = None
@@ -40,8 +40,8 @@ def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ())
     return load_source(source, overrides).recipe
 
 
-def load_source(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Source:
-    """The same, with what became of each key of another tool's configuration."""
+def load_source(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedRecipe:
+    """The same, with the conversion of another tool's configuration."""
     path = find_recipe(source)
     return parse_source(_read(path), str(source), overrides, path.parent)
 
@@ -51,64 +51,65 @@ def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[s
     return parse_source(text, name, overrides).recipe
 
 
-def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = (), folder: Path = Path()) -> Source:
+def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = (), folder: Path = Path()) -> LoadedRecipe:
     """The same as `load_source` from the text; `folder` is where the file is, for other files that it names."""
     document = yaml.parse(text, name)
-    ours = {*Recipe.model_fields, *ALIASES, *SWITCHES}
-    tool = _tool_of(document.values, ours)
+    our_keys = {*Recipe.model_fields, *ALIASES, *SWITCHES}
+    tool = _tool_of(document.values, our_keys)
     if tool is None:
-        origin = {path: f"{name}:{line}" for path, line in document.lines.items()}
+        locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
         for override in overrides:
-            _apply(override, document.values, origin)
-        return Source(_validated(document.values, origin, name, document.problems))
-    if leaked := next((key for key, value in document.values.items() if _holds_secret(value)), None):
-        raise RecipeError(f"{name}:{document.lines[leaked]}: secrets don't belong in a file; remove '{leaked}'")
-    theirs = [text for text in overrides if _is_theirs(text, tool, ours)]
-    for override in theirs:
-        _apply_dotted(override, document.values, document.lines)
-    mine = [text for text in overrides if text not in theirs]
-    given: dict[str, Any] = {}
-    for override in mine:
-        _apply(override, given, {})
+            _apply_override(override, document.values, locations)
+        return LoadedRecipe(_validated(document.values, locations, name, document.problems))
+    if secret_key := next((key for key, value in document.values.items() if _holds_secret(value)), None):
+        raise RecipeError(f"{name}:{document.lines[secret_key]}: secrets don't belong in a file; remove '{secret_key}'")
+    tool_overrides = [text for text in overrides if _is_tool_override(text, tool, our_keys)]
+    for override in tool_overrides:
+        _apply_tool_override(override, document.values, document.lines)
+    recipe_overrides = [text for text in overrides if text not in tool_overrides]
+    overridden: dict[str, Any] = {}
+    for override in recipe_overrides:
+        _apply_override(override, overridden, {})
     from finetune.recipe import foreign
 
-    conversion = foreign.convert(tool, document.values, document.lines, name, folder, _dotted(given), set(Recipe.model_fields))
-    values, origin = conversion.values, dict(conversion.origin)
-    for override in mine:
-        _apply(override, values, origin)
-    return Source(_validated(values, origin, name, [*document.problems, *conversion.problems(name)]), conversion)
+    overridden = _flatten_sections(overridden)
+    conversion = foreign.convert(tool, document.values, document.lines, name, folder, overridden, set(Recipe.model_fields))
+    values, locations = conversion.values, dict(conversion.locations)
+    for override in recipe_overrides:
+        _apply_override(override, values, locations)
+    return LoadedRecipe(_validated(values, locations, name, [*document.problems, *conversion.problems(name)]), conversion)
 
 
-def _tool_of(values: dict[str, Any], ours: set[str]) -> foreign.Tool | None:
-    if ours.issuperset(values) and not (isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]):
+def _tool_of(values: dict[str, Any], our_keys: set[str]) -> foreign.Tool | None:
+    if our_keys.issuperset(values) and not (isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]):
         return None
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
     return foreign.tool_of(values)
 
 
-def _is_theirs(override: str, tool: foreign.Tool, ours: set[str]) -> bool:
+def _is_tool_override(override: str, tool: foreign.Tool, our_keys: set[str]) -> bool:
     """Whether an override sets a key of the other tool that a recipe doesn't have."""
     key = override.partition("=")[0].strip().lstrip("-")
-    return key.partition(".")[0] not in {*ours, "launch"} and tool.rule(key) is not None
+    return key.partition(".")[0] not in {*our_keys, "launch"} and tool.rule(key) is not None
 
 
-def _apply_dotted(override: str, values: dict[str, Any], lines: dict[str, int]) -> None:
+def _apply_tool_override(override: str, values: dict[str, Any], lines: dict[str, int]) -> None:
     key, _, text = override.partition("=")
-    *parents, last = key.strip().lstrip("-").split(".")
+    *parents, name = key.strip().lstrip("-").split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
-    values[last] = yaml.parse_value(text)
+    values[name] = yaml.parse_value(text)
     lines.pop(key, None)
 
 
-def _dotted(given: dict[str, Any]) -> dict[str, Any]:
-    dotted = dict(given)
+def _flatten_sections(nested: dict[str, Any]) -> dict[str, Any]:
+    dotted = dict(nested)
     for section in _SECTIONS:
-        if isinstance(given.get(section), dict):
-            dotted |= {f"{section}.{key}": value for key, value in given[section].items()}
-        elif section in given:
-            dotted[f"{section}.path"] = given[section]
+        if isinstance(nested.get(section), dict):
+            dotted |= {f"{section}.{key}": value for key, value in nested[section].items()}
+        elif section in nested:
+            dotted[f"{section}.path"] = nested[section]
     return dotted
 
 
@@ -121,7 +122,7 @@ def load_changes(overrides: list[str]) -> dict[str, Any]:
     """`key=value` overrides as settings by their own names, not validated. Raises RecipeError for unknown names."""
     values: dict[str, Any] = {}
     for override in overrides:
-        _apply(override, values, {})
+        _apply_override(override, values, {})
     problems = [
         f"unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}"
         for key in values
@@ -139,8 +140,8 @@ def write_recipe(recipe: Recipe) -> str:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of each shipped recipe."""
-    here = Path(__file__).resolve()
-    folders = (here.parents[2] / "recipes", here.parents[1] / "recipes")  # a checkout, an installed wheel
+    module_path = Path(__file__).resolve()
+    folders = (module_path.parents[2] / "recipes", module_path.parents[1] / "recipes")  # a checkout, an installed wheel
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -160,8 +161,8 @@ def find_recipe(source: str | Path) -> Path:
         )
     if path.stem in shipped and path.parent.name in ("", "recipes"):
         return shipped[path.stem]
-    close = difflib.get_close_matches(path.stem, shipped, n=3, cutoff=0.4)
-    hint = f"Did you mean {', '.join(close)}? " if close else ""
+    similar = difflib.get_close_matches(path.stem, shipped, n=3, cutoff=0.4)
+    hint = f"Did you mean {', '.join(similar)}? " if similar else ""
     raise RecipeError(f"there is no recipe {source}", f"{hint}`finetune recipes` lists the shipped ones.")
 
 
@@ -178,13 +179,13 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def _apply(override: str, values: dict[str, Any], origin: dict[str, str]) -> None:
+def _apply_override(override: str, values: dict[str, Any], locations: dict[str, str]) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise RecipeError(
             f"'{override}' is not an override", "Write key=value, for example lora_r=32 or dataset.path=data.jsonl"
         )
-    *parents, last = key.strip().lstrip("-").split(".")
+    *parents, leaf = key.strip().lstrip("-").split(".")
     target = values
     for parent in parents:
         nested = target.get(parent)
@@ -195,28 +196,30 @@ def _apply(override: str, values: dict[str, Any], origin: dict[str, str]) -> Non
         if not isinstance(nested, dict):
             raise RecipeError(f"override {override}: '{parent}' has no settings of its own")
         target = nested
-    canonical = ALIASES.get(last, last)
+    canonical = ALIASES.get(leaf, leaf)
     if not parents:
         for name in [alias for alias in values if ALIASES.get(alias) == canonical]:
             del values[name]
-    name = last if parents else canonical
+    name = leaf if parents else canonical
     value = yaml.parse_value(text)
     if value is None and text.strip() not in ("null", "~", "None"):
         raise RecipeError(f"override {override}: the value is missing", f"Write {key}=VALUE, or {key}=auto")
     target[name] = value
-    origin[".".join([*parents, name])] = f"override {override}"
+    locations[".".join([*parents, name])] = f"override {override}"
 
 
-def _validated(values: dict[str, Any], origin: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()) -> Recipe:
+def _validated(
+    values: dict[str, Any], locations: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()
+) -> Recipe:
     problems = list(problems)
     # a value refused as YAML is None here: that is not a second problem
-    lines = {problem.split(": ")[0] for problem in problems}
-    values = _renamed(values, origin, problems)
+    refused_locations = {problem.split(": ")[0] for problem in problems}
+    values = _with_canonical_names(values, locations, problems)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        explained = [_explain(item, origin, name) for item in error.errors()]
-        problems += [line for line in explained if line.split(": ")[0] not in lines]
+        explanations = [_explain(item, locations, name) for item in error.errors()]
+        problems += [line for line in explanations if line.split(": ")[0] not in refused_locations]
         recipe = None
     problems = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
     if problems or recipe is None:
@@ -224,36 +227,37 @@ def _validated(values: dict[str, Any], origin: dict[str, str], name: str, proble
     return recipe
 
 
-def _renamed(values: dict[str, Any], origin: dict[str, str], problems: list[str]) -> dict[str, Any]:
+def _with_canonical_names(values: dict[str, Any], locations: dict[str, str], problems: list[str]) -> dict[str, Any]:
     """Values with canonical keys; secrets and unknown keys become problems. A dataset may be just a path."""
     renamed: dict[str, Any] = {}
-    refused = {problem.split(": ")[0] for problem in problems}  # a value refused as YAML is None, too, and was meant to be set
+    # a value refused as YAML is None, too, but it was meant to be set
+    refused = {problem.split(": ")[0] for problem in problems}
     for key, value in values.items():
-        where, canonical = origin.get(key, key), ALIASES.get(key, key)
-        if secret := _secret_in(key, value):
+        location, canonical = locations.get(key, key), ALIASES.get(key, key)
+        if secret_key := _secret_in(key, value):
             problems.append(
-                f"{where.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; "
-                f"remove '{secret}'"
+                f"{location.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; "
+                f"remove '{secret_key}'"
             )
             continue
         if key in SWITCHES and key not in Recipe.model_fields:
             if value not in (True, "true"):
                 continue
             canonical, value = "dtype", SWITCHES[key]
-        if value is None and where not in refused and canonical in Recipe.model_fields:  # an empty key is not set
+        if value is None and location not in refused and canonical in Recipe.model_fields:  # an empty key is not set
             continue
         if canonical in renamed:
-            problems.append(f"{where}: '{key}' and another key both set {canonical}; keep one")
+            problems.append(f"{location}: '{key}' and another key both set {canonical}; keep one")
             continue
         if canonical not in Recipe.model_fields:
-            problems.append(f"{where}: unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}")
+            problems.append(f"{location}: unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}")
             continue
         if canonical == "dataset" and isinstance(value, (str, list)):
             value = {"path": value}
         if canonical in _SECTIONS and isinstance(value, dict):
-            value = _known(canonical, value, origin, problems, refused)
-        if canonical != key and key in origin:
-            origin[canonical] = origin[key]
+            value = _known_settings(canonical, value, locations, problems, refused)
+        if canonical != key and key in locations:
+            locations[canonical] = locations[key]
         renamed[canonical] = value
     return renamed
 
@@ -262,9 +266,9 @@ def _secret_in(key: str, value: Any) -> str | None:
     """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
     if _SECRET_NAME.search(key) or (isinstance(value, str) and _SECRET_VALUE.search(value)):
         return key
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = (_secret_in(str(name), part) for name, part in parts)
-    return next((f"{key}.{name}" for name in found if name), None)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    nested_secrets = (_secret_in(str(name), item) for name, item in items)
+    return next((f"{key}.{name}" for name in nested_secrets if name), None)
 
 
 def find_secret(text: str) -> bool:
@@ -275,48 +279,50 @@ def find_secret(text: str) -> bool:
 def _holds_secret(value: Any) -> bool:
     """Whether a value, at any depth, looks like a token."""
     if isinstance(value, (dict, list)):
-        return any(_holds_secret(part) for part in (value.values() if isinstance(value, dict) else value))
+        return any(_holds_secret(item) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and bool(_SECRET_VALUE.search(value))
 
 
-def _known(
-    section: str, value: dict[str, Any], origin: dict[str, str], problems: list[str], refused: set[str]
+def _known_settings(
+    section: str, values: dict[str, Any], locations: dict[str, str], problems: list[str], refused: set[str]
 ) -> dict[str, Any]:
     fields = _SECTIONS[section].model_fields
-    value = {key: part for key, part in value.items() if part is not None or origin.get(f"{section}.{key}") in refused}
-    for key in [key for key in value if key not in fields]:
-        where = origin.get(f"{section}.{key}", section)
-        problems.append(f"{where}: unknown setting '{section}.{key}'{_did_you_mean(key, list(fields))}")
-    return {key: part for key, part in value.items() if key in fields}
+    values = {key: value for key, value in values.items() if value is not None or locations.get(f"{section}.{key}") in refused}
+    for key in [key for key in values if key not in fields]:
+        location = locations.get(f"{section}.{key}", section)
+        problems.append(f"{location}: unknown setting '{section}.{key}'{_did_you_mean(key, list(fields))}")
+    return {key: value for key, value in values.items() if key in fields}
 
 
-def _did_you_mean(key: str, known: list[str]) -> str:
-    """A hint that is right: what the key means in another tool, or a name that differs by a slip of the fingers."""
+def _did_you_mean(key: str, candidates: list[str]) -> str:
+    """A hint for an unknown key: its meaning in another tool, or a similar name."""
     from finetune.recipe import foreign
 
-    if meaning := foreign.meaning_elsewhere(key):
+    if meaning := foreign.hint_for_key(key):
         return f"; {meaning}"
-    close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.8)
-    return f"; did you mean '{ALIASES.get(close[0], close[0])}'?" if close else "; `finetune recipes keys` lists the settings"
+    for similar in difflib.get_close_matches(key.lower(), candidates, n=1, cutoff=0.8):
+        return f"; did you mean '{ALIASES.get(similar, similar)}'?"
+    return "; `finetune recipes keys` lists the settings"
 
 
-def _explain(item: Any, origin: dict[str, str], name: str) -> str:
-    """A pydantic error as one line: place, value given, values allowed."""
+def _explain(item: Any, locations: dict[str, str], name: str) -> str:
+    """A pydantic error as one line: location, value, allowed values."""
     parts = [str(part) for part in item["loc"]]
-    path = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in origin), ".".join(parts[:2]))
-    where = origin.get(path, name)
+    paths = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    path = next((path for path in paths if path in locations), ".".join(parts[:2]))
+    location = locations.get(path, name)
     if item["type"] == "value_error":
         return "\n".join(f"{name}: {line}" for line in str(item["ctx"]["error"]).split("\n"))
     if item["type"] == "missing":
         return f"{name}: '{'.'.join(parts)}' is missing{_EXAMPLES.get(parts[0], '')}"
-    given = item["input"]
-    shown = repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
+    value = item["input"]
+    shown_value = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
     hint = item["msg"].replace("Input should", "it should")
-    if item["type"].startswith("bool") and isinstance(given, str):
+    if item["type"].startswith("bool") and isinstance(value, str):
         hint = "write true or false"
-    elif item["type"] in ("int_type", "float_type") and isinstance(given, bool):
+    elif item["type"] in ("int_type", "float_type") and isinstance(value, bool):
         hint = "write a number, not true or false"
-    return f"{where}: {path} is {shown}; {hint}"
+    return f"{location}: {path} is {shown_value}; {hint}"
 
 
 _EXAMPLES = {

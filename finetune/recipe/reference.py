@@ -49,17 +49,17 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
 
 def type_name(annotation: Any, auto: bool = False) -> str:
     """A type for readers: `whole number | auto`, `text | list`."""
-    words = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping"}
+    names = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping"}
     if choices(annotation):
         name = " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices(annotation))
     elif get_origin(annotation) is list:
         name = "list"
-    elif annotation in words:
-        name = words[annotation]
+    elif annotation in names:
+        name = names[annotation]
     elif get_origin(annotation) is dict:
         name = "mapping"
     else:
-        name = " | ".join(type_name(part) for part in get_args(annotation) if not _is_metadata(part)) or "value"
+        name = " | ".join(type_name(argument) for argument in get_args(annotation) if not _is_metadata(argument)) or "value"
     return f"{name} | auto" if auto else name
 
 
@@ -67,17 +67,17 @@ def choices(annotation: Any) -> list[Any]:
     """The allowed values if the type enumerates them, else an empty list."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    found: list[Any] = []
+    values: list[Any] = []
     parts = [part for part in get_args(annotation) if not _is_metadata(part)] if get_origin(annotation) is not dict else []
     for part in parts:
         if part is bool:
-            found += [False, True]
+            values += [False, True]
         elif get_origin(part) is Literal:
-            found += choices(part)
+            values += choices(part)
         elif part is not type(None):
             return []
-    return found
+    return values
 
 
-def _is_metadata(part: Any) -> bool:
-    return not (isinstance(part, type) or get_origin(part) is not None)
+def _is_metadata(argument: Any) -> bool:
+    return not (isinstance(argument, type) or get_origin(argument) is not None)

@@ -1,6 +1,6 @@
 """The recipe's schema: one row for each setting, with its type, default, unit, help, group and what it decides.
 
-Docs, command line, form, errors, cache keys and seals are made from these rows.
+Docs, command line, form, errors, cache keys and checkpoint seals are derived from these rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _in_gib(value: Any) -> Any:
     return f"{value:g}GiB" if value < 10_000 else str(round(value))
 
 
-def _named(names: dict[str, Any]) -> BeforeValidator:
-    """Other names of the same value."""
+def _synonyms(names: dict[str, Any]) -> BeforeValidator:
+    """Validator that replaces other names of a value."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
@@ -39,11 +39,11 @@ def _trackers(value: Any) -> Any:
 
 
 def _layers(value: Any) -> Any:
-    """Layers' names with commas as a list; `all` is every linear layer. A regular expression stays one text."""
+    """Comma-separated layer names as a list; `all` is every linear layer. A regular expression stays one text."""
     if value in ("all", ["all"], "all_linear", ["all-linear"]):
         return "all-linear"
-    plain = isinstance(value, str) and "," in value and not set(value) & set("()[]{}|*+?\\^$")
-    return [part.strip() for part in value.split(",") if part.strip()] if plain else value
+    is_list = isinstance(value, str) and "," in value and not set(value) & set("()[]{}|*+?\\^$")
+    return [name.strip() for name in value.split(",") if name.strip()] if is_list else value
 
 
 #: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
@@ -58,7 +58,7 @@ Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"],
-    _named({
+    _synonyms({
         "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
         "torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
     }),
@@ -68,7 +68,7 @@ Optimizer = Annotated[
         "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor",
         "adamw_cpu_offload",
     ],
-    _named({
+    _synonyms({
         "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw_hf": "adamw_torch", "adamw": "adamw_torch",
     }),
 ]  # fmt: skip
@@ -99,12 +99,12 @@ NOTHING, TOKENS, PARAMETERS, BYTES, SPEED, RESULT, EXACTNESS = (
 )  # fmt: skip
 COST = BYTES | SPEED
 #: Titles of the groups of settings, in the order shown.
-GROUPS = ("Model", "Data", "Adapter", "Training", "Memory", "Run", "Many cards or machines")
+GROUPS = ("Model", "Data", "Adapter", "Training", "Memory", "Run", "Several GPUs or machines")
 
 
 def _setting(group: str, default: Any, decides: Decides, description: str, **limits: Any) -> Any:
     """A row of the schema. `limits` are pydantic's."""
-    row: Any = {"group": group, "decides": [part.name.lower() for part in decides if part.name]}
+    row: Any = {"group": group, "decides": [effect.name.lower() for effect in decides if effect.name]}
     return Field(default, description=description, json_schema_extra=row, **limits)
 
 
@@ -153,15 +153,15 @@ class DatasetRecipe(_Strict):
 
 
 class LaunchRecipe(_Strict):
-    """How many processes on how many machines; one process on one card by default."""
+    """How many processes on how many machines; one process on one GPU by default."""
 
-    num_processes: Positive = _launch(1, COST | EXACTNESS, "World size: training processes on all machines, one per card.")
+    num_processes: Positive = _launch(1, COST | EXACTNESS, "World size: training processes on all machines, one per GPU.")
     num_machines: Positive = _launch(1, SPEED, "Number of machines.")
     machine_rank: int = _launch(0, NOTHING, "Rank of this machine, from 0.", ge=0)
     main_process_ip: str = _launch("127.0.0.1", NOTHING, "Address of machine 0.")
     main_process_port: int = _launch(29500, NOTHING, "Port on machine 0.", ge=1, le=65535)
     strategy: Literal["ddp", "fsdp", "deepspeed"] = _launch(
-        "ddp", COST | EXACTNESS, "ddp copies the model to every card; fsdp and deepspeed shard it."
+        "ddp", COST | EXACTNESS, "ddp copies the model to every GPU; fsdp and deepspeed shard it."
     )
     zero_stage: Literal[2, 3] = _launch(2, COST | EXACTNESS, "DeepSpeed ZeRO stage.")
     offload: Literal["none", "cpu", "nvme"] = _launch(
@@ -207,7 +207,7 @@ class Recipe(_Strict):
     packing: AutoOr[bool] = _data(AUTO, COST | RESULT, "Pack several rows into one sequence of max_length.")
     # -- adapter
     adapter_name_or_path: Text | None = _adapter(
-        None, RESULT, "Train on from this adapter: a run, or a folder; its rank, scale and layers are taken over.", min_length=1
+        None, RESULT, "Continue training this adapter: a run, or a folder; its rank, scale and layers are used.", min_length=1
     )
     load_in_4bit: AutoOr[bool] = _adapter(
         AUTO, PARAMETERS | COST | RESULT, "QLoRA: base weights in NF4 with double quantisation."
@@ -224,10 +224,8 @@ class Recipe(_Strict):
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
     # -- training
-    effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all cards together.")
-    per_device_train_batch_size: AutoOr[Rows] = _training(
-        AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and card."
-    )
+    effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all GPUs together.")
+    per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and GPU.")
     gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batches per optimizer step.")
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = _training(2.0, RESULT, "Passes over the data.")
     max_steps: Positive | None = _training(None, RESULT, "Optimizer steps; overrides num_train_epochs.")
@@ -266,24 +264,24 @@ class Recipe(_Strict):
         AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
     )
     layer_offloading: AutoOr[Literal[False, "cpu", "nvme"]] = _memory(
-        AUTO, COST, "Frozen weights of decoder layers: false (on the card), cpu (in host memory), nvme (in a file)."
+        AUTO, COST, "Frozen weights of decoder layers: false (on the GPU), cpu (in host memory), nvme (in a file)."
     )
     offloaded_layers: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
-        AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the card. 0 without it."
+        AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the GPU. 0 without it."
     )
     torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
     compile_activation_budget: Annotated[float, Field(gt=0, le=1)] = _memory(
         1.0,
         COST | EXACTNESS,
-        "Share of its activations that a compiled layer keeps; the rest is computed again, below 0.8 also matrix products.",
+        "Share of its activations that a compiled layer saves; the others are recomputed, below 0.8 also matrix products.",
     )
     gpu: Text = _memory(
         AUTO,
         COST | EXACTNESS,
-        "Card: auto (this machine's), cpu, an index or UUID of nvidia-smi, or a catalogue name, e.g. rtx-4090.",
+        "GPU: auto (this machine's), cpu, an index or UUID of nvidia-smi, or a catalogue name, e.g. rtx-4090.",
         min_length=1,
     )
-    memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most card memory to use, e.g. 20GiB; auto is all that is free.")
+    memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most GPU memory to use, e.g. 20GiB; auto is all that is free.")
     # -- run
     output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
     eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(
@@ -307,9 +305,9 @@ class Recipe(_Strict):
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
     report_to: Trackers = _run([], NOTHING, "Experiment trackers to log to.")
     notify: Literal["none", "desktop", "apprise"] = _run(
-        "none", NOTHING, "Tell that the run has ended: on the desktop, or by Apprise and its own configuration."
+        "none", NOTHING, "Notify when the run ends: on the desktop, or by Apprise and its own configuration."
     )
-    launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Many cards or machines.")
+    launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Several GPUs or machines.")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Recipe:
@@ -353,17 +351,17 @@ def unresolved(recipe: Recipe) -> list[str]:
     return [name for name in Recipe.model_fields if getattr(recipe, name) == AUTO]
 
 
-def settings_that_decide(what: Decides, model: type[BaseModel] = Recipe) -> tuple[str, ...]:
-    """Names of the settings of `model` that affect any of `what`; a section counts when one of its settings does."""
-    return tuple(name for name in model.model_fields if decided_by(name, model) & what)
+def settings_that_decide(effects: Decides, model: type[BaseModel] = Recipe) -> tuple[str, ...]:
+    """Names of the settings of `model` that have any of these effects; a section counts if one of its settings has."""
+    return tuple(name for name in model.model_fields if decided_by(name, model) & effects)
 
 
 def decided_by(name: str, model: type[BaseModel] = Recipe) -> Decides:
     """What the setting `name` affects; for a section, the union over its settings."""
     field = model.model_fields[name]
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-        parts = [decided_by(inner, field.annotation) for inner in field.annotation.model_fields]
+        effects = [decided_by(setting, field.annotation) for setting in field.annotation.model_fields]
     else:
         extra: Any = field.json_schema_extra
-        parts = [Decides[part.upper()] for part in extra["decides"]]
-    return functools.reduce(operator.or_, parts, NOTHING)
+        effects = [Decides[effect.upper()] for effect in extra["decides"]]
+    return functools.reduce(operator.or_, effects, NOTHING)

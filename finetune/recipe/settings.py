@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from finetune.recipe.schema import Recipe, unresolved
 
-#: The plainest value of each `auto` setting, where the planned value makes no difference (such as for a model's size).
+#: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, "load_in_4bit": False,
     "load_in_8bit": False, "lora_r": 1, "lora_alpha": 1.0,
@@ -25,9 +25,9 @@ class Settings(Recipe):
 
     @model_validator(mode="after")
     def _is_resolved(self) -> Settings:
-        left = unresolved(self)
-        if left:
-            raise ValueError(f"still auto: {', '.join(left)}")
+        unresolved_names = unresolved(self)
+        if unresolved_names:
+            raise ValueError(f"still auto: {', '.join(unresolved_names)}")
         return self
 
 
@@ -37,20 +37,20 @@ def resolve(recipe: Recipe, **choices: Any) -> Settings:
 
 
 def plainest(recipe: Recipe, **choices: Any) -> Settings:
-    """`recipe` with every `auto` at its plainest value, and `choices` over both."""
-    left = unresolved(recipe)
-    values = {name: value for name, value in PLAINEST.items() if name in left}
-    if recipe.layer_offloading not in ("auto", False) and "offloaded_layers" in left:
+    """`recipe` with a value of PLAINEST for every `auto`, overridden by `choices`."""
+    auto_names = unresolved(recipe)
+    values = {name: value for name, value in PLAINEST.items() if name in auto_names}
+    if recipe.layer_offloading not in ("auto", False) and "offloaded_layers" in auto_names:
         values["offloaded_layers"] = 1
-    world = recipe.launch.num_processes
-    micro, steps, batch = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.effective_batch_size
-    if "effective_batch_size" in left:
-        micro, steps = (1 if part == "auto" else part for part in (micro, steps))
-        batch = micro * steps * world
-    elif "per_device_train_batch_size" in left:
-        steps = batch // world if "gradient_accumulation_steps" in left else steps
-        micro = batch // (world * steps)
+    micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
+    if "effective_batch_size" in auto_names:
+        micro_batch, steps = (1 if value == "auto" else value for value in (micro_batch, steps))
+        batch = micro_batch * steps * world_size
+    elif "per_device_train_batch_size" in auto_names:
+        steps = batch // world_size if "gradient_accumulation_steps" in auto_names else steps
+        micro_batch = batch // (world_size * steps)
     else:
-        steps = batch // (world * micro)
-    values |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps, "effective_batch_size": batch}
-    return resolve(recipe, **{**values, **choices})
+        steps = batch // (world_size * micro_batch)
+    values |= {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps}
+    return resolve(recipe, **{**values, "effective_batch_size": batch, **choices})

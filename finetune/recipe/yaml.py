@@ -34,9 +34,9 @@ def parse(text: str, name: str) -> Document:
         _refuse_hostile(text, name)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{name}:{mark.line + 1}" if mark else name
-        raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        position = getattr(error, "problem_mark", None)
+        location = f"{name}:{position.line + 1}" if position else name
+        raise RecipeError(f"{location}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     document = Document({})
     if root is None:
         raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
@@ -68,12 +68,12 @@ def dump(values: dict[str, Any]) -> str:
 def _refuse_hostile(text: str, name: str) -> None:
     depth = nodes = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        line = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
+        location = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
         documents += isinstance(event, yaml.DocumentStartEvent)
         if isinstance(event, yaml.AliasEvent):
-            raise RecipeError(f"{line}: aliases (*{event.anchor}) are not used in recipes; write the value out")
+            raise RecipeError(f"{location}: aliases (*{event.anchor}) are not used in recipes; write the value out")
         if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
-            raise RecipeError(f"{line}: zero bytes and lone surrogates (\\u0000, \\ud800 to \\udfff) are not allowed")
+            raise RecipeError(f"{location}: zero bytes and lone surrogates (\\u0000, \\ud800 to \\udfff) are not allowed")
         if isinstance(event, yaml.NodeEvent):
             nodes += 1
         if isinstance(event, yaml.CollectionStartEvent):
@@ -81,7 +81,7 @@ def _refuse_hostile(text: str, name: str) -> None:
         if isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > MAX_DEPTH or nodes > MAX_NODES or documents > 1:
-            raise RecipeError(f"{line}: nested too deep, too long, or more than one document; a recipe is one flat list")
+            raise RecipeError(f"{location}: nested too deep, too long, or more than one document; a recipe is one flat list")
 
 
 def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str], name: str) -> Any:
@@ -101,23 +101,23 @@ def _mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems:
             problems.append(f"{name}:{line}: a key must be a plain word")
             continue
         key = key_node.value
-        here = f"{path}.{key}" if path else key
+        key_path = f"{path}.{key}" if path else key
         if key in values:
-            problems.append(f"{name}:{line}: '{here}' is set twice (first on line {lines[here]}); keep one")
+            problems.append(f"{name}:{line}: '{key_path}' is set twice (first on line {lines[key_path]}); keep one")
             continue
-        lines[here] = line
-        values[key] = _value(value_node, here, lines, problems, name)
+        lines[key_path] = line
+        values[key] = _value(value_node, key_path, lines, problems, name)
     return values
 
 
-def _scalar(node: yaml.ScalarNode, problems: list[str], where: str) -> Any:
+def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
     text = node.value
     if node.style is not None:  # quoted or a block: text is meant
         return text
     if node.tag not in {
         f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
     }:
-        problems.append(f"{where}: tags ({node.tag}) are not used in recipes")
+        problems.append(f"{location}: tags ({node.tag}) are not used in recipes")
         return None
     if text in ("", "~", "null", "Null", "NULL"):
         return None
@@ -126,14 +126,14 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], where: str) -> Any:
     if text in ("false", "False", "FALSE"):
         return False
     if _NOT_FINITE.fullmatch(text):
-        problems.append(f"{where}: {text} is not a finite number")
+        problems.append(f"{location}: {text} is not a finite number")
         return None
     if _INT.fullmatch(text):
         return int(text) if len(text) < 20 else text
     if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
         value = float(text)
         if value in (float("inf"), float("-inf")):
-            problems.append(f"{where}: {text} is too large for a float")
+            problems.append(f"{location}: {text} is too large for a float")
             return None
         return value
     return text
@@ -144,9 +144,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    plain = _scalar(yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None), [], "") == text and text == text.strip()
-    special = any(letter in text for letter in ":#{}[]&*!|>'\"%@`,\n\t\\") or text[:1] in "-?" or not text.isprintable()
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain and not special else '"')
+    is_plain = _scalar(yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None), [], "") == text and text == text.strip()
+    needs_quotes = any(letter in text for letter in ":#{}[]&*!|>'\"%@`,\n\t\\") or text[:1] in "-?" or not text.isprintable()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain and not needs_quotes else '"')
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -154,8 +154,8 @@ _Dumper.add_representer(str, _represent_text)
 
 def _represent_number(dumper: yaml.SafeDumper, number: float) -> yaml.Node:
     text = repr(number)
-    mantissa, e, exponent = text.partition("e")
-    if e and "." not in mantissa:  # PyYAML would quote 1e-08, which YAML 1.1 takes for text
+    mantissa, exponent_mark, exponent = text.partition("e")
+    if exponent_mark and "." not in mantissa:  # PyYAML would quote 1e-08, which YAML 1.1 takes for text
         text = f"{mantissa}.0e{exponent}"
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 

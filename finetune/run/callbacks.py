@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
+    from finetune.run.snapshot import MemoryHistory
     from finetune.run.training import RunTrainer
 
 
@@ -55,10 +56,11 @@ class StopRequest:
 class RunCallback(TrainerCallback):
     """Emits an event per step and decides when the run ends; the trainer saves."""
 
-    def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest) -> None:
-        self._events, self._memory, self._stop = events, memory, stop
+    def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
+        self._events, self._memory, self._stop, self._history = events, memory, stop, history
         self._began, self._skipped_steps = 0.0, 0
         self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
+        events.listeners.append(self._watch.observe)
         self.spike: str | None = None
         self.trainer: RunTrainer | None = None
         self.diverged: str | None = None
@@ -117,6 +119,7 @@ class RunCallback(TrainerCallback):
         self._check_finite(state.global_step, logs, control)
         self._check_spike(state.global_step, logs["loss"], control)
         self._compare(state, memory)
+        self._history.after_step(memory, state.global_step, state.max_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""

@@ -107,17 +107,21 @@ def open_card(plan: Plan, number: int) -> None:
 
 
 def limit_card(plan: Plan) -> str:
-    """Limit the allocator to the budget less the context; returns a warning when less is free than that by more than the
-    context is uncertain, else an empty text.
+    """Limit the allocator to the budget less the context; returns a warning when less is free than it may need by the upper end
+    of the forecast, else an empty text.
 
     More is then out of memory at once. With the driver of Windows, which would spill to host memory, what is free limits, too.
     """
-    wanted, free = max(0, budget_bytes(plan) - (plan.card.context_bytes or 0)), cuda.free_bytes()
-    allowed = min(wanted, free) if has_windows_driver() else wanted
+    context, free = plan.card.context_bytes or 0, cuda.free_bytes()
+    limit = max(0, budget_bytes(plan) - context)
+    allowed = min(limit, free) if has_windows_driver() else limit
     cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
-    if free + plan.card.context_uncertainty_bytes >= wanted:
+    upper_end = plan.forecast.peak_high_bytes - context if plan.forecast else limit
+    needed = min(limit, upper_end) - plan.card.context_uncertainty_bytes
+    if free >= needed:
         return ""
-    return f"{format_bytes(free)} of {plan.card.name} are free; by its plan the run may take {format_bytes(wanted)}"
+    beside = f"{format_bytes(free)} of {plan.card.name} are free beside the run's CUDA context"
+    return f"{beside}; by the upper end of its forecast it needs {format_bytes(needed)}"
 
 
 def kernel_problem(plan: Plan) -> str:

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from finetune.card.visible import environment_with_gpus
 from finetune.errors import CommandError, DiskFull
 from finetune.files import write_json
 from finetune.forecast.cache import LIBRARIES
@@ -37,7 +38,8 @@ def start(run: RunDirectory) -> int:
     try:
         stopping.forget(run)
         with run.log.open("ab") as log:
-            process = start_detached([sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)], log)
+            command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
+            process = start_detached(command, log, env=environment_with_gpus())
         write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
     except OSError as error:
         if process is not None:

@@ -59,9 +59,24 @@ class RunDirectory:
         return self.path / "adjustments.json"
 
     @property
-    def snapshot(self) -> Path:
-        """The CUDA allocator's history, if recorded."""
-        return self.path / "memory_snapshot.pickle"
+    def adjusted_forecast(self) -> Path:
+        """The forecast of the plan with those settings, and the settings."""
+        return self.path / "adjusted_forecast.json"
+
+    def snapshot(self, moment: str) -> Path:
+        """The CUDA allocator's history up to a moment: `peak`, `now`, `out-of-memory` or `end`."""
+        return self.path / f"memory_snapshot-{moment}.pickle"
+
+    @property
+    def snapshots(self) -> dict[str, Path]:
+        """Those that were written, by their moment, the newest last; `memory_snapshot.pickle` is an earlier version's."""
+        written = sorted(self.path.glob("memory_snapshot*.pickle"), key=lambda path: path.stat().st_mtime_ns)
+        return {path.stem.removeprefix("memory_snapshot").removeprefix("-") or "out-of-memory": path for path in written}
+
+    @property
+    def snapshot_request(self) -> Path:
+        """Is there while somebody waits for the CUDA allocator's history."""
+        return self.path / "snapshot-request"
 
     @property
     def log(self) -> Path:

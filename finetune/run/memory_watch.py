@@ -7,10 +7,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from finetune.card.allocator import has_windows_driver
+from finetune.events import Phase
 from finetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    from finetune.events import Memory
+    from finetune.events import Event, Memory
 
 _SLOW_FACTOR = 5.0  # a spill to host memory is silent; steps are reported to be 10 to 1000 times slower
 _OTHERS_GREW_BYTES = 512 * MIB
@@ -28,9 +29,16 @@ class MemoryWatch:
         self._step_s: deque[float] = deque(maxlen=50)
         self._others_bytes: int | None = None
         self._epoch_levels: list[int] = []
+        self._peak_allocated_bytes = 0
+
+    def observe(self, event: Event) -> None:
+        """Remember the peak of a phase between steps: what it has reserved stays reserved."""
+        if isinstance(event, Phase):
+            self._raise_peak(event)
 
     def step(self, memory: Memory, step_s: float) -> list[str]:
         """Warnings after an optimizer step that took `step_s` seconds."""
+        self._raise_peak(memory)
         found = [self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)]
         self._step_s.append(step_s)
         return [text for kind, text in found if text and self._first(kind)]
@@ -43,6 +51,9 @@ class MemoryWatch:
             return []
         grown = self._epoch_levels[-1] - self._epoch_levels[-_LEAK_EPOCHS]
         return [f"allocated memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: a memory leak"]
+
+    def _raise_peak(self, memory: Memory) -> None:
+        self._peak_allocated_bytes = max(self._peak_allocated_bytes, memory.peak_allocated_bytes or 0)
 
     def _first(self, kind: str) -> bool:
         new = kind not in self._said
@@ -74,14 +85,14 @@ class MemoryWatch:
         )
 
     def _fragmentation(self, memory: Memory) -> tuple[str, str]:
-        reserved, peak = memory.peak_reserved_bytes, memory.peak_allocated_bytes
-        if reserved is None or peak is None:
+        reserved = memory.peak_reserved_bytes
+        if reserved is None:
             return "fragments", ""
-        lost = reserved - peak
-        if lost < _FRAGMENTED_BYTES or lost < _FRAGMENTED_SHARE * reserved:
+        unused = reserved - self._peak_allocated_bytes
+        if unused < _FRAGMENTED_BYTES or unused < _FRAGMENTED_SHARE * reserved:
             return "fragments", ""
         return "fragments", (
-            f"fragmentation: {format_bytes(lost)} of {format_bytes(reserved)} reserved memory were never allocated; "
+            f"fragmentation: {format_bytes(unused)} of {format_bytes(reserved)} reserved memory were never allocated; "
             "packing=true or rows of similar length reduce it"
         )
 

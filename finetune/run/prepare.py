@@ -57,8 +57,8 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     plan = plan_recipe(recipe, card, rows)
     settings = plan.settings
     require_usable(settings)
-    prepared = rows.selected.encoded.within(recipe, limit_of(recipe) or _shorter(settings, plan))
-    prepared.refuse()
+    prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or _shorter(settings, plan))
+    prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
         raise DataError(
             f"{len(prepared.lengths)} rows are fewer than one batch of {settings.effective_batch_size}",
@@ -83,8 +83,8 @@ class _Rows:
         model = Path(resolve_model_path(recipe))
         if model.is_dir():
             check_weights(model)
-        self.selected = encode_rows(recipe, self._progress).within(recipe, limit_of(recipe))
-        self.selected.refuse()
+        self.selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
+        self.selected.raise_problems()
         self._progress("planning")
         return RowsRead(statistics_of(self.selected))
 

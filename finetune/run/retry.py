@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.host import free_for_run
 from finetune.errors import CommandError
 from finetune.files import write_json
+from finetune.forecast.forecast import Forecast
 from finetune.plan.choices import AS_SET
 from finetune.plan.plan import read_plan
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
 from finetune.recipe.schema import Decides, settings_that_decide
+from finetune.serialise import from_json, to_json
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +32,8 @@ MOST_RETRIES = 4
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
-    """The run's plan with the changes of its retries; where they change memory, with the usual settings of the allocator.
+    """The run's plan with the changes of its retries; where they change memory, with the usual settings of the allocator, and
+    with the forecast that `forecast_adjusted` has made.
 
     Raises RecipeError when the changes are damaged.
     """
@@ -38,11 +43,46 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         if not changes:
             return plan
         forecast = plan.forecast
-        if forecast is not None and changes.keys() & set(settings_that_decide(Decides.BYTES)):
-            forecast = dataclasses.replace(forecast, allocator=None)
-        return dataclasses.replace(plan, settings=resolved(plan.settings, **changes), forecast=forecast)
+        if forecast is not None and _changes_of(changes, Decides.BYTES):
+            adjusted = _adjusted_forecast(run, changes)
+            forecast = adjusted.forecast if adjusted else dataclasses.replace(forecast, allocator=None)
+        modelled_step_s = None if _changes_of(changes, Decides.SPEED) else plan.modelled_step_s
+        return dataclasses.replace(
+            plan, settings=resolved(plan.settings, **changes), forecast=forecast, modelled_step_s=modelled_step_s
+        )
     except (OSError, ValueError, TypeError) as error:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
+
+
+def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
+    """The adjusted plan with a forecast of its own, which is kept in the run directory: that of other settings says nothing
+    about what this attempt measures. Without a forecast where it can't be made."""
+    changes = _adjustments(run)
+    if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
+        return plan
+    from datasets import load_from_disk
+
+    from finetune.plan.planning import forecast_again
+    from finetune.run.training import row_lengths
+
+    try:
+        forecast = forecast_again(plan, row_lengths(load_from_disk(str(run.data / "train"))))
+    except Exception:  # noqa: BLE001 - the run goes on without one
+        traceback.print_exc()
+        return dataclasses.replace(plan, forecast=None)
+    with contextlib.suppress(OSError):  # a full disk: it is made again at the next attempt
+        adjusted = _AdjustedForecast(_changes_of(changes, Decides.BYTES), forecast, time.time())
+        write_json(run.adjusted_forecast, to_json(adjusted))
+    return dataclasses.replace(plan, forecast=forecast)
+
+
+def adjusted_since_s(run: RunDirectory) -> float:
+    """The time from which on the run's memory is that of its adjusted plan; 0 where no change was of memory."""
+    try:
+        adjusted = _adjusted_forecast(run, _adjustments(run))
+    except (OSError, ValueError, TypeError):  # damaged, which `adjusted_plan` says
+        return 0.0
+    return adjusted.since_s if adjusted else 0.0
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
@@ -101,6 +141,28 @@ def nothing_smaller(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
         f"out of memory while the model was loaded{needs}, which no smaller micro-batch changes; {close}plan again with "
         f"{quantise}a smaller model: {again}"
     )
+
+
+def _changes_of(changes: dict[str, Any], what: Decides) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if name in settings_that_decide(what)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _AdjustedForecast:
+    """What the run directory keeps: the forecast with these changes of memory, made at this time."""
+
+    changes: dict[str, Any]
+    forecast: Forecast
+    since_s: float
+
+
+def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
+    """What an earlier attempt with the same changes has kept."""
+    try:
+        adjusted = from_json(_AdjustedForecast, json.loads(run.adjusted_forecast.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # none, or a damaged one: it is made again
+        return None
+    return adjusted if adjusted.changes == _changes_of(changes, Decides.BYTES) else None
 
 
 def _adjustments(run: RunDirectory) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from pyarrow import compute
 from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
+from finetune.compat.transformers import without_packing_detection
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
+from finetune.model.padding import without_mask
 from finetune.model.techniques import step_context, training_arguments
-from finetune.recipe.compatibility import padded_to
+from finetune.recipe.compatibility import padding_multiple
 from finetune.run.best import best_of, best_sealed, evaluations, lost_best
 from finetune.run.failures import is_disk_full
 from finetune.run.samples import Samples
@@ -60,7 +62,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         max_length=None,
         packing=False,  # packed by finetune.data.pack already, which checks that nothing is lost
         padding_free=settings.packing,
-        pad_to_multiple_of=padded_to(settings, settings.per_device_train_batch_size),
+        pad_to_multiple_of=padding_multiple(settings, settings.per_device_train_batch_size),
         per_device_train_batch_size=settings.per_device_train_batch_size,
         per_device_eval_batch_size=settings.per_device_eval_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -94,6 +96,11 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         remove_unused_columns=True,
         **training_arguments(settings),
     )
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Tokens of each row, from the offsets: a million rows as lists of integers would take minutes and gigabytes."""
+    return compute.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
 
 
 class LongestEarly(Sampler[int]):
@@ -141,7 +148,10 @@ class LongestEarly(Sampler[int]):
 
 
 class RunTrainer(SFTTrainer):
-    """SFTTrainer that counts tokens, runs the longest rows early and seals its checkpoints."""
+    """SFTTrainer that counts tokens, runs the longest rows early and seals its checkpoints.
+
+    `masked`: the model is given the batch's attention mask.
+    """
 
     def __init__(
         self,
@@ -151,10 +161,11 @@ class RunTrainer(SFTTrainer):
         events: EventWriter,
         memory: MemorySampler,
         seal_facts: dict[str, Any],
+        masked: bool,
         **arguments: Any,
     ) -> None:
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
-        self.phase = "train"
+        self.masked, self.phase = masked, "train"
         self._counted: dict[str, Any] = {}
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
@@ -171,8 +182,14 @@ class RunTrainer(SFTTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """TRL's loss. In training its metrics are left to `take_token_counts`: TRL would ask the device for five numbers after
         each forward pass, which waits for the device before the backward pass can be launched."""
-        if return_outputs or not self.model.training:  # type: ignore[union-attr]
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.masked:
+            inputs = without_mask(inputs)
+        with contextlib.nullcontext() if self.plan.settings.packing else without_packing_detection():
+            if return_outputs or not self.model.training:  # type: ignore[union-attr]
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._training_loss(model, inputs, num_items_in_batch)
+
+    def _training_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(**inputs, **routed, use_cache=False, fused_lm_head=True)
         tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
@@ -205,8 +222,7 @@ class RunTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
-        # from the offsets: a million rows as lists of integers would take minutes and gigabytes
-        lengths = compute.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
+        lengths = row_lengths(rows)
         return LongestEarly(lengths, self.args.seed, self.plan.settings.effective_batch_size, self.plan.total_steps or 0)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:

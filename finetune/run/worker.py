@@ -28,9 +28,9 @@ from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
 from finetune.run.origin import load_origin, origin_hash, origin_of
-from finetune.run.retry import adjusted_plan
+from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted
 from finetune.run.seal import facts_differ, newest_verified
-from finetune.run.snapshot import start_recording, write_snapshot
+from finetune.run.snapshot import MemoryHistory
 from finetune.run.trackers import Trackers
 from finetune.system import outlive_terminal, take_lock
 
@@ -49,12 +49,16 @@ class Worker:
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
         ranks.set_up(self.rank)
+        if self.rank.is_local_rank_0:  # which compares memory with the forecast
+            self.plan = forecast_adjusted(run, self.plan)
         self.stop = StopRequest(run)
         self.events = ranks.event_writer(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
             self.events.listeners.append(self.trackers.on_event)
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
+        records = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
+        self.history = MemoryHistory(run, self._warn, records=records)
         self.phase = "load"
         self.trainer: RunTrainer | None = None
 
@@ -78,8 +82,7 @@ class Worker:
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
                 event = describe(error, phase, self.plan, self.memory)
-                if self.plan.settings.record_memory_history:
-                    write_snapshot(self.run.snapshot, not self.plan.card.is_cpu)
+                self.history.write("out-of-memory")
                 self.events.emit(event)
                 return 5
             if is_disk_full(error):
@@ -113,6 +116,7 @@ class Worker:
             trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
             trainer.finish_sealing()
+        self.history.end()
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
@@ -132,7 +136,9 @@ class Worker:
 
     def _check_forecast(self) -> None:
         """Emit forecast against measured memory of the whole run, and record it for later plans."""
-        steps = [event for event in events.read_events(self.run.events) if isinstance(event, events.Step)]
+        since_s = adjusted_since_s(self.run)
+        every = events.read_events(self.run.events)
+        steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
         if (check := at_end(self.plan, steps)) is not None:
             self.events.emit(check)
         with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
@@ -142,9 +148,11 @@ class Worker:
         from datasets import load_from_disk
         from transformers import set_seed
 
+        from finetune.compat.peft import save_without_vocabulary
         from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import run_tokenizer
         from finetune.model.adapters import attach_adapters, prepare_for_training
+        from finetune.model.padding import needs_padding_mask
         from finetune.model.put_away import load_base
         from finetune.model.quiet import quiet_libraries
         from finetune.model.sharded_loading import sharded_base
@@ -159,25 +167,27 @@ class Worker:
         check_host_memory(self.plan)
         settings = self.plan.settings
         quiet_libraries()
+        save_without_vocabulary()
+        config = load_config(settings)
+        masked = not settings.packing and needs_padding_mask(config)
         set_seed(settings.seed)
         if settings.launch.strategy == "fsdp":
             keep_fsdp_wrap_policy()
-        if settings.record_memory_history:
-            start_recording(not self.plan.card.is_cpu)
+        self.history.start()
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
         load = sharded_base if reads_own_rows(settings) else load_base
-        base = load(settings, load_config(settings), device, self._warn)
+        base = load(settings, config, device, self._warn)
         model = attach_adapters(base, settings)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)
-        callback = RunCallback(self.events, self.memory, self.stop)
+        callback = RunCallback(self.events, self.memory, self.stop, self.history)
         rows = {
             name: load_from_disk(str(self.run.data / name)) for name in ("train", "eval") if (self.run.data / name).is_dir()
         }
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
-            seal_facts={**self._facts, "num_processes": self.rank.world},
+            seal_facts={**self._facts, "num_processes": self.rank.world}, masked=masked,
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
             processing_class=run_tokenizer(self.run.data / "tokenizer", settings), callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),

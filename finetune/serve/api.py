@@ -1,4 +1,4 @@
-"""The HTTP interface: FastAPI's routes, OpenAI's own types for what is answered, a token for every request."""
+"""The HTTP interface: FastAPI's routes, OpenAI's own types for the answers, a token for every request."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types import CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
-from openai.types.chat.chat_completion_chunk import Choice as Part
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
-from finetune.serve.engine import Ended, Engine
-from finetune.serve.requests import Asked, RequestError, read_request
+from finetune.serve.engine import AnswerEnd, Engine
+from finetune.serve.requests import ChatRequest, RequestError, read_request
 
 _BODY_BYTES = 4 * 2**20
-#: How often a client that waits for the whole answer is looked for, in seconds.
-_LOOK_S = 0.2
+#: Seconds between two checks whether the client of an answer that is not streamed is still connected.
+_DISCONNECT_POLL_S = 0.2
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "5"}}
 
 
 def build(engine: Engine, token: str) -> FastAPI:
     """The application: `/v1/models`, `/v1/chat/completions`, and `/health`, which alone needs no token."""
-    began = int(time.time())
+    created = int(time.time())
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @api.exception_handler(RequestError)
@@ -38,7 +38,7 @@ def build(engine: Engine, token: str) -> FastAPI:
         return JSONResponse(error.as_json(), error.status, _HEADERS.get(error.status))
 
     async def check(request: Request) -> None:
-        if not _has(token, request.headers.get("authorization", "")):
+        if not _is_authorised(token, request.headers.get("authorization", "")):
             raise RequestError("Incorrect API key: give the token that `finetune serve` printed.", status=401,
                                code="invalid_api_key")  # fmt: skip
 
@@ -50,40 +50,40 @@ def build(engine: Engine, token: str) -> FastAPI:
 
     @guarded.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(name, began) for name in engine.models.names]}
+        return {"object": "list", "data": [_model(name, created) for name in engine.models.names]}
 
     @guarded.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name not in engine.models.names:
             raise RequestError(f"There is no model {name[:100]!r}.", status=404, param="model", code="model_not_found")
-        return _model(name, began)
+        return _model(name, created)
 
     @guarded.post("/chat/completions")
     async def answer(request: Request) -> Response:
-        asked = read_request(await _body(request))
-        answered, pieces = _Answer(asked), await engine.begin(asked)
-        if asked.stream:
-            return StreamingResponse(answered.events(pieces), media_type="text/event-stream")
-        return JSONResponse(await answered.whole(pieces, request))
+        chat_request = read_request(await _body(request))
+        response, pieces = _ChatResponse(chat_request), await engine.answer(chat_request)
+        if chat_request.stream:
+            return StreamingResponse(response.events(pieces), media_type="text/event-stream")
+        return JSONResponse(await response.complete(pieces, request))
 
     api.include_router(guarded)
     return api
 
 
-def _has(token: str, header: str) -> bool:
-    kind, _, given = header.partition(" ")
-    return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
+def _is_authorised(token: str, header: str) -> bool:
+    scheme, _, credentials = header.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode())
 
 
-def _model(name: str, began: int) -> dict[str, Any]:
-    return Model(id=name, created=began, object="model", owned_by="finetune").model_dump(mode="json")
+def _model(name: str, created: int) -> dict[str, Any]:
+    return Model(id=name, created=created, object="model", owned_by="finetune").model_dump(mode="json")
 
 
 async def _body(request: Request) -> Any:
-    """The JSON body. Raises RequestError for a large one, and for what is not JSON."""
+    """The JSON body. Raises RequestError if it is too large or not JSON."""
     body = b""
-    async for piece in request.stream():
-        body += piece
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > _BODY_BYTES:
             raise RequestError("The body is too large.", status=413)
     try:
@@ -92,33 +92,33 @@ async def _body(request: Request) -> Any:
         raise RequestError("The body is not JSON.") from None
 
 
-class _Answer:
-    """One answer in OpenAI's form, whole or as events."""
+class _ChatResponse:
+    """One answer in OpenAI's form: one object, or server-sent events."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked, self._id, self._created = asked, f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+    def __init__(self, request: ChatRequest) -> None:
+        self._request, self._id, self._created = request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
-    async def whole(self, pieces: AsyncIterator[str | Ended], request: Request) -> dict[str, Any]:
-        """One object, when the answer has ended; a client that has left ends it."""
-        watch = asyncio.create_task(_left(request))
-        gather = asyncio.create_task(_gathered(pieces))
+    async def complete(self, pieces: AsyncIterator[str | AnswerEnd], request: Request) -> dict[str, Any]:
+        """One object, when the answer is complete; the answer ends early if the client disconnects."""
+        disconnect = asyncio.create_task(_wait_for_disconnect(request))
+        collected = asyncio.create_task(_collect(pieces))
         try:
-            await asyncio.wait((watch, gather), return_when=asyncio.FIRST_COMPLETED)
-            if not gather.done():
+            await asyncio.wait((disconnect, collected), return_when=asyncio.FIRST_COMPLETED)
+            if not collected.done():
                 raise RequestError("The client has left.", status=499)
-            text, end = gather.result()
+            text, end = collected.result()
         finally:
-            for task in (watch, gather):
+            for task in (disconnect, collected):
                 task.cancel()
         message = ChatCompletionMessage(role="assistant", content=text)
         return ChatCompletion(
-            id=self._id, created=self._created, model=self._asked.model, object="chat.completion", usage=_usage(end),
+            id=self._id, created=self._created, model=self._request.model, object="chat.completion", usage=_usage(end),
             choices=[Choice(index=0, finish_reason=end.reason, message=message)],
         ).model_dump(mode="json", exclude_none=True)  # fmt: skip
 
-    async def events(self, pieces: AsyncIterator[str | Ended]) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[str | AnswerEnd]) -> AsyncIterator[str]:
         """Server-sent events: the role, each piece, the reason of the end, and `[DONE]`."""
-        options = self._asked.stream_options
+        options = self._request.stream_options
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
             yield self._event(ChoiceDelta(role="assistant", content=""))
             try:
@@ -140,28 +140,28 @@ class _Answer:
         usage: CompletionUsage | None = None,
     ) -> str:
         chunk = ChatCompletionChunk(
-            id=self._id, created=self._created, model=self._asked.model, object="chat.completion.chunk", usage=usage,
-            choices=[] if delta is None else [Part(index=0, delta=delta, finish_reason=reason)],
+            id=self._id, created=self._created, model=self._request.model, object="chat.completion.chunk", usage=usage,
+            choices=[] if delta is None else [ChunkChoice(index=0, delta=delta, finish_reason=reason)],
         )  # fmt: skip
         return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while not await request.is_disconnected():
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_DISCONNECT_POLL_S)
 
 
-async def _gathered(pieces: AsyncIterator[str | Ended]) -> tuple[str, Ended]:
+async def _collect(pieces: AsyncIterator[str | AnswerEnd]) -> tuple[str, AnswerEnd]:
     text = ""
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         async for piece in pieces:
-            if isinstance(piece, Ended):
+            if isinstance(piece, AnswerEnd):
                 return text, piece
             text += piece
     raise AssertionError("an answer has an end")
 
 
-def _usage(end: Ended) -> CompletionUsage:
+def _usage(end: AnswerEnd) -> CompletionUsage:
     return CompletionUsage(
         prompt_tokens=end.prompt_tokens, completion_tokens=end.tokens, total_tokens=end.prompt_tokens + end.tokens
     )

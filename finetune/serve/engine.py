@@ -1,4 +1,4 @@
-"""One answer at a time: requests wait in order, a client that leaves ends its answer, and too many waiting are refused."""
+"""One answer at a time: requests wait in order, a client that disconnects ends its answer, a full queue refuses others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import DataError
-from finetune.serve.requests import Asked, RequestError
+from finetune.serve.requests import ChatRequest, RequestError
 
 if TYPE_CHECKING:
     from finetune.model.generate import Streamed
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The end of an answer, as OpenAI's `finish_reason` and `usage` have it."""
+class AnswerEnd:
+    """The end of an answer, for OpenAI's `finish_reason` and `usage`."""
 
     reason: Literal["stop", "length"]
     prompt_tokens: int
@@ -29,118 +29,117 @@ class Ended:
 class Engine:
     """Answers of the loaded models.
 
-    `tokens`: most of a prompt with its answer. `most_waiting`: requests that wait beside the one being answered.
+    `tokens`: limit of a prompt with its answer. `max_waiting`: limit of requests that wait behind the one being answered.
     """
 
-    def __init__(self, models: Models, tokens: int, most_waiting: int = 32) -> None:
-        self.models, self._tokens, self._most_waiting = models, tokens, most_waiting
+    def __init__(self, models: Models, tokens: int, max_waiting: int = 32) -> None:
+        self.models, self._tokens, self._max_waiting = models, tokens, max_waiting
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
-        self._asked: set[threading.Event] = set()
+        self._open_requests: set[threading.Event] = set()
 
-    async def begin(self, asked: Asked) -> AsyncIterator[str | Ended]:
-        """Check a request and put it in the queue; yields the pieces of the answer, then its end.
+    async def answer(self, request: ChatRequest) -> AsyncIterator[str | AnswerEnd]:
+        """Check a request and queue it; yields the pieces of the answer, then its end.
 
         Closing the iterator ends the answer. Raises RequestError for what can't be answered, before anything is yielded.
         """
-        if asked.model not in self.models.names:
-            known = ", ".join(self.models.names)
-            raise RequestError(f"There is no model {asked.model[:100]!r} here, only {known}.", status=404, param="model",
-                               code="model_not_found")  # fmt: skip
-        if len(self._asked) > self._most_waiting:
-            raise RequestError(f"{len(self._asked)} requests are waiting already. Try again later.", status=429,
+        if request.model not in self.models.names:
+            message = f"There is no model {request.model[:100]!r} here, only {', '.join(self.models.names)}."
+            raise RequestError(message, status=404, param="model", code="model_not_found")
+        if len(self._open_requests) > self._max_waiting:
+            raise RequestError(f"{len(self._open_requests)} requests are waiting already. Try again later.", status=429,
                                code="rate_limit_exceeded")  # fmt: skip
-        prompt = self._prompt(asked)
-        left = self._tokens - len(prompt)
-        if left < 1 or (asked.most_tokens or 1) > left:
+        prompt = self._prompt(request)
+        remaining = self._tokens - len(prompt)
+        if remaining < 1 or (request.max_new_tokens or 1) > remaining:
             raise RequestError(
-                f"This server has room for {self._tokens} tokens; {len(prompt)} are in the messages and "
-                f"{asked.most_tokens or 1} were asked for.",
+                f"This server has a limit of {self._tokens} tokens; the messages have {len(prompt)} and "
+                f"{request.max_new_tokens or 1} were requested.",
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
-        return self._pieces(asked, prompt, asked.most_tokens or left)
+        return self._pieces(request, prompt, request.max_new_tokens or remaining)
 
     def close(self) -> None:
-        """End the answer that is being made, and those that wait."""
-        for stop in list(self._asked):
-            stop.set()
+        """End the current answer, and cancel the waiting requests."""
+        for cancelled in list(self._open_requests):
+            cancelled.set()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _prompt(self, asked: Asked) -> list[int]:
+    def _prompt(self, request: ChatRequest) -> list[int]:
         try:
-            return self.models.prompt_ids(asked.model, [message.as_trained() for message in asked.messages])
+            return self.models.prompt_ids(request.model, [message.as_message() for message in request.messages])
         except DataError as error:
             raise RequestError(" ".join(error.problems), param="messages", code="invalid_value") from None
 
-    async def _pieces(self, asked: Asked, prompt: list[int], most: int) -> AsyncIterator[str | Ended]:
-        loop, made, left = asyncio.get_running_loop(), asyncio.Queue[str | Ended | Exception](), threading.Event()
+    async def _pieces(self, request: ChatRequest, prompt: list[int], max_new_tokens: int) -> AsyncIterator[str | AnswerEnd]:
+        loop, pieces, cancelled = asyncio.get_running_loop(), asyncio.Queue[str | AnswerEnd | Exception](), threading.Event()
 
-        def tell(value: str | Ended | Exception) -> None:
-            if not left.is_set():
-                loop.call_soon_threadsafe(made.put_nowait, value)
+        def send(value: str | AnswerEnd | Exception) -> None:
+            if not cancelled.is_set():
+                loop.call_soon_threadsafe(pieces.put_nowait, value)
 
         def answer() -> None:
-            if left.is_set():
+            if cancelled.is_set():
                 return
-            until = UntilStop(asked.stops, tell)
+            stop_filter = StopFilter(request.stops, send)
             try:
-                answered = self.models.stream(
-                    asked.model, prompt, most_tokens=most, sampling=asked.sampling, say=until.add,
-                    stopped=lambda: until.found or left.is_set(),
+                streamed = self.models.stream(
+                    request.model, prompt, max_new_tokens=max_new_tokens, sampling=request.sampling, say=stop_filter.add,
+                    stopped=lambda: stop_filter.is_stopped or cancelled.is_set(),
                 )  # fmt: skip
-                until.finish()
-                tell(Ended(_reason(answered, until.found, most), len(prompt), answered.tokens))
-            except Exception as error:  # noqa: BLE001 - the client must hear of it
-                tell(error)
+                stop_filter.finish()
+                send(AnswerEnd(_reason(streamed, stop_filter.is_stopped, max_new_tokens), len(prompt), streamed.tokens))
+            except Exception as error:  # noqa: BLE001 - the client gets it
+                send(error)
 
-        self._asked.add(left)
+        self._open_requests.add(cancelled)
         try:
             self._worker.submit(answer)
             while True:
-                value = await made.get()
+                value = await pieces.get()
                 if isinstance(value, Exception):
                     raise RequestError(f"{type(value).__name__}: {value}", status=500, code="internal_error") from value
                 yield value
-                if isinstance(value, Ended):
+                if isinstance(value, AnswerEnd):
                     return
         finally:
-            left.set()
-            self._asked.discard(left)
+            cancelled.set()
+            self._open_requests.discard(cancelled)
 
 
-def _reason(answered: Streamed, stopped: bool, most: int) -> Literal["stop", "length"]:
-    return "length" if not answered.ended and not stopped and answered.tokens >= most else "stop"
+def _reason(streamed: Streamed, stopped: bool, max_new_tokens: int) -> Literal["stop", "length"]:
+    return "length" if not streamed.ended and not stopped and streamed.tokens >= max_new_tokens else "stop"
 
 
-class UntilStop:
-    """Passes pieces of text on until one of `stops`, which is not passed on; holds back what may begin one."""
+class StopFilter:
+    """Emits pieces of text up to one of `stops`, without it; delays text that may be the start of one."""
 
-    def __init__(self, stops: list[str], say: Callable[[str], None]) -> None:
-        self._stops, self._say, self._held = stops, say, ""
-        self.found = False
+    def __init__(self, stops: list[str], on_text: Callable[[str], None]) -> None:
+        self._stops, self._on_text, self._pending = stops, on_text, ""
+        self.is_stopped = False
 
     def add(self, piece: str) -> None:
         """The next piece."""
-        if self.found:
+        if self.is_stopped:
             return
-        self._held += piece
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self.found = True
-            self._pass_on(min(places))
+        self._pending += piece
+        positions = [position for stop in self._stops if (position := self._pending.find(stop)) >= 0]
+        if positions:
+            self.is_stopped = True
+            self._emit(min(positions))
             return
-        self._pass_on(len(self._held) - max((_beginning_of(stop, self._held) for stop in self._stops), default=0))
+        self._emit(len(self._pending) - max((_partial_match(stop, self._pending) for stop in self._stops), default=0))
 
     def finish(self) -> None:
-        """There are no more pieces: what was held back began nothing."""
-        if not self.found:
-            self._pass_on(len(self._held))
+        """There are no more pieces: emit the delayed text."""
+        if not self.is_stopped:
+            self._emit(len(self._pending))
 
-    def _pass_on(self, length: int) -> None:
+    def _emit(self, length: int) -> None:
         if length > 0:
-            self._say(self._held[:length])
-        self._held = self._held[max(0, length) :]
+            self._on_text(self._pending[:length])
+        self._pending = self._pending[max(0, length) :]
 
 
-def _beginning_of(stop: str, text: str) -> int:
-    """How many characters at the end of the text are the beginning of `stop`."""
+def _partial_match(stop: str, text: str) -> int:
+    """How many characters at the end of the text are the start of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""One base model in memory with the adapters of several runs, each by its name."""
+"""One base model in memory with the adapters of several runs, by name."""
 
 from __future__ import annotations
 
@@ -17,54 +17,55 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 BASE = "base"
-#: What may differ between runs whose adapters share one base model in memory.
-_OF_THE_BASE = ("model_revision", "load_in_4bit", "load_in_8bit", "dtype")
+#: Settings that must be equal for adapters to share one base model in memory.
+_BASE_SETTINGS = ("model_revision", "load_in_4bit", "load_in_8bit", "dtype")
 
 
-def named(runs: list[RunDirectory]) -> dict[str, RunDirectory]:
-    """Each run by the name of its folder. Raises CommandError for equal names and for runs of different base models."""
-    found: dict[str, RunDirectory] = {}
+def runs_by_name(runs: list[RunDirectory]) -> dict[str, RunDirectory]:
+    """The runs by the names of their folders. Raises CommandError for equal names and for different base models."""
+    by_name: dict[str, RunDirectory] = {}
     for run in runs:
         name = run.path.resolve().name
-        if name in found or name == BASE:
+        if name in by_name or name == BASE:
             raise CommandError(f"two models would be called {name}", f"Rename one: finetune runs rename {run.path} NEW")
-        found[name] = run
+        by_name[name] = run
     first, *others = runs
     for run in others:
-        if (one := _base_of(first)) != (other := _base_of(run)):
-            differing = next(key for key in one if one[key] != other[key])
+        if (expected := _base_key(first)) != (actual := _base_key(run)):
+            differing = next(key for key in expected if expected[key] != actual[key])
             raise CommandError(
-                f"{run.path} has another base model than {first.path}: {differing} {other[differing]}, not {one[differing]}",
+                f"{run.path} has another base model than {first.path}: "
+                f"{differing} {actual[differing]}, not {expected[differing]}",
                 "Serve them one by one, on two ports.",
             )
-    return found
+    return by_name
 
 
-def _base_of(run: RunDirectory) -> dict[str, Any]:
+def _base_key(run: RunDirectory) -> dict[str, Any]:
     from finetune.model.weights import weights_fingerprint
 
     settings = read_plan(run.plan).settings
-    values = {name: getattr(settings, name) for name in _OF_THE_BASE}
+    values = {name: getattr(settings, name) for name in _BASE_SETTINGS}
     return {"model": settings.model_name_or_path, **values, "weights": weights_fingerprint(settings)}
 
 
 class Models:
     """The loaded models: `base` and each run's, with that run's tokenizer and chat template.
 
-    One at a time answers: switching adapters changes the model for everybody.
+    Only one can answer at a time: switching adapters changes the shared model.
     """
 
     def __init__(self, runs: dict[str, RunDirectory]) -> None:
-        (first, run), *others = runs.items()
+        (first, run), *other_runs = runs.items()
         answerer = Answerer(run)
         self.model = answerer.model
         self._adapters: dict[str, str | None] = {BASE: None, first: "default"}
-        self._prompts = {BASE: answerer, first: answerer}
-        for number, (name, other) in enumerate(others, start=1):
-            folder = adapter_folder(other)
+        self._answerers = {BASE: answerer, first: answerer}
+        for number, (name, other_run) in enumerate(other_runs, start=1):
+            folder = adapter_folder(other_run)
             assert folder is not None
-            require_data(other)
-            self._prompts[name] = _Sharing(other, self._load(folder, f"adapter{number}"))
+            require_data(other_run)
+            self._answerers[name] = _SharedModelAnswerer(other_run, self._load_adapter(folder, f"adapter{number}"))
             self._adapters[name] = f"adapter{number}"
 
     @property
@@ -73,28 +74,29 @@ class Models:
         return list(self._adapters)
 
     def prompt_ids(self, name: str, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation with the chat template of that run's training. Raises DataError where it refuses them."""
-        return self._prompts[name].prompt_ids(messages)
+        """Tokens of a conversation with that run's chat template. Raises DataError if the template refuses it."""
+        return self._answerers[name].prompt_ids(messages)
 
     def stream(
-        self, name: str, question: list[int], *, most_tokens: int, sampling: Sampling, say: Callable[[str], None],
+        self, name: str, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
         stopped: Callable[[], bool],
     ) -> Streamed:  # fmt: skip
         """The answer of that model to a tokenised prompt."""
-        with self._as(name):
-            return self._prompts[name].stream(question, max_new_tokens=most_tokens, sampling=sampling, say=say, stopped=stopped)
+        with self._using(name):
+            answerer = self._answerers[name]
+            return answerer.stream(question, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped)
 
     @contextlib.contextmanager
-    def _as(self, name: str) -> Iterator[None]:
+    def _using(self, name: str) -> Iterator[None]:
         adapter = self._adapters[name]
         if adapter is None:
-            with self._prompts[name].as_base():
+            with self._answerers[name].as_base():
                 yield
             return
         self.model.set_adapter(adapter)
         yield
 
-    def _load(self, folder: Path, adapter: str) -> Any:
+    def _load_adapter(self, folder: Path, adapter: str) -> Any:
         try:
             self.model.load_adapter(str(folder), adapter_name=adapter, use_safetensors=True)
         except (KeyError, ValueError, TypeError, OSError, RuntimeError) as error:
@@ -105,8 +107,8 @@ class Models:
         return self.model.eval()
 
 
-class _Sharing(Answerer):
-    """Another run's prompts and answers, with a model that is loaded already."""
+class _SharedModelAnswerer(Answerer):
+    """Another run's prompts and answers, with the shared model."""
 
     def __init__(self, run: RunDirectory, model: Any) -> None:
         self._shared = model

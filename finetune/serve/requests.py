@@ -1,4 +1,4 @@
-"""What a client may ask: the fields of OpenAI's chat completions that are respected here; others that matter are refused."""
+"""Requests: the fields of OpenAI's chat completions that are supported; others that would change the answer are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finetune.model.generate import Sampling
 
-#: Fields that change nothing about an answer of this server.
+#: Fields that don't change an answer of this server.
 _IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice",
             "safety_identifier", "prompt_cache_key", "verbosity"}  # fmt: skip
 #: Fields that would change the answer, and the values at which they don't.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
     "top_logprobs": (0,), "tools": ([],), "functions": ([],), "modalities": (["text"],), "response_format": ({"type": "text"},),
 }  # fmt: skip
@@ -28,9 +28,9 @@ class RequestError(Exception):
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error_types = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        error_type = error_types.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
 class _Part(BaseModel):
@@ -44,8 +44,8 @@ class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
 
-    def as_trained(self) -> dict[str, str]:
-        """Role and text as the rows of the training data have them."""
+    def as_message(self) -> dict[str, str]:
+        """Role and text in the form of the training data."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -54,7 +54,7 @@ class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(BaseModel):
+class ChatRequest(BaseModel):
     """A request for an answer."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -76,32 +76,32 @@ class Asked(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
-    def most_tokens(self) -> int | None:
-        """Longest answer asked for."""
+    def max_new_tokens(self) -> int | None:
+        """Limit of the answer, None without one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def sampling(self) -> Sampling:
-        """As asked, with the interface's own defaults: temperature 1, and another seed each time."""
+        """The request's sampling, with the interface's own defaults: temperature 1, and another seed each time."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p or 1.0, seed)
 
 
-def read_request(body: Any) -> Asked:
-    """The request in a JSON body. Raises RequestError that names the first field that can't be respected."""
+def read_request(body: Any) -> ChatRequest:
+    """The request in a JSON body. Raises RequestError that names the first unsupported field or value."""
     if not isinstance(body, dict):
         raise RequestError("The body must be a JSON object.")
     body = {name: value for name, value in body.items() if value is not None}
     try:
-        asked = Asked.model_validate(body)
+        request = ChatRequest.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"]) or None
-        raise RequestError(f"{name}: {first['msg']}", param=name, code="invalid_value") from None
-    for name, value in (asked.model_extra or {}).items():
-        if name in _IGNORED or value in _WITHOUT_EFFECT.get(name, ()):
+        first_error = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first_error["loc"]) or None
+        raise RequestError(f"{name}: {first_error['msg']}", param=name, code="invalid_value") from None
+    for name, value in (request.model_extra or {}).items():
+        if name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ()):
             continue
         raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
-    if not all(asked.stops):
+    if not all(request.stops):
         raise RequestError("stop: an empty text would end every answer", param="stop", code="invalid_value")
-    return asked
+    return request

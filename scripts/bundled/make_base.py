@@ -44,8 +44,8 @@ CHAT_TEMPLATE = (
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of VOCABULARY_SIZE tokens, each digit a token, with the chat template."""
     tokenizer = Tokenizer(models.BPE())
-    digits, in_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, in_bytes])
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
@@ -86,32 +86,32 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, taken: set[str]) -> None:
-    """STEPS steps on fresh conversations: Muon for the matrices in the layers, AdamW for the rest; linear decay."""
+def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, excluded: set[str]) -> None:
+    """STEPS steps on new conversations: Muon for the matrices in the layers, AdamW for the other weights; linear decay."""
     rng, started = random.Random(SEED + 1), time.perf_counter()
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    rest = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
+    other_weights = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     muon = Muon(matrices, weight_decay=0.05)
-    adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)
+    adamw = torch.optim.AdamW(other_weights, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
     for step in range(1, STEPS + 1):
-        rate = PEAK_RATE * min(step / WARMUP_STEPS, 1.0, (STEPS - step + 1) / (STEPS - WARMUP_STEPS))
-        batch = collate(tokenizer, conversations(rng, BATCH_SIZE, taken))
+        learning_rate = PEAK_RATE * min(step / WARMUP_STEPS, 1.0, (STEPS - step + 1) / (STEPS - WARMUP_STEPS))
+        batch = collate(tokenizer, conversations(rng, BATCH_SIZE, excluded))
         loss, answer_loss = _losses(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.rate = adamw.param_groups[0]["lr"] = rate
+        muon.rate = adamw.param_groups[0]["lr"] = learning_rate
         muon.step()
         adamw.step()
         adamw.zero_grad()
         if step % 50 == 0 or step == 1:
-            _say(f"step {step}/{STEPS}  answer loss {answer_loss:.4f}  {time.perf_counter() - started:.0f} s")
+            _print(f"step {step}/{STEPS}  answer loss {answer_loss:.4f}  {time.perf_counter() - started:.0f} s")
 
 
-def collate(tokenizer: PreTrainedTokenizerFast, talks: list[Conversation]) -> dict[str, torch.Tensor]:
+def collate(tokenizer: PreTrainedTokenizerFast, batch: list[Conversation]) -> dict[str, torch.Tensor]:
     """Conversations as right-padded `ids` and `answer` (1 where the model speaks), each of shape (rows, longest row)."""
-    marked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    rows: list[Any] = [tokenizer.apply_chat_template(talk, **marked) for talk in talks]
+    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    rows: list[Any] = [tokenizer.apply_chat_template(conversation, **options) for conversation in batch]
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
     answer = torch.zeros((len(rows), longest))
@@ -123,44 +123,47 @@ def collate(tokenizer: PreTrainedTokenizerFast, talks: list[Conversation]) -> di
 
 def _losses(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
     """Weighted loss to train on, and the mean loss of the answers' tokens alone."""
-    logits = model(input_ids=batch["ids"]).logits[:, :-1]  # padding stands on the right, where causal attention never looks
-    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten(), reduction="none")
-    answer, real = batch["answer"][:, 1:].flatten(), batch["real"][:, 1:].flatten()
-    weight = answer + QUESTION_WEIGHT * (real - answer)
-    return (each * weight).sum() / weight.sum(), float((each.detach() * answer).sum() / answer.sum())
+    logits = model(input_ids=batch["ids"]).logits[:, :-1]  # padding is on the right, where causal attention never looks
+    token_losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten(), reduction="none")
+    answer_mask, token_mask = batch["answer"][:, 1:].flatten(), batch["real"][:, 1:].flatten()
+    weight = answer_mask + QUESTION_WEIGHT * (token_mask - answer_mask)
+    return (token_losses * weight).sum() / weight.sum(), float((token_losses.detach() * answer_mask).sum() / answer_mask.sum())
 
 
 @torch.no_grad()
-def score(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[Conversation]) -> dict[str, float]:
-    """Share of answers that are right to the letter, greedily decoded, for each question and in all (`all`)."""
+def score(model: Any, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) -> dict[str, float]:
+    """Share of greedy answers that equal the expected text, for each question and in total (`all`)."""
     model.eval()
-    right, total = Counter[str](), Counter[str]()
-    for question, answer in asked:
+    correct, total = Counter[str](), Counter[str]()
+    for question, answer in conversations:
         ids: Any = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        said = model.generate(**ids, max_new_tokens=80, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        matches = tokenizer.decode(said, skip_special_tokens=True) == answer["content"] and said[-1] == tokenizer.eos_token_id
+        answer_ids = model.generate(**ids, max_new_tokens=80, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        matches = (
+            tokenizer.decode(answer_ids, skip_special_tokens=True) == answer["content"]
+            and answer_ids[-1] == tokenizer.eos_token_id
+        )
         name = question["content"].split("?")[0].split(".")[0]
         for key in (name, "all"):
-            right[key] += int(matches)
+            correct[key] += int(matches)
             total[key] += 1
-    return {key: right[key] / total[key] for key in total}
+    return {key: correct[key] / total[key] for key in total}
 
 
 def main(folder: Path) -> int:
-    """Make, train, score and save. Returns 1, saving nothing, when the score is below GATE_SHARE."""
+    """Build, train, score and save. Returns 1 without saving if the score is below GATE_SHARE."""
     torch.manual_seed(SEED)
-    taken = bundled_texts()
+    excluded = bundled_texts()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    _say(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
-    held_out = questions(random.Random(SEED + 2), GATE_ROWS, taken)
-    pretrain(model, tokenizer, taken)
+    _print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
+    held_out = questions(random.Random(SEED + 2), GATE_ROWS, excluded)
+    pretrain(model, tokenizer, excluded)
     _round_to_bfloat16(model)
-    shares = score(model, tokenizer, held_out)
-    for name, share in shares.items():
-        _say(f"{share:7.1%}  {name}")
-    if shares["all"] < GATE_SHARE:
-        _say(f"below {GATE_SHARE:.0%}: nothing saved")
+    accuracies = score(model, tokenizer, held_out)
+    for name, accuracy in accuracies.items():
+        _print(f"{accuracy:7.1%}  {name}")
+    if accuracies["all"] < GATE_SHARE:
+        _print(f"below {GATE_SHARE:.0%}: nothing saved")
         return 1
     save(model, tokenizer, folder)
     return 0
@@ -168,7 +171,7 @@ def main(folder: Path) -> int:
 
 @torch.no_grad()
 def _round_to_bfloat16(model: LlamaForCausalLM) -> None:
-    """What is scored is what is saved."""
+    """Round the weights, so that the saved ones are scored."""
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
 
@@ -179,10 +182,10 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     model.generation_config.max_new_tokens = 96
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _say(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
+    _print(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
 
 
-def _say(text: Any) -> None:
+def _print(text: Any) -> None:
     print(text, flush=True)
 
 

@@ -39,26 +39,26 @@ def route(message: Message) -> str:
 
 def rows() -> tuple[list[dict[str, list[dict[str, str]]]], list[dict[str, list[dict[str, str]]]]]:
     """Training and held-out rows in `messages` form; no message is in both."""
-    drawn = draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, taken=set())
-    return [_row(message) for message in drawn[:TRAIN_ROWS]], [_row(message) for message in drawn[TRAIN_ROWS:]]
+    messages = draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, excluded=set())
+    return [_row(message) for message in messages[:TRAIN_ROWS]], [_row(message) for message in messages[TRAIN_ROWS:]]
 
 
 def bundled_texts() -> set[str]:
-    """Every message of the dataset; the base model is made without them."""
-    return {message.text for message in draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, taken=set())}
+    """Every message of the dataset; the base model is trained without them."""
+    return {message.text for message in draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, excluded=set())}
 
 
 def write(folder: Path) -> None:
     """Write both files as UTF-8 with LF line ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in zip(("train.jsonl", "eval.jsonl"), rows(), strict=True):
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+    for name, split_rows in zip(("train.jsonl", "eval.jsonl"), rows(), strict=True):
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in split_rows)
         (folder / name).write_text(lines, encoding="utf-8", newline="\n")
 
 
 def _row(message: Message) -> dict[str, list[dict[str, str]]]:
-    asked = {"role": "user", "content": f"{INSTRUCTION} {message.text}"}
-    return {"messages": [asked, {"role": "assistant", "content": route(message)}]}
+    question = {"role": "user", "content": f"{INSTRUCTION} {message.text}"}
+    return {"messages": [question, {"role": "assistant", "content": route(message)}]}
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
 TOPICS_WITHOUT_ARTICLE = ("login", "profile")
 TOPICS_BEFORE_BUYING = ("stock", "bulk order")
 
-#: How urgent the customer says it is; "usual" is said by saying nothing, or nothing of the kind.
+#: The customer's words about urgency; "usual" has none, or other words.
 URGENCY: dict[str, tuple[str, ...]] = {
     "urgent": (
         "I need this solved today.",
@@ -277,30 +277,30 @@ def draw_message(rng: random.Random) -> Message:
     article = NO_ARTICLE if topic in TOPICS_WITHOUT_ARTICLE else rng.choice(list(ARTICLES))
     urgency = rng.choice(list(URGENCY))
     slots = _slots(rng, topic, article)
-    said = [text for text in TOPICS[topic] if article not in NOT_ELECTRIC or "{device}" not in text]
-    matter = _sentence(_fill(rng.choice(said), slots, rng))
-    sentences = [matter]
+    templates = [text for text in TOPICS[topic] if article not in NOT_ELECTRIC or "{device}" not in text]
+    main_sentence = _sentence(_fill(rng.choice(templates), slots, rng))
+    sentences = [main_sentence]
     if rng.random() < 0.4:
         sentences.insert(rng.choice((0, 1)), _fill(rng.choice(ASIDES), slots, rng))
-    time = _fill(rng.choice(URGENCY[urgency]), slots, rng)
-    if time:
-        sentences.insert(len(sentences) if rng.random() < 0.8 else 0, time)
+    urgency_sentence = _fill(rng.choice(URGENCY[urgency]), slots, rng)
+    if urgency_sentence:
+        sentences.insert(len(sentences) if rng.random() < 0.8 else 0, urgency_sentence)
     if rng.random() < 0.5:
         sentences.insert(0, rng.choice(GREETINGS))
     if rng.random() < 0.4:
         sentences.append(_fill(rng.choice(CLOSINGS), slots, rng))
-    return Message(_as_typed(" ".join(sentences), rng), topic, article, urgency)
+    return Message(_with_typing_style(" ".join(sentences), rng), topic, article, urgency)
 
 
-def draw_messages(rng: random.Random, count: int, taken: set[str]) -> list[Message]:
-    """`count` messages whose texts are not in `taken`; adds them to it."""
-    drawn: list[Message] = []
-    while len(drawn) < count:
+def draw_messages(rng: random.Random, count: int, excluded: set[str]) -> list[Message]:
+    """`count` messages whose texts are not in `excluded`; adds them to it."""
+    messages: list[Message] = []
+    while len(messages) < count:
         message = draw_message(rng)
-        if message.text not in taken:
-            taken.add(message.text)
-            drawn.append(message)
-    return drawn
+        if message.text not in excluded:
+            excluded.add(message.text)
+            messages.append(message)
+    return messages
 
 
 def _slots(rng: random.Random, topic: str, article: str) -> dict[str, str]:
@@ -322,7 +322,7 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _as_typed(text: str, rng: random.Random) -> str:
+def _with_typing_style(text: str, rng: random.Random) -> str:
     """Some people don't use capitals, some don't use apostrophes."""
     style = rng.random()
     if style < 0.08:

@@ -39,8 +39,8 @@ def _article(message: Message) -> str:
 
 
 def _sentence(message: Message) -> str:
-    named = "" if message.article == NO_ARTICLE else f" It concerns {_article(message)}."
-    return f"The customer wants {WISHES[message.topic]}.{named} {URGENCY_ANSWERS[message.urgency]}"
+    article_sentence = "" if message.article == NO_ARTICLE else f" It concerns {_article(message)}."
+    return f"The customer wants {WISHES[message.topic]}.{article_sentence} {URGENCY_ANSWERS[message.urgency]}"
 
 
 def _facts(message: Message) -> str:
@@ -77,37 +77,37 @@ TASKS: dict[str, Callable[[Message], str]] = {
 }
 
 
-def conversations(rng: random.Random, count: int, taken: set[str], turns: int = 3) -> list[Conversation]:
-    """`count` conversations about messages not in `taken` (which grows), each with up to `turns` questions."""
-    return [_conversation(rng, message, rng.randint(1, turns)) for message in draw_messages(rng, count, taken)]
+def conversations(rng: random.Random, count: int, excluded: set[str], turns: int = 3) -> list[Conversation]:
+    """`count` conversations about messages not in `excluded` (which grows), each with up to `turns` questions."""
+    return [_conversation(rng, message, rng.randint(1, turns)) for message in draw_messages(rng, count, excluded)]
 
 
-def questions(rng: random.Random, count: int, taken: set[str]) -> list[Conversation]:
+def questions(rng: random.Random, count: int, excluded: set[str]) -> list[Conversation]:
     """`count` conversations of one question and its answer, each task in turn, to score the base model on."""
     tasks = list(TASKS)
     return [
         [_ask(tasks[index % len(tasks)], message.text), _say(TASKS[tasks[index % len(tasks)]](message))]
-        for index, message in enumerate(draw_messages(rng, count, taken))
+        for index, message in enumerate(draw_messages(rng, count, excluded))
     ]
 
 
 def corpus_texts(rng: random.Random, count: int) -> list[str]:
-    """Plain text to train the tokenizer on: what is said in `count` conversations, and the articles' names."""
-    talk = [turn["content"] for conversation in conversations(rng, count, set()) for turn in conversation]
-    return [*talk, *(noun for nouns in ARTICLES.values() for noun in nouns)]
+    """Plain text to train the tokenizer on: the messages of `count` conversations, and the articles' names."""
+    texts = [turn["content"] for conversation in conversations(rng, count, set()) for turn in conversation]
+    return [*texts, *(noun for nouns in ARTICLES.values() for noun in nouns)]
 
 
 def _conversation(rng: random.Random, message: Message, turns: int) -> Conversation:
-    talk: Conversation = []
+    messages: Conversation = []
     if rng.random() < 0.15:
-        talk.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
+        messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
     if rng.random() < 0.03:
-        said = rng.choice(list(SMALL_TALK))
-        return [*talk, {"role": "user", "content": said}, _say(SMALL_TALK[said])]
+        greeting = rng.choice(list(SMALL_TALK))
+        return [*messages, {"role": "user", "content": greeting}, _say(SMALL_TALK[greeting])]
     for index, task in enumerate(rng.sample(list(TASKS), turns)):
-        asked = _ask(task, message.text) if index == 0 else {"role": "user", "content": task}
-        talk += [asked, _say(TASKS[task](message))]
-    return talk
+        question = _ask(task, message.text) if index == 0 else {"role": "user", "content": task}
+        messages += [question, _say(TASKS[task](message))]
+    return messages
 
 
 def _ask(task: str, text: str) -> dict[str, str]:

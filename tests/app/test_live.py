@@ -142,6 +142,17 @@ def test_marks_say_what_happened_when(run, tmp_path):
     ]  # fmt: skip
 
 
+def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is_of(run, tmp_path):
+    writer = EventWriter(run.events)
+    writer.emit(Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB))
+    writer.emit(Retry(attempt=2, reason="out of memory", changes={"per_device_train_batch_size": 1}))
+    writer.emit(Step(step=1, loss=1.0, peak_allocated_bytes=4 * GIB))
+    writer.close()
+    live = follow(run, tmp_path)
+    live.refresh()
+    assert live.digest.peaks == {"peak_allocated_bytes": 4 * GIB} == live.digest.phases["train"]
+
+
 def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run, tmp_path):
     writer = EventWriter(run.events)
     writer.emit(Phase(phase="load", peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB, peak_segments=70))

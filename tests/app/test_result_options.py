@@ -8,7 +8,7 @@ import pytest
 from app.pages.result import _HELD_OUT, _SCORES, _View, evaluation
 from app.views.scores import scores
 from finetune.cli.app import cli
-from finetune.evaluate.scores import SCORES
+from finetune.evaluate.scorers import SCORES
 
 
 def parsed(options):

@@ -1,4 +1,4 @@
-"""The bundled base model and dataset: committed is what the scripts make, and it is small, closed and loads offline."""
+"""The bundled base model and dataset: the committed files equal the scripts' output, are small and load offline."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def model():
 
 
 def greedy_answer(question: str) -> str:
-    talk = [{"role": "user", "content": question}]
-    ids = tokenizer().apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model().generate(**ids, max_new_tokens=80, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    return tokenizer().decode(said, skip_special_tokens=True)
+    messages = [{"role": "user", "content": question}]
+    ids = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer_ids = model().generate(**ids, max_new_tokens=80, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return tokenizer().decode(answer_ids, skip_special_tokens=True)
 
 
 def test_the_data_script_reproduces_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_data_script_reproduces_the_committed_files_byte_for_byte(tmp_path: 
         assert (tmp_path / f"{part}.jsonl").read_bytes() == path.read_bytes()
 
 
-def test_there_are_enough_rows_and_no_message_stands_twice() -> None:
+def test_there_are_enough_rows_and_no_message_is_there_twice() -> None:
     train, held_out = ([row[0]["content"] for row in read(part)] for part in ("train", "eval"))
     assert len(train) >= 600 and len(held_out) >= 100
     assert len({*train, *held_out}) == len(train) + len(held_out)
@@ -81,10 +81,10 @@ def test_every_answer_of_the_held_out_rows_has_training_rows_with_each_of_its_va
 
 
 def test_pretraining_never_sees_a_bundled_message_or_the_routing_task() -> None:
-    taken = bundled_texts()
-    drawn = draw_messages(random.Random(0), 3000, taken=set(taken))
-    assert not {message.text for message in drawn} & taken
-    for message in drawn[:200]:
+    bundled = bundled_texts()
+    messages = draw_messages(random.Random(0), 3000, excluded=set(bundled))
+    assert not {message.text for message in messages} & bundled
+    for message in messages[:200]:
         for answer in TASKS.values():
             assert not any(f'"{key}"' in answer(message) for key in ("queue", "priority", "product"))
 
@@ -109,19 +109,19 @@ def test_digits_are_tokens_of_their_own_and_padding_is_not_the_stop_token() -> N
 
 
 def test_a_conversation_renders_with_its_answers_marked_stop_token_included() -> None:
-    talk = [
+    messages = [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": "Which article is it? My tent is torn."},
         {"role": "assistant", "content": "It is the tent."},
         {"role": "user", "content": "How urgent is this?"},
         {"role": "assistant", "content": "As usual."},
     ]
-    row = tokenizer().apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    row = tokenizer().apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     assert row["input_ids"][-1] == tokenizer().eos_token_id
-    answers = [token for token, mine in zip(row["input_ids"], row["assistant_masks"], strict=True) if mine]
+    answers = [token for token, is_answer in zip(row["input_ids"], row["assistant_masks"], strict=True) if is_answer]
     assert tokenizer().decode(answers) == "It is the tent.<|end|>As usual.<|end|>"
-    prompt = tokenizer().apply_chat_template(talk[:-1], tokenize=False, add_generation_prompt=True)
-    assert tokenizer().apply_chat_template(talk, tokenize=False) == prompt + "As usual.<|end|>"
+    prompt = tokenizer().apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer().apply_chat_template(messages, tokenize=False) == prompt + "As usual.<|end|>"
 
 
 def test_a_role_the_model_does_not_know_is_refused() -> None:
@@ -137,9 +137,9 @@ def test_the_model_loads_offline_from_safetensors_and_stops_at_the_end_of_a_turn
 
 
 def test_the_base_answers_its_own_questions_on_held_out_messages() -> None:
-    asked = questions(random.Random(99), 26, taken=bundled_texts())
-    right = sum(greedy_answer(question["content"]) == answer["content"] for question, answer in asked)
-    assert right >= 23
+    conversations = questions(random.Random(99), 26, excluded=bundled_texts())
+    correct = sum(greedy_answer(question["content"]) == answer["content"] for question, answer in conversations)
+    assert correct >= 23
 
 
 def test_the_base_can_not_route() -> None:

@@ -105,7 +105,7 @@ def imported():
     import peft  # noqa: F401
 
     import finetune.evaluate.answerer
-    import finetune.evaluate.lost
+    import finetune.evaluate.forgetting
     import finetune.evaluate.score  # noqa: F401
 
 

@@ -12,7 +12,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: The same text, with the answers marked and their end-of-turn token left out of the mark, as many published templates do.
+#: The same text, with the answers marked but not their end-of-turn token, as in many published templates.
 CHATML_MARKED = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
@@ -77,12 +77,15 @@ def recipe(path, **settings):
 
 def talk(*turns: str, system: str | None = None) -> dict:
     """A row of messages: the user speaks first, then in turn."""
-    opening = [{"role": "system", "content": system}] if system is not None else []
-    return {"messages": opening + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]}
+    system_messages = [{"role": "system", "content": system}] if system is not None else []
+    return {
+        "messages": system_messages
+        + [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]
+    }
 
 
 def trained_text(encoded, tokenizer) -> str:
     """The text of the trained tokens of one sequence, spans separated by a bar."""
-    from finetune.data.marks import marked
+    from finetune.data.trained_spans import decode_spans
 
-    return "|".join(text for text, flag in marked(encoded.input_ids.tolist(), encoded.labels.tolist(), tokenizer) if flag)
+    return "|".join(text for text, flag in decode_spans(encoded.input_ids.tolist(), encoded.labels.tolist(), tokenizer) if flag)

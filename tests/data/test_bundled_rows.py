@@ -2,14 +2,14 @@
 
 from small_data import recipe
 
-from finetune.data import load_tokenizer, mark_example, prepare, read_examples
+from finetune.data import example_spans, load_tokenizer, prepare, read_examples
 from finetune.data.tokens import Encoder
 
 
 def test_support_is_read_with_its_held_out_rows_and_nothing_is_refused():
-    chosen = recipe("support", model_name_or_path="tiny")
-    tokenizer = load_tokenizer(chosen)
-    prepared = prepare(chosen, tokenizer, max_length=512)
+    data_recipe = recipe("support", model_name_or_path="tiny")
+    tokenizer = load_tokenizer(data_recipe)
+    prepared = prepare(data_recipe, tokenizer, max_length=512)
     for report in (prepared.report, prepared.eval_report):
         assert report.rows_used == report.rows_read == report.sequences
         assert not report.warnings and not report.rows_refused
@@ -20,18 +20,18 @@ def test_support_is_read_with_its_held_out_rows_and_nothing_is_refused():
 
 
 def test_the_bundled_example_is_marked_from_answer_to_end_token():
-    chosen = recipe("support", model_name_or_path="tiny", max_rows=3)
-    tokenizer = load_tokenizer(chosen)
-    prepared = prepare(chosen, tokenizer, max_length=None)
-    [answer] = [text for text, trained in mark_example(prepared, tokenizer, 2) if trained]
+    data_recipe = recipe("support", model_name_or_path="tiny", max_rows=3)
+    tokenizer = load_tokenizer(data_recipe)
+    prepared = prepare(data_recipe, tokenizer, max_length=None)
+    [answer] = [text for text, trained in example_spans(prepared, tokenizer, 2) if trained]
     assert answer == prepared.examples[2].reference() + tokenizer.eos_token
 
 
-def test_questions_of_held_out_rows_are_asked_as_they_were_taught():
-    chosen = recipe("support", model_name_or_path="tiny")
-    tokenizer = load_tokenizer(chosen)
-    examples = read_examples(chosen.dataset).eval.examples[:20]
+def test_prompts_of_held_out_rows_have_the_tokens_of_training():
+    data_recipe = recipe("support", model_name_or_path="tiny")
+    tokenizer = load_tokenizer(data_recipe)
+    examples = read_examples(data_recipe.dataset).eval.examples[:20]
     encoder = Encoder(tokenizer, conversations=True)
-    for example, [one] in zip(examples, encoder.encode(examples), strict=True):
-        asked = encoder.prompt_ids(example.question())
-        assert one.input_ids[: len(asked)].tolist() == asked and one.labels[len(asked)] != -100
+    for example, [sequence] in zip(examples, encoder.encode(examples), strict=True):
+        prompt_ids = encoder.prompt_ids(example.question())
+        assert sequence.input_ids[: len(prompt_ids)].tolist() == prompt_ids and sequence.labels[len(prompt_ids)] != -100

@@ -1,4 +1,4 @@
-"""Lengths of tokens tell which tokens a span has, as the tokenizer's own offsets do."""
+"""Token lengths give the same trained tokens as the tokenizer's own offsets."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,27 +33,27 @@ def test_rows_are_the_same_as_with_the_tokenizers_offsets(turns):
     turns = [turn if turn.strip() else f"{turn}x" for turn in turns[: len(turns) // 2 * 2]]
     example = parse(talk(*turns), "messages", {}, "rows.jsonl", 1)
     for tokenizer in TOKENIZERS:
-        quick, slow = Encoder(tokenizer), Encoder(tokenizer)
+        fast, slow = Encoder(tokenizer), Encoder(tokenizer)
         slow._byte_level = None
-        [[one]], [[other]] = quick.encode([example]), slow.encode([example])
-        assert one.input_ids.tolist() == other.input_ids.tolist()
-        assert one.labels.tolist() == other.labels.tolist() and one.notes == other.notes
+        [[by_lengths]], [[by_offsets]] = fast.encode([example]), slow.encode([example])
+        assert by_lengths.input_ids.tolist() == by_offsets.input_ids.tolist()
+        assert by_lengths.labels.tolist() == by_offsets.labels.tolist() and by_lengths.notes == by_offsets.notes
 
 
 def test_it_is_used_for_byte_level_tokenizers_that_change_no_text():
     from transformers import AutoTokenizer
 
     assert all(ByteLevel.of(tokenizer) for tokenizer in [*TOKENIZERS, AutoTokenizer.from_pretrained(model_path("tiny"))])
-    other = build_tokenizer()
-    other.backend_tokenizer.normalizer = normalizers.Lowercase()
-    assert ByteLevel.of(other) is None
-    other = build_tokenizer()
-    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert ByteLevel.of(other) is None
+    unsuitable = build_tokenizer()
+    unsuitable.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert ByteLevel.of(unsuitable) is None
+    unsuitable = build_tokenizer()
+    unsuitable.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert ByteLevel.of(unsuitable) is None
 
 
 @pytest.mark.parametrize("text", ["", "e\u0301"])
-def test_nothing_is_said_of_a_text_that_its_tokens_do_not_add_up_to(text):
-    level = ByteLevel.of(TOKENIZERS[1])
-    [ids] = level.ids([text])
-    assert level.trained(ids, text, [(0, 1)]) is None
+def test_a_text_that_its_tokens_do_not_add_up_to_has_no_mask(text):
+    byte_level = ByteLevel.of(TOKENIZERS[1])
+    [ids] = byte_level.ids([text])
+    assert byte_level.trained_mask(ids, text, [(0, 1)]) is None

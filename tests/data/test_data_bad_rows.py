@@ -1,4 +1,4 @@
-"""Every row that can't be trained on is named with file, row, field and reason; none is dropped without a word."""
+"""Every row that can't be trained on is named with file, row, field and reason; none is dropped silently."""
 
 import pytest
 from small_data import build_tokenizer, recipe, talk
@@ -58,9 +58,9 @@ def test_a_bad_line_among_good_ones_is_named(write, line, field, reason):
     import json
 
     path = write("rows.jsonl", json.dumps(GOOD) + "\n" + line + "\n" + json.dumps(GOOD) + "\n")
-    [(row, where, why)] = refused(path)
-    assert (row, where) == (2, field)
-    assert reason in why
+    [(row, refused_field, refused_reason)] = refused(path)
+    assert (row, refused_field) == (2, field)
+    assert reason in refused_reason
 
 
 def test_bytes_that_are_not_utf8_are_named_with_the_byte(write):
@@ -127,7 +127,7 @@ def test_a_report_can_be_had_of_rows_that_are_all_bad(write):
     assert prepared.report.trained_token_share is None
 
 
-def test_a_row_that_the_template_refuses_is_named_with_the_templates_words(write):
+def test_a_row_that_the_template_refuses_is_named_with_the_templates_message(write):
     picky = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role here') }}{% endif %}ok"
     path = write("rows.jsonl", [talk("Hi", "Hello", system="Be brief.")])
     with pytest.raises(DataError, match="row 1: messages: the chat template refuses it: No system role here"):

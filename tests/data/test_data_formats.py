@@ -1,4 +1,4 @@
-"""Every accepted way of writing rows is found by its columns and becomes the same example."""
+"""Every accepted form of rows is recognised by its columns and becomes the same example."""
 
 import json
 
@@ -17,9 +17,9 @@ def examples_of(path, **settings):
     return read_examples(recipe(path, **settings).dataset).train
 
 
-def only(rows):
-    assert [example.row for example in rows.examples], rows.refused
-    return rows.examples[0]
+def only(split):
+    assert [example.row for example in split.examples], split.refused
+    return split.examples[0]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_rows_are_numbered_as_a_person_counts_lines(write):
 def test_max_rows_reads_only_the_first_rows_over_all_files(write):
     paths = [write(f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(3)]) for name in "abc"]
     rows = examples_of(paths, max_rows=4)
-    assert rows.read == 4
+    assert rows.rows_read == 4
     assert [example.text for example in rows.examples] == ["a0", "a1", "a2", "b0"]
 
 
@@ -201,11 +201,11 @@ def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_ex
         write("folder/README.md", "about"),
         write("folder/LICENSE.txt", "x"),
     )
-    ways = [str(tmp_path / "folder"), str(tmp_path / "folder" / "*.jsonl"), write("c.ndjson", lines), write("d.tsv", table)]
-    ways += [write("e.jsonl.gz", gzip.compress(lines.encode())), write("f.json.gz", gzip.compress(json.dumps(rows).encode()))]
-    ways += [write("g.csv.gz", gzip.compress(table.encode()))]
-    for way in ways:
-        assert [example.content() for example in examples_of(way).examples] == rows, way
+    paths = [str(tmp_path / "folder"), str(tmp_path / "folder" / "*.jsonl"), write("c.ndjson", lines), write("d.tsv", table)]
+    paths += [write("e.jsonl.gz", gzip.compress(lines.encode())), write("f.json.gz", gzip.compress(json.dumps(rows).encode()))]
+    paths += [write("g.csv.gz", gzip.compress(table.encode()))]
+    for path in paths:
+        assert [example.content() for example in examples_of(path).examples] == rows, path
     text = examples_of(write("h.txt", "One line.\n\nAnother.\n"))
     assert [(example.row, example.text) for example in text.examples] == [(1, "One line."), (3, "Another.")]
 
@@ -213,18 +213,18 @@ def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_ex
 def test_zstd_is_read_and_refused_by_name_when_it_is_cut_damaged_or_a_bomb(write):
     import pyarrow as pa
 
-    def packed(text):
+    def compressed(text):
         return pa.Codec("zstd").compress(text.encode(), asbytes=True)
 
     rows = [{"text": f"number {n}"} for n in range(2000)]
-    whole = packed("".join(json.dumps(row) + "\n" for row in rows))
-    assert [example.text for example in examples_of(write("a.jsonl.zst", whole)).examples] == [row["text"] for row in rows]
-    assert examples_of(write("b.csv.zst", packed("text\na\nb\n"))).read == 2
-    for name, content in (("cut.jsonl.zst", whole[: len(whole) // 2]), ("other.jsonl.zst", b"not zstd at all")):
+    complete = compressed("".join(json.dumps(row) + "\n" for row in rows))
+    assert [example.text for example in examples_of(write("a.jsonl.zst", complete)).examples] == [row["text"] for row in rows]
+    assert examples_of(write("b.csv.zst", compressed("text\na\nb\n"))).rows_read == 2
+    for name, content in (("cut.jsonl.zst", complete[: len(complete) // 2]), ("other.jsonl.zst", b"not zstd at all")):
         with pytest.raises(DataError, match=f"{name}: can't be read"):
             examples_of(write(name, content))
     with pytest.raises(DataError, match="is longer than 32 MiB"):
-        examples_of(write("bomb.jsonl.zst", packed('{"text": "a"}\n{"text": "' + "a" * 40 * 2**20)))
+        examples_of(write("bomb.jsonl.zst", compressed('{"text": "a"}\n{"text": "' + "a" * 40 * 2**20)))
 
 
 def test_splits_in_one_file_and_damaged_gzip_are_refused_by_name(write):

@@ -12,7 +12,7 @@ from finetune.errors import DataError, RecipeError
 
 
 def rows_of(*lengths):
-    return [talk(f"question {n}", "answer " * length) for n, length in enumerate(lengths)]
+    return [talk(f"question {index}", "answer " * length) for index, length in enumerate(lengths)]
 
 
 def test_the_report_counts_rows_tokens_and_their_shares(write, tokenizer):
@@ -84,8 +84,8 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
     except DataError:
         assert held_out or set(kinds) <= {"not json"}
         return
-    sides = [report for report in (prepared.report, prepared.eval_report) if report]
-    for report in sides:
+    reports = [report for report in (prepared.report, prepared.eval_report) if report]
+    for report in reports:
         left_out = report.rows_too_long - report.rows_truncated
         assert report.rows_read == report.rows_used + len(report.rows_refused) + report.rows_held_out + left_out
     assert prepared.report.rows_read == len(kinds)
@@ -95,8 +95,8 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
 
 
 def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write, tokenizer):
-    train, held = write("train.jsonl", rows_of(1, 2, 2) + rows_of(1)), write("eval.jsonl", rows_of(9) + [talk("new", "b")])
-    prepared = prepare(recipe(train, eval_path=held), tokenizer, max_length=None)
+    train, eval_path = write("train.jsonl", rows_of(1, 2, 2) + rows_of(1)), write("eval.jsonl", rows_of(9) + [talk("new", "b")])
+    prepared = prepare(recipe(train, eval_path=eval_path), tokenizer, max_length=None)
     assert (prepared.report.rows_used, prepared.report.duplicate_rows) == (4, 1)
     assert any("1 row(s) are duplicates" in warning for warning in prepared.report.warnings)
     assert any(
@@ -105,8 +105,8 @@ def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write
 
 
 def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):
-    held = write("eval.jsonl", [talk("a", "b", "c", "d", system="s")])
-    [example] = prepare(recipe(write("train.jsonl", rows_of(1)), eval_path=held), tokenizer, max_length=None).eval_examples
+    eval_path = write("eval.jsonl", [talk("a", "b", "c", "d", system="s")])
+    [example] = prepare(recipe(write("train.jsonl", rows_of(1)), eval_path=eval_path), tokenizer, max_length=None).eval_examples
     assert [message["content"] for message in example.question()] == ["s", "a", "b", "c"]
     assert example.reference() == "d"
 
@@ -114,11 +114,17 @@ def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenize
 def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write):
     path = write("rows.jsonl", rows_of(*range(1, 21)) + rows_of(*range(1, 21)))
     dataset = recipe(path, test_split_size=0.25).dataset
-    first, again, other = read_examples(dataset, 1), read_examples(dataset, 1), read_examples(dataset, 2)
+    first, repeated, other = read_examples(dataset, 1), read_examples(dataset, 1), read_examples(dataset, 2)
     assert len(first.eval.examples) == 10 and first.train.held_out == 10
-    assert [e.row for e in first.eval.examples] == [e.row for e in again.eval.examples] != [e.row for e in other.eval.examples]
-    trained, held = ({e.question()[0]["content"] for e in side.examples} for side in (first.train, first.eval))
-    assert not trained & held
+    assert (
+        [example.row for example in first.eval.examples]
+        == [example.row for example in repeated.eval.examples]
+        != [example.row for example in other.eval.examples]
+    )
+    trained, held_out = (
+        {example.question()[0]["content"] for example in split.examples} for split in (first.train, first.eval)
+    )
+    assert not trained & held_out
     assert len(read_examples(recipe(path, test_split_size=4).dataset).eval.examples) == 4
 
 
@@ -141,12 +147,12 @@ def test_the_fingerprint_is_the_same_for_the_same_and_another_for_anything_that_
     def print_of(path=path, template=CHATML, max_length=None, extra=(), **settings):
         return prepare(recipe(path, **settings), build_tokenizer(template, extra=extra), max_length=max_length).fingerprint
 
-    same = {print_of(), print_of(), print_of(path=str(tmp_path / "copy.jsonl")), print_of(seed=7)}
-    others = {
+    equal = {print_of(), print_of(), print_of(path=str(tmp_path / "copy.jsonl")), print_of(seed=7)}
+    different = {
         print_of(path=write("other.jsonl", rows_of(1, 2, 31))), print_of(template=CHATML_MARKED), print_of(extra=("<x>",)),
         print_of(train_on_inputs=True), print_of(max_length=16, excess_length="truncate"), print_of(max_rows=2),
     }  # fmt: skip
-    assert len(same) == 1 and len(others) == 6 and not same & others
+    assert len(equal) == 1 and len(different) == 6 and not equal & different
 
 
 def test_padding_and_truncating_with_the_tokenizer_in_between_does_not_change_the_fingerprint(write):
@@ -157,10 +163,15 @@ def test_padding_and_truncating_with_the_tokenizer_in_between_does_not_change_th
 
 
 def test_progress_ends_at_the_number_of_rows(write, tokenizer):
-    seen = []
-    path, held = write("rows.jsonl", rows_of(*[1] * 300)), write("eval.jsonl", rows_of(2, 2))
-    prepare(recipe(path, eval_path=held), tokenizer, max_length=None, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(256, 302), (300, 302), (302, 302)]
+    reports = []
+    path, eval_path = write("rows.jsonl", rows_of(*[1] * 300)), write("eval.jsonl", rows_of(2, 2))
+    prepare(
+        recipe(path, eval_path=eval_path),
+        tokenizer,
+        max_length=None,
+        progress=lambda count, total: reports.append((count, total)),
+    )
+    assert reports == [(256, 302), (300, 302), (302, 302)]
 
 
 def test_conversations_need_a_chat_template_and_the_error_says_what_else_can_be_done(write):

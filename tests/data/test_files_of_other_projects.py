@@ -44,13 +44,13 @@ def refused(path, **settings):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_clean_row_is_learnt_as_it_is_meant(write, name):
-    row, before = ROWS[name]
+    row, messages_before = ROWS[name]
     report = prepare(recipe(write("rows.jsonl", [row])), build_tokenizer(), max_length=None).report
     assert (report.rows_read, report.rows_used, report.findings) == (1, 1, ())
     [example] = read_examples(recipe(write("rows.json", json.dumps([row]))).dataset).train.examples
     question = example.question()
     assert ("".join(question[-1]["content"].split()), example.reference()) == ("".join(QA[0].split()), QA[1])
-    assert len(question) - 1 == before and (before != 1 or question[0] == SYSTEM)
+    assert len(question) - 1 == messages_before and (messages_before != 1 or question[0] == SYSTEM)
 
 
 def test_plain_texts_and_prompts_are_learnt_as_they_are(write):
@@ -75,8 +75,8 @@ def test_tables_line_ends_and_names_in_other_alphabets_are_read(write, tmp_path,
     path = write(name, content)
     link = tmp_path / f"link{Path(name).suffix}"
     link.symlink_to(path)
-    for place in (path, str(link)):
-        [example] = read_examples(recipe(place).dataset).train.examples
+    for file_path in (path, str(link)):
+        [example] = read_examples(recipe(file_path).dataset).train.examples
         assert (example.messages[0]["content"], example.reference()) == QA
 
 
@@ -92,7 +92,7 @@ def test_parquet_is_read_as_json_is(tmp_path):
 def test_other_encodings_are_named(write):
     row = json.dumps({"question": "Où ?", "answer": "Là."}, ensure_ascii=False)
     assert "is UTF-16 text, not UTF-8" in refused(write("wide.jsonl", row.encode("utf-16")))
-    [bad] = read_examples(
+    [refused_row] = read_examples(
         recipe(write("old.jsonl", f'{row}\n{{"question": "a", "answer": "b"}}\n'.encode("cp1252"))).dataset
     ).train.refused
-    assert bad.row == 1 and "is not UTF-8: byte 0xf9" in bad.reason
+    assert refused_row.row == 1 and "is not UTF-8: byte 0xf9" in refused_row.reason

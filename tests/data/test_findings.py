@@ -1,4 +1,4 @@
-"""What the data doctor finds, with its count, its first places and what to do; and nothing in clean data."""
+"""Findings in data: their count, first rows and fix; and none in clean data."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def test_a_finding_names_its_rows_and_what_to_do(write, row, kind):
 
 
 @pytest.mark.parametrize("row", [{"text": "Stop</s> now"}, {"prompt": "Stop</s> ", "completion": "now"}])
-def test_special_tokens_in_plain_text_are_told(write, row):
+def test_special_tokens_in_plain_text_are_reported(write, row):
     [finding] = report_of(write, [row]).findings
     assert (finding.kind, finding.rows) == ("control", 1)
 
@@ -66,13 +66,13 @@ def test_answers_in_several_languages_are_found_by_their_script(write):
     assert "row" in finding.first[0] and "32" in finding.first[0]
 
 
-@pytest.mark.parametrize(("long", "found"), [(1, False), (2, True)])
-def test_more_than_a_hundredth_of_cut_rows_is_found(write, long, found):
-    rows = [talk(f"{n}?", f"{n}") for n in range(100 - long)] + [talk("?", "long " * 80)] * long
+@pytest.mark.parametrize(("long_rows", "reported"), [(1, False), (2, True)])
+def test_more_than_a_hundredth_of_cut_rows_is_found(write, long_rows, reported):
+    rows = [talk(f"{n}?", f"{n}") for n in range(100 - long_rows)] + [talk("?", "long " * 80)] * long_rows
     path = write("rows.jsonl", rows)
     report = prepare(recipe(path, excess_length="truncate"), build_tokenizer(), max_length=64).report
-    assert ("truncated" in [finding.kind for finding in report.findings]) == found
-    assert report.rows_truncated == long
+    assert ("truncated" in [finding.kind for finding in report.findings]) == reported
+    assert report.rows_truncated == long_rows
 
 
 def test_every_row_is_in_the_account_with_its_reason(write):
@@ -97,18 +97,20 @@ def test_refused_rows_are_counted_by_reason_whatever_their_number():
     assert len(lines) <= 12
 
 
-SAME = " ".join(
+SHARED_TEXT = " ".join(
     f"The parcel number {n * n} with {n + 3} tents left the depot on day {7 * n} and comes by lorry." for n in range(12)
 )
 
 
 def test_rows_that_say_nearly_the_same_are_found_and_others_are_not(write):
     towns = ["Lyon", "Kyoto", "Quito", "Turin", "Oslo", "Cairo"]
-    rows = [talk(f"Where is it, {town}?", SAME + town) for town in towns]
-    near = {finding.kind: finding.rows for finding in report_of(write, rows).findings}
-    assert near == {"near duplicates": len(towns) - 1}
-    words = [f"{one}{two}" for one in ("river", "city", "small", "people") for two in ("bank", "gate", "wall", "side")]
-    others = [talk(f"{n}?", " ".join(random.Random(n).choices(words, k=60))) for n in range(40)]
+    rows = [talk(f"Where is it, {town}?", SHARED_TEXT + town) for town in towns]
+    counts = {finding.kind: finding.rows for finding in report_of(write, rows).findings}
+    assert counts == {"near duplicates": len(towns) - 1}
+    vocabulary = [
+        f"{first}{second}" for first in ("river", "city", "small", "people") for second in ("bank", "gate", "wall", "side")
+    ]
+    others = [talk(f"{n}?", " ".join(random.Random(n).choices(vocabulary, k=60))) for n in range(40)]
     assert report_of(write, others).findings == ()
 
 
@@ -131,7 +133,7 @@ def test_data_that_nothing_right_is_learnt_of_stops_a_run_until_it_is_accepted(w
     assert kind in [finding.kind for finding in accepted.report.findings if finding.blocks]
 
 
-def test_a_learnt_system_prompt_and_another_template_are_told(write, tmp_path):
+def test_a_learnt_system_prompt_and_another_template_are_reported(write, tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "mine.jinja").write_text(CHATML_MARKED)
     path = write("rows.jsonl", [talk(f"Question {n}?", f"Answer {n}.", system="Be brief.") for n in range(3)])

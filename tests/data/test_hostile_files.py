@@ -153,7 +153,7 @@ def test_a_file_that_may_not_be_read_says_so():
         path.write_text(GOOD)
         path.chmod(0)
         Path(folder).chmod(0o755)
-        out, into = os.pipe()
+        read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             try:
@@ -161,13 +161,13 @@ def test_a_file_that_may_not_be_read_says_so():
                     os.setuid(65534)
                 find_sources(str(path))
             except FinetuneError as error:
-                os.write(into, "\n".join([*error.problems, error.fix]).encode())
+                os.write(write_end, "\n".join([*error.problems, error.fix]).encode())
             finally:
                 os._exit(0)
-        os.close(into)
+        os.close(write_end)
         os.waitpid(child, 0)
-        text = os.read(out, 10_000).decode()
-        os.close(out)
+        text = os.read(read_end, 10_000).decode()
+        os.close(read_end)
     assert "Permission denied" in text and f"chmod u+r {path}" in text
 
 
@@ -188,7 +188,7 @@ def test_names_with_control_characters_are_printed_inert(tmp_path, write):
 
 
 @pytest.mark.slow
-def test_a_dataset_that_is_nowhere_is_looked_for_on_the_hub_and_said_so(tmp_path):
+def test_a_dataset_that_is_not_local_is_looked_for_on_the_hub_and_the_error_says_so(tmp_path):
     import subprocess
     import sys
 
@@ -199,8 +199,10 @@ def test_a_dataset_that_is_nowhere_is_looked_for_on_the_hub_and_said_so(tmp_path
         "except DataError as error: print(error.problems[0], error.exit_code)"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert "nobody/nothing: is not a local file, and the hub can't be reached" in done.stdout and done.stdout.endswith(" 4\n")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "nobody/nothing: is not a local file, and the hub can't be reached" in process.stdout and process.stdout.endswith(
+        " 4\n"
+    )
 
 
 def test_datasets_are_loaded_like_hub_ones_and_only_in_known_formats(tmp_path, monkeypatch):
@@ -245,7 +247,7 @@ _FIELDS = [
 _ROWS = st.lists(st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4) | _JSON, max_size=5)
 
 
-def _never_a_traceback(path) -> None:
+def _check_rows_or_data_error(path) -> None:
     """Either rows, all of them accounted for, or a DataError that names the file."""
     try:
         rows = read_examples(recipe(path).dataset).train
@@ -254,7 +256,7 @@ def _never_a_traceback(path) -> None:
         assert Path(path).name in text and error.fix
         assert all(letter.isprintable() or letter == "\n" for letter in text)
         return
-    assert rows.read == len(rows.examples) + len(rows.refused)
+    assert rows.rows_read == len(rows.examples) + len(rows.refused)
     for row in rows.refused:
         assert row.file == path and row.row >= 1 and row.reason and str(row).isprintable()
 
@@ -267,7 +269,7 @@ _HEALTH = {"deadline": None, "suppress_health_check": [HealthCheck.function_scop
 @given(rows=_ROWS, suffix=st.sampled_from(["jsonl", "json"]), lines=st.booleans())
 def test_200_files_of_any_json_give_rows_or_a_named_problem(write, rows, suffix, lines):
     text = "\n".join(map(json.dumps, rows)) if lines else json.dumps(rows)
-    _never_a_traceback(write(f"generated.{suffix}", text.encode("utf-8", "surrogatepass")))
+    _check_rows_or_data_error(write(f"generated.{suffix}", text.encode("utf-8", "surrogatepass")))
 
 
 @settings(max_examples=200, **_HEALTH)
@@ -283,13 +285,13 @@ def test_200_damaged_text_files_give_rows_or_a_named_problem(write, suffix, dama
     cells = "".join(f'"Frage {n} ""ü""","Ja,\n🙂"\n' for n in range(rows))
     texts = {"jsonl": "\n".join(map(json.dumps, good)), "json": json.dumps(good), "csv": "prompt,completion\n" + cells}
     content = texts[suffix].encode()
-    for where, how, extra in damage:
-        place = int(where * len(content))
+    for share, kind, extra in damage:
+        offset = int(share * len(content))
         content = {
-            "cut": content[:place], "insert": content[:place] + extra + content[place:],
-            "double": content[:place] + content[place // 2 :], "null": content[:place] + b"\0" + content[place + 1 :],
-        }[how]  # fmt: skip
-    _never_a_traceback(write(f"damaged.{suffix}", content))
+            "cut": content[:offset], "insert": content[:offset] + extra + content[offset:],
+            "double": content[:offset] + content[offset // 2 :], "null": content[:offset] + b"\0" + content[offset + 1 :],
+        }[kind]  # fmt: skip
+    _check_rows_or_data_error(write(f"damaged.{suffix}", content))
 
 
 def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path):
@@ -299,13 +301,13 @@ def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path)
     parquet.write_table(
         pa.Table.from_pylist([{"prompt": f"Frage {n}", "completion": "Ja"} for n in range(20)]), tmp_path / "good.parquet"
     )
-    good, chance = (tmp_path / "good.parquet").read_bytes(), random.Random(0)
+    good, rng = (tmp_path / "good.parquet").read_bytes(), random.Random(0)
     for _ in range(200):
-        broken = bytearray(good[: chance.choice([len(good), chance.randrange(len(good))])])
-        for _ in range(chance.randrange(4)):
-            if broken:
-                broken[chance.randrange(len(broken))] = chance.randrange(256)
-        _never_a_traceback(write("damaged.parquet", bytes(broken)))
+        damaged = bytearray(good[: rng.choice([len(good), rng.randrange(len(good))])])
+        for _ in range(rng.randrange(4)):
+            if damaged:
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        _check_rows_or_data_error(write("damaged.parquet", bytes(damaged)))
 
 
 def test_a_parquet_row_of_millions_of_values_in_a_kilobyte_is_refused(tmp_path):

@@ -15,7 +15,7 @@ DPO = "preference data .*DPO"
 
 
 @pytest.mark.parametrize(
-    ("row", "named"),
+    ("row", "message"),
     [
         ({"conversations": ASK, "chosen": GPT, "rejected": {"from": "gpt", "value": "Go."}}, DPO),
         ({"prompt": "Hi", "chosen": "Hello", "rejected": "Go."}, DPO),
@@ -41,8 +41,8 @@ DPO = "preference data .*DPO"
         ({"id": "seed_task_0", "instruction": "Name it", "instances": [{"input": "", "output": "Tea"}]}, "self-instruct"),
     ],
 )
-def test_what_would_be_learnt_in_a_wrong_sense_stops_the_run_and_is_named(write, row, named):
-    with pytest.raises(DataError, match=named) as error:
+def test_what_would_be_learnt_in_a_wrong_sense_stops_the_run_and_is_named(write, row, message):
+    with pytest.raises(DataError, match=message) as error:
         read_examples(recipe(write("rows.jsonl", [row, row]), on_bad_rows="skip").dataset)
     assert "dataset" in error.value.fix or "jq" in error.value.fix
 
@@ -122,7 +122,7 @@ def test_a_half_weight_and_a_user_to_be_trained_are_refused(write):
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_reaches_the_template_or_the_row_is_refused(write, name):
-    writes = (
+    template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
         "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -131,8 +131,8 @@ def test_reasoning_reaches_the_template_or_the_row_is_refused(write, name):
     row["messages"][1][name] = "two and two"
     path = write("rows.jsonl", [row])
     [example] = read_examples(recipe(path).dataset).train.examples
-    [[one]] = Encoder(build_tokenizer(writes)).encode([example])
-    assert trained_text(one, build_tokenizer(writes)) == "<think>two and two</think>4<|im_end|>"
+    [[sequence]] = Encoder(build_tokenizer(template)).encode([example])
+    assert trained_text(sequence, build_tokenizer(template)) == "<think>two and two</think>4<|im_end|>"
     with pytest.raises(DataError, match="leaves out the reasoning"):
         prepare(recipe(path), build_tokenizer(), max_length=None)
     assert prepare(recipe(path, ignore_columns=[name]), build_tokenizer(), max_length=None).report.rows_used == 1

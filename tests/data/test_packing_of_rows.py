@@ -13,12 +13,12 @@ pytestmark = pytest.mark.slow  # imports TRL
 
 def dataset_of(lengths):
     """Rows of distinct ids; every third token is not trained."""
-    ids, start = [], 0
+    rows, start = [], 0
     for length in lengths:
-        ids.append(list(range(start, start + length)))
+        rows.append(list(range(start, start + length)))
         start += length
     return Dataset.from_dict(
-        {"input_ids": ids, "labels": [[-100 if token % 3 == 0 else token for token in row] for row in ids]}
+        {"input_ids": rows, "labels": [[-100 if token % 3 == 0 else token for token in row] for row in rows]}
     )
 
 

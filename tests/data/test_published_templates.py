@@ -39,15 +39,15 @@ def sequences(name, *turns):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FOR_IMAGES])
 def test_every_answer_and_its_end_is_trained_once_and_no_question_is(name):
     encoder, result = sequences(name, QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1])
-    stretches = [stretch for one in result for stretch in trained_text(one, encoder.tokenizer).split("|It is")]
-    text = "".join(trained_text(one, encoder.tokenizer) for one in result)
-    assert [text.count(answer) for answer in ANSWERS] == [1, 1], stretches
+    segments = [segment for sequence in result for segment in trained_text(sequence, encoder.tokenizer).split("|It is")]
+    text = "".join(trained_text(sequence, encoder.tokenizer) for sequence in result)
+    assert [text.count(answer) for answer in ANSWERS] == [1, 1], segments
     assert not any(question in text for question in QUESTIONS)
-    for one in result:
-        trained = [place for place, label in enumerate(one.labels) if label != -100]
-        ends = [place for place in trained if place + 1 not in set(trained)]
-        assert all(int(one.input_ids[place]) in encoder.tokenizer.added_tokens_decoder for place in ends)
-        assert encoder.stops & set(one.labels.tolist())
+    for sequence in result:
+        trained = [index for index, label in enumerate(sequence.labels) if label != -100]
+        ends = [index for index in trained if index + 1 not in set(trained)]
+        assert all(int(sequence.input_ids[index]) in encoder.tokenizer.added_tokens_decoder for index in ends)
+        assert encoder.stops & set(sequence.labels.tolist())
 
 
 @pytest.mark.parametrize(
@@ -57,34 +57,42 @@ def test_each_answer_is_trained_after_the_very_text_that_asks_for_it(name):
     encoder, result = sequences(name, QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1])
     messages = talk(QUESTIONS[0], ANSWERS[0], QUESTIONS[1])["messages"]
     for length in (1, 3):
-        asked = encoder.prompt_ids(messages[:length])
-        hosts = [one for one in result if len(asked) in _read_before_answers(one, asked)]
-        if not hosts:  # the template asks with <think>, which it doesn't write; the report says so
-            hosts = [one for one in result if "unprompted" in one.notes]
-            rests = [encoder.tokenizer.decode(asked[place:]) for one in hosts for place in _read_before_answers(one, asked)]
-            assert any(rest and re.fullmatch(r"\s*(</?think>\s*)?", rest) for rest in rests), rests
-        assert len(hosts) == 1
+        prompt_ids = encoder.prompt_ids(messages[:length])
+        matching = [sequence for sequence in result if len(prompt_ids) in _prefix_lengths(sequence, prompt_ids)]
+        if not matching:  # the template asks with <think>, which it doesn't write; the report says so
+            matching = [sequence for sequence in result if "unprompted" in sequence.notes]
+            remainders = [
+                encoder.tokenizer.decode(prompt_ids[length:])
+                for sequence in matching
+                for length in _prefix_lengths(sequence, prompt_ids)
+            ]
+            assert any(remainder and re.fullmatch(r"\s*(</?think>\s*)?", remainder) for remainder in remainders), remainders
+        assert len(matching) == 1
 
 
-def _read_before_answers(one, asked) -> list[int]:
-    """Lengths of what is read before an answer of the sequence, where `asked` begins with the same tokens."""
-    starts = [place for place in range(1, len(one.labels)) if one.labels[place] != -100 and one.labels[place - 1] == -100]
-    return [place for place in starts if one.input_ids[:place].tolist() == asked[:place]]
+def _prefix_lengths(sequence, prompt_ids) -> list[int]:
+    """Lengths of the prefixes before answers of the sequence that equal the start of `prompt_ids`."""
+    answer_starts = [
+        index
+        for index in range(1, len(sequence.labels))
+        if sequence.labels[index] != -100 and sequence.labels[index - 1] == -100
+    ]
+    return [index for index in answer_starts if sequence.input_ids[:index].tolist() == prompt_ids[:index]]
 
 
 @pytest.mark.parametrize(
     "name", [name.removesuffix("_training") for name in NAMES if name.endswith("_training") and name not in FOR_IMAGES]
 )
 def test_positions_equal_those_of_trls_markers_where_both_write_the_same_text(name):
-    _, plain = sequences(name, QUESTIONS[0], ANSWERS[0])
-    encoder, marked = sequences(f"{name}_training", QUESTIONS[0], ANSWERS[0])
+    _, by_prefix = sequences(name, QUESTIONS[0], ANSWERS[0])
+    encoder, by_markers = sequences(f"{name}_training", QUESTIONS[0], ANSWERS[0])
     decode = encoder.tokenizer.decode
-    core = f"{ANSWERS[0]}"
-    for one in (*plain, *marked):
-        assert core in trained_text(one, encoder.tokenizer)
-    if decode(plain[0].input_ids) == decode(marked[0].input_ids) and not plain[0].notes:
-        ours, theirs = trained_text(plain[0], encoder.tokenizer), trained_text(marked[0], encoder.tokenizer)
-        assert theirs.endswith(ours.lstrip()), (ours, theirs)  # TRL's may begin with the header of the turn
+    answer = f"{ANSWERS[0]}"
+    for sequence in (*by_prefix, *by_markers):
+        assert answer in trained_text(sequence, encoder.tokenizer)
+    if decode(by_prefix[0].input_ids) == decode(by_markers[0].input_ids) and not by_prefix[0].notes:
+        ours, trls = trained_text(by_prefix[0], encoder.tokenizer), trained_text(by_markers[0], encoder.tokenizer)
+        assert trls.endswith(ours.lstrip()), (ours, trls)  # TRL's may begin with the header of the turn
 
 
 @pytest.mark.parametrize("name", FOR_IMAGES)
@@ -95,8 +103,8 @@ def test_templates_for_images_are_refused_with_a_reason(name):
 
 
 def test_a_template_with_todays_date_gives_the_same_tokens_every_day():
-    encoder, [one] = sequences("llama3_2", QUESTIONS[0], ANSWERS[0])
-    assert "26 Jul 2024" in encoder.tokenizer.decode(one.input_ids)
+    encoder, [sequence] = sequences("llama3_2", QUESTIONS[0], ANSWERS[0])
+    assert "26 Jul 2024" in encoder.tokenizer.decode(sequence.input_ids)
     assert not encoder.template.writes_today
     encoder, _ = sequences("gptoss", QUESTIONS[0], ANSWERS[0])
     assert encoder.template.writes_today

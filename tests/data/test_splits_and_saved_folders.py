@@ -17,12 +17,12 @@ def prompts(rows):
     return [example.prompt for example in rows.examples]
 
 
-def both(path, **settings):
-    found = read_examples(recipe(str(path), **settings).dataset)
-    return prompts(found.train), found.eval and prompts(found.eval)
+def prompts_of_splits(path, **settings):
+    examples = read_examples(recipe(str(path), **settings).dataset)
+    return prompts(examples.train), examples.eval and prompts(examples.eval)
 
 
-WANTED = [row["prompt"] for row in TRAIN], [row["prompt"] for row in TEST]
+EXPECTED_PROMPTS = [row["prompt"] for row in TRAIN], [row["prompt"] for row in TEST]
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def test_a_folder_of_save_to_disk_is_read_in_its_order(tmp_path):
     from datasets import Dataset
 
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=3)
-    assert both(tmp_path / "saved") == ([row["prompt"] for row in ROWS], None)
+    assert prompts_of_splits(tmp_path / "saved") == ([row["prompt"] for row in ROWS], None)
     next((tmp_path / "saved").glob("*.arrow")).unlink()
     with pytest.raises(DataError, match="one is missing"):
-        both(tmp_path / "saved")
+        prompts_of_splits(tmp_path / "saved")
 
 
 def test_a_saved_dictionary_of_splits_trains_on_one_and_holds_out_another(tmp_path):
@@ -74,43 +74,43 @@ def test_a_saved_dictionary_of_splits_trains_on_one_and_holds_out_another(tmp_pa
 
     DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="with the splits train, test") as error:
-        both(tmp_path / "saved")
+        prompts_of_splits(tmp_path / "saved")
     assert "dataset.eval_split=test" in error.value.fix
-    assert both(tmp_path / "saved", eval_split="test") == WANTED
-    assert both(tmp_path / "saved", split="test") == (WANTED[1], None)
+    assert prompts_of_splits(tmp_path / "saved", eval_split="test") == EXPECTED_PROMPTS
+    assert prompts_of_splits(tmp_path / "saved", split="test") == (EXPECTED_PROMPTS[1], None)
     with pytest.raises(DataError, match="has no split dev; it has train, test"):
-        both(tmp_path / "saved", eval_split="dev")
+        prompts_of_splits(tmp_path / "saved", eval_split="dev")
 
 
 def test_the_splits_of_one_json_file_are_used_where_they_are_named(write):
     path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
-    assert both(path, eval_split="test") == WANTED
-    assert both(path, split="train") == (WANTED[0], None)
+    assert prompts_of_splits(path, eval_split="test") == EXPECTED_PROMPTS
+    assert prompts_of_splits(path, split="train") == (EXPECTED_PROMPTS[0], None)
     with pytest.raises(DataError, match="has no split dev; it has train, test"):
-        both(path, eval_split="dev")
+        prompts_of_splits(path, eval_split="dev")
     with pytest.raises(DataError, match="has the splits train, test in one file") as error:
-        both(path)
+        prompts_of_splits(path)
     assert "dataset.eval_split=test" in error.value.fix
 
 
 def test_a_column_that_says_the_split_holds_rows_out_or_stops_the_run(write):
     path = write("rows.jsonl", MIXED)
-    assert both(path, eval_split="test") == WANTED
-    assert both(path, split="train") == (WANTED[0], None)
+    assert prompts_of_splits(path, eval_split="test") == EXPECTED_PROMPTS
+    assert prompts_of_splits(path, split="train") == (EXPECTED_PROMPTS[0], None)
     with pytest.raises(DataError, match="'split' isn't used, and it says which rows are held out: 2 row") as error:
-        both(path)
+        prompts_of_splits(path)
     assert "dataset.eval_split=test" in error.value.fix
-    assert both(path, ignore_columns=["split"])[0] == [row["prompt"] for row in ROWS]
+    assert prompts_of_splits(path, ignore_columns=["split"])[0] == [row["prompt"] for row in ROWS]
 
 
 @pytest.mark.parametrize("split", ["train", "test", "a sentence"])
 def test_a_split_that_all_rows_have_stops_nothing(write, split):
     path = write("rows.jsonl", [{**row, "split": split} for row in ROWS])
-    assert len(both(path)[0]) == 7
+    assert len(prompts_of_splits(path)[0]) == 7
 
 
 def test_a_split_that_a_file_without_splits_cannot_have_is_refused_but_train_is_the_whole(write):
     path = write("rows.jsonl", ROWS)
-    assert len(both(path, split="train")[0]) == 7
+    assert len(prompts_of_splits(path, split="train")[0]) == 7
     with pytest.raises(RecipeError, match="rows.jsonl has none"):
-        both(path, eval_split="test")
+        prompts_of_splits(path, eval_split="test")

@@ -1,4 +1,4 @@
-"""Rows are tokenised once: the cache gives what reading gives, is never stale, and survives kills, damage and two writers."""
+"""Rows are tokenised once: the cache equals reading, is never stale, and survives kills, damage and two writers."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from small_data import CHATML_MARKED, build_tokenizer, recipe, talk
 
 from finetune.data import Encoder, examples, prepare, token_cache, workers
-from finetune.data.row_count import RowCount
+from finetune.data.row_progress import RowProgress
 from finetune.errors import DataError, DiskFull, OutOfMemory
 
 ROWS = [talk(f"How much is {n} and {n}?", f"It is {n + n}.") for n in range(22)]
@@ -20,7 +20,7 @@ def small_batches(monkeypatch):
     """Every file is cached, in batches of four rows, made in this process."""
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
     monkeypatch.setattr(examples, "BATCH_ROWS", 4)
-    monkeypatch.setattr(workers, "usable_processors", lambda: 1)
+    monkeypatch.setattr(workers, "usable_cpus", lambda: 1)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def encoded(monkeypatch):
 
 
 def shards():
-    return sorted(token_cache.folder().rglob("*.arrow"))
+    return sorted(token_cache.cache_folder().rglob("*.arrow"))
 
 
 def content(prepared):
@@ -44,10 +44,10 @@ def content(prepared):
 def test_the_cache_gives_what_reading_gives(write, monkeypatch, encoded, settings):
     damaged = [*ROWS, talk("unanswered"), talk("long", "word " * 60), talk("Ã©t\u00e9", "so"), ROWS[0]]
     path, tokenizer = write("rows.jsonl", damaged), build_tokenizer()
-    chosen = recipe(path, on_bad_rows="skip", **settings)
+    data_recipe = recipe(path, on_bad_rows="skip", **settings)
 
     def prepared():
-        return content(prepare(chosen, tokenizer, max_length=60 if settings else None, report_only=True))
+        return content(prepare(data_recipe, tokenizer, max_length=60 if settings else None, report_only=True))
 
     first = prepared()
     encoded.clear()
@@ -57,31 +57,31 @@ def test_the_cache_gives_what_reading_gives(write, monkeypatch, encoded, setting
 
 
 def test_forks_give_the_same_as_one_process(write, monkeypatch):
-    chosen = recipe(write("rows.jsonl", ROWS))
-    monkeypatch.setattr(workers, "usable_processors", lambda: 3)
-    forked = content(prepare(chosen, build_tokenizer(), max_length=None))
+    data_recipe = recipe(write("rows.jsonl", ROWS))
+    monkeypatch.setattr(workers, "usable_cpus", lambda: 3)
+    forked = content(prepare(data_recipe, build_tokenizer(), max_length=None))
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
-    assert content(prepare(chosen, build_tokenizer(), max_length=None)) == forked
+    assert content(prepare(data_recipe, build_tokenizer(), max_length=None)) == forked
 
 
-def test_a_preparation_that_was_interrupted_goes_on_with_the_batches_that_are_missing(write, monkeypatch, encoded):
-    chosen, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
+def test_an_interrupted_preparation_continues_with_the_missing_batches(write, monkeypatch, encoded):
+    data_recipe, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
 
-    def stop_after_twelve(done, total):
-        if done >= 12:
+    def stop_after_twelve(count, total):
+        if count >= 12:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(chosen, tokenizer, max_length=None, progress=stop_after_twelve)
+        prepare(data_recipe, tokenizer, max_length=None, progress=stop_after_twelve)
     assert sum(encoded) == 12 and len(shards()) == 3
-    prepare(chosen, tokenizer, max_length=None)
+    prepare(data_recipe, tokenizer, max_length=None)
     assert sum(encoded) == 22
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "manifest", "index"])
-def test_a_damaged_batch_is_noticed_and_made_again(write, encoded, damage):
-    chosen, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
-    first = content(prepare(chosen, tokenizer, max_length=None))
+def test_a_damaged_batch_is_detected_and_tokenised_again(write, encoded, damage):
+    data_recipe, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
+    first = content(prepare(data_recipe, tokenizer, max_length=None))
     path = shards()[1]
     if damage == "gone":
         path.unlink()
@@ -91,30 +91,30 @@ def test_a_damaged_batch_is_noticed_and_made_again(write, encoded, damage):
         data[len(data) // 2] ^= 1
         path.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
     encoded.clear()
-    assert content(prepare(chosen, tokenizer, max_length=None)) == first
+    assert content(prepare(data_recipe, tokenizer, max_length=None)) == first
     assert sum(encoded) == (0 if damage == "index" else 4)
 
 
 def test_whatever_decides_the_tokens_makes_another_entry(write, tmp_path):
     path = write("rows.jsonl", [{**row, "score": 1} for row in ROWS])
     other = write("other.jsonl", [{**row, "score": 1} for row in ROWS[1:]])
-    base = {"ignore_columns": ["score"]}
-    ways = [
-        (recipe(path, **base), build_tokenizer()),
-        (recipe(other, **base), build_tokenizer()),
-        (recipe(path, **base), build_tokenizer(CHATML_MARKED)),
-        (recipe(path, **base), build_tokenizer(extra=("<|more|>",))),
-        (recipe(path, **base, train_on_inputs=True), build_tokenizer()),
-        (recipe(path, **base, max_rows=8), build_tokenizer()),
+    options = {"ignore_columns": ["score"]}
+    cases = [
+        (recipe(path, **options), build_tokenizer()),
+        (recipe(other, **options), build_tokenizer()),
+        (recipe(path, **options), build_tokenizer(CHATML_MARKED)),
+        (recipe(path, **options), build_tokenizer(extra=("<|more|>",))),
+        (recipe(path, **options, train_on_inputs=True), build_tokenizer()),
+        (recipe(path, **options, max_rows=8), build_tokenizer()),
         (recipe(path, ignore_columns=["score", "name"]), build_tokenizer()),
     ]
-    for number, (chosen, tokenizer) in enumerate(ways, 1):
-        prepare(chosen, tokenizer, max_length=None)
-        prepare(chosen.model_copy(update={"seed": number}), tokenizer, max_length=512)
-        assert len(list(token_cache.folder().iterdir())) == number
+    for number, (data_recipe, tokenizer) in enumerate(cases, 1):
+        prepare(data_recipe, tokenizer, max_length=None)
+        prepare(data_recipe.model_copy(update={"seed": number}), tokenizer, max_length=512)
+        assert len(list(token_cache.cache_folder().iterdir())) == number
 
 
-def test_a_file_under_another_name_is_known_and_named_as_it_is(write, encoded):
+def test_a_renamed_file_uses_the_cache_and_is_reported_by_its_new_name(write, encoded):
     rows = [*ROWS, {"messages": 5}]
     prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(), max_length=None, report_only=True)
     encoded.clear()
@@ -124,11 +124,11 @@ def test_a_file_under_another_name_is_known_and_named_as_it_is(write, encoded):
 
 
 def test_two_processes_at_once_give_the_same(write):
-    chosen, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
+    data_recipe, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
     children = []
     for _ in range(2):
         if (child := os.fork()) == 0:
-            os._exit(0 if prepare(chosen, tokenizer, max_length=None).report.rows_used == 22 else 1)
+            os._exit(0 if prepare(data_recipe, tokenizer, max_length=None).report.rows_used == 22 else 1)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert len(shards()) == 6
@@ -149,10 +149,10 @@ def test_a_cache_that_can_not_be_written_is_a_problem_of_the_disk(write, tmp_pat
         prepare(recipe(write("rows.jsonl", ROWS)), build_tokenizer(), max_length=None)
 
 
-def test_a_fork_that_is_killed_is_told_and_its_batch_made_the_next_time(write, monkeypatch):
-    chosen, parent = recipe(write("rows.jsonl", ROWS)), os.getpid()
+def test_a_killed_fork_is_reported_and_its_batch_is_tokenised_next_time(write, monkeypatch):
+    data_recipe, parent = recipe(write("rows.jsonl", ROWS)), os.getpid()
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "usable_processors", lambda: 2)
+        patch.setattr(workers, "usable_cpus", lambda: 2)
         encode = Encoder.encode
 
         def killed(self, rows):
@@ -162,24 +162,24 @@ def test_a_fork_that_is_killed_is_told_and_its_batch_made_the_next_time(write, m
 
         patch.setattr(Encoder, "encode", killed)
         with pytest.raises(OutOfMemory, match="was killed"):
-            prepare(chosen, build_tokenizer(), max_length=None)
-    assert prepare(chosen, build_tokenizer(), max_length=None).report.rows_used == 22
+            prepare(data_recipe, build_tokenizer(), max_length=None)
+    assert prepare(data_recipe, build_tokenizer(), max_length=None).report.rows_used == 22
 
 
 def test_truncated_rows_keep_their_trained_tokens_in_the_count(write):
-    chosen = recipe(write("rows.jsonl", [*ROWS, talk("long", "word " * 60)]), excess_length="truncate")
-    prepared = prepare(chosen, build_tokenizer(), max_length=40)
+    data_recipe = recipe(write("rows.jsonl", [*ROWS, talk("long", "word " * 60)]), excess_length="truncate")
+    prepared = prepare(data_recipe, build_tokenizer(), max_length=40)
     assert prepared.report.trained_tokens == sum(label != -100 for row in prepared.train for label in row["labels"])
     assert prepared.report.total_tokens == sum(len(row["input_ids"]) for row in prepared.train)
 
 
-def test_counting_says_how_many_how_fast_and_how_long(monkeypatch):
-    now, said = [0.0], []
+def test_progress_messages_have_count_rate_and_time_left(monkeypatch):
+    now, messages = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    count = RowCount(said.append)
-    for now[0], done, total in ((0.1, 10, 1000), (1.0, 250, 1000), (2.0, 500, None)):
-        count(done, total)
-    assert said == [
+    progress = RowProgress(messages.append)
+    for now[0], count, total in ((0.1, 10, 1000), (1.0, 250, 1000), (2.0, 500, None)):
+        progress(count, total)
+    assert messages == [
         "tokenising rows: 250 of 1,000, 250 per second, 3 s left", "tokenising rows: 500, 250 per second",
     ]  # fmt: skip
 

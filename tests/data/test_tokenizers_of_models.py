@@ -63,8 +63,8 @@ def test_a_hub_model_that_is_not_in_the_cache_says_so_when_offline(tmp_path):
         "except RecipeError as error: print(error.problems[0])"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert "nobody/nothing is not a local folder and can't be loaded from the hub" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "nobody/nothing is not a local folder and can't be loaded from the hub" in process.stdout
 
 
 def test_the_template_of_the_recipe_replaces_the_models(tmp_path):
@@ -105,9 +105,9 @@ def test_tokens_that_the_model_lacks_are_found_before_a_run(tmp_path, write, tex
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(tokenizer)}))
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
-    chosen = recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path))
+    data_recipe = recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path))
     if not refused:
-        assert encode_rows(chosen).sides[0].read == 1
+        assert encode_rows(data_recipe).splits[0].rows_read == 1
         return
     with pytest.raises(DataError, match=rf"token {len(tokenizer) - 1} \(<extra>\).* has {len(tokenizer) - 1:,} tokens"):
-        encode_rows(chosen)
+        encode_rows(data_recipe)

@@ -7,7 +7,7 @@ from small_data import recipe, trained_text
 from test_published_templates import FOLDER, tokenizer_of_all
 
 from finetune.data import Encoder, read_examples
-from finetune.data.tool_calls import is_written
+from finetune.data.tool_calls import has_call
 
 ARGUMENTS = {"city": 'Zürich "HB"', "days": 3, "exact": True, "at": {"lat": 47.4, "tags": ["a", "b"]}}
 TOOL = {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
@@ -89,21 +89,21 @@ def encoded(write, row, template):
 def test_a_call_is_trained_in_the_templates_form_and_parses_back(write, shape, template):
     sequences, tokenizer = encoded(write, SHAPES[shape], template)
     assert isinstance(sequences, list), sequences.reason
-    text = "\n".join(trained_text(one, tokenizer) for one in sequences)
-    assert is_written(text, "get_weather", ARGUMENTS), text
+    text = "\n".join(trained_text(sequence, tokenizer) for sequence in sequences)
+    assert has_call(text, "get_weather", ARGUMENTS), text
     assert '\\"city' not in text, "encoded twice"
-    whole = "".join(tokenizer.decode(one.input_ids) for one in sequences)
-    assert "function calling AI model" not in whole and ("Sunny." in text or shape == "xLAM")
+    full_text = "".join(tokenizer.decode(sequence.input_ids) for sequence in sequences)
+    assert "function calling AI model" not in full_text and ("Sunny." in text or shape == "xLAM")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_becomes_the_same_text_as_openais(write, shape):
-    ours, tokenizer = encoded(write, SHAPES[shape], "qwen2_5")
-    theirs, _ = encoded(write, openai(CALL), "qwen2_5")
-    first = trained_text(ours[0], tokenizer).split("|")[0]
-    assert first == trained_text(theirs[0], tokenizer).split("|")[0]
+    sequences, tokenizer = encoded(write, SHAPES[shape], "qwen2_5")
+    expected, _ = encoded(write, openai(CALL), "qwen2_5")
+    first = trained_text(sequences[0], tokenizer).split("|")[0]
+    assert first == trained_text(expected[0], tokenizer).split("|")[0]
     if shape != "xLAM":
-        assert tokenizer.decode(ours[0].input_ids) == tokenizer.decode(theirs[0].input_ids)
+        assert tokenizer.decode(sequences[0].input_ids) == tokenizer.decode(expected[0].input_ids)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +140,5 @@ def test_a_template_that_changes_arguments_is_refused(write):
     ],
 )
 def test_other_arguments_another_name_and_a_double_encoding_do_not_parse_back(text):
-    assert not is_written(text, "get_weather", ARGUMENTS)
-    assert is_written(json.dumps(CALL), "get_weather", ARGUMENTS)
+    assert not has_call(text, "get_weather", ARGUMENTS)
+    assert has_call(json.dumps(CALL), "get_weather", ARGUMENTS)

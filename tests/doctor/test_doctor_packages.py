@@ -113,6 +113,13 @@ def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
     assert found["cuda"].state == "warn" and "no answer within 1 s" in found["cuda"].what
 
 
+def test_a_library_that_takes_long_to_import_is_waited_for_and_named(broken):
+    broken("torch", "import time; time.sleep(2.5); raise ImportError('at last')")
+    waited = []
+    (found,) = check_stack(900.0, waited.append)
+    assert "at last" in found.what and waited[0].startswith("trying torch: ")
+
+
 @pytest.mark.slow
 def test_a_quantisation_that_gives_other_numbers_is_told(broken):
     broken("bitsandbytes", "import bnb_nn as nn, sys; sys.modules['bitsandbytes.nn'] = nn")

@@ -1,4 +1,4 @@
-"""Several adapters answer in one chat without loading their base model again, and the KV cache is known before any is."""
+"""Several adapters answer in one chat on one base model, and the bytes of the KV cache are known before it is loaded."""
 
 import io
 import json
@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from finetune.cli import main
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer
-from finetune.evaluate.room import ChatMemory, cache_token_bytes, chat_memory, token_bytes
+from finetune.evaluate.kv_cache import ChatMemory, cache_token_bytes, chat_memory, token_bytes
 from finetune.plan.plan import read_plan
 from finetune.run.directory import RunDirectory
 
 
-def test_what_does_not_fit_or_is_not_known_is_said():
-    assert ChatMemory(2**30, 2**20, 300, 2**31).in_words() == "model 1.00 GiB, KV cache of 300 tokens 1 MiB; 2.00 GiB free"
-    assert ChatMemory(2**31, 2**20, 300, 2**31).in_words().endswith("it may not fit")
-    assert "KV cache of 300 tokens not known" in ChatMemory(None, None, 300, 2**31).in_words()
+def test_memory_that_does_not_fit_or_is_unknown_is_reported():
+    assert ChatMemory(2**30, 2**20, 300, 2**31).summary() == "model 1.00 GiB, KV cache of 300 tokens 1 MiB; 2.00 GiB free"
+    assert ChatMemory(2**31, 2**20, 300, 2**31).summary().endswith("it may not fit")
+    assert "KV cache of 300 tokens unknown" in ChatMemory(None, None, 300, 2**31).summary()
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def runs(home, kept_run):
 @pytest.mark.slow
 def test_the_bytes_of_the_cache_are_those_of_the_loaded_model(runs):
     plan = read_plan(runs[0].plan)
-    each = cache_token_bytes(plan.settings)
-    assert each == token_bytes(Answerer(runs[0]).model, "cpu")
-    made = chat_memory(plan, 100)
-    assert made.cache_bytes == each * (plan.settings.max_length + 100) and made.fits
+    bytes_per_token = cache_token_bytes(plan.settings)
+    assert bytes_per_token == token_bytes(Answerer(runs[0]).model, "cpu")
+    memory = chat_memory(plan, 100)
+    assert memory.cache_bytes == bytes_per_token * (plan.settings.max_length + 100) and memory.fits
 
 
 @pytest.mark.slow
@@ -49,18 +49,18 @@ def test_each_adapter_answers_as_it_does_alone(runs):
             return answerer.answer([ids], max_new_tokens=24)
 
     first = Answerer(runs[0])
-    second = first.beside(runs[1])
+    second = first.sharing_base(runs[1])
     alone = Answerer(runs[1])
     assert second.model is first.model
     for _ in range(2):
         assert answer(first) == answer(Answerer(runs[0])) and answer(second) == answer(alone)
         assert answer(second, "base") == answer(first, "base") == answer(alone, "base")
-    assert len({str(answer(one)) for one in (first, second)}) == 2
+    assert len({str(answer(each_answerer)) for each_answerer in (first, second)}) == 2
     values = json.loads(runs[1].plan.read_text())
     values["plan"]["dtype"] = "bfloat16"
     runs[1].plan.write_text(json.dumps(values))
     with pytest.raises(CommandError, match="another form of it"):
-        first.beside(runs[1])
+        first.sharing_base(runs[1])
 
 
 @pytest.mark.slow
@@ -71,9 +71,9 @@ def test_in_the_terminal_use_changes_who_answers(runs, monkeypatch, capsys):
         code = main()
         return code, capsys.readouterr()
 
-    code, said = chat("finished", "second", "--prompt", "Where is my parcel?", "--json")
-    answers = [json.loads(line) for line in said.out.splitlines()]
+    code, output = chat("finished", "second", "--prompt", "Where is my parcel?", "--json")
+    answers = [json.loads(line) for line in output.out.splitlines()]
     assert code == 0 and [answer["run"] for answer in answers] == ["runs/finished", "runs/second"]
-    code, said = chat("finished", "second", lines=["Hello", "/use third", "/use second", "Hello"])
-    assert code == 0 and "there is no third in this chat; finished answers" in said.err and "second answers" in said.err
-    assert "KV cache of" in said.err
+    code, output = chat("finished", "second", lines=["Hello", "/use third", "/use second", "Hello"])
+    assert code == 0 and "there is no third in this chat; finished answers" in output.err and "second answers" in output.err
+    assert "KV cache of" in output.err

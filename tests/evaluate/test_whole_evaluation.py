@@ -1,4 +1,4 @@
-"""A run's evaluation from end to end: the figures of transformers and PEFT row by row, and a kill loses nothing."""
+"""A run's evaluation from end to end: it equals transformers and PEFT row by row, and a kill loses nothing."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ import torch
 from finetune.errors import DataError
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.score import compare
-from finetune.evaluate.scores import scorer
+from finetune.evaluate.scorers import scorer
 from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def test_answers_and_losses_are_those_of_transformers_and_peft_row_by_row(run):
 
     from finetune.bundled import model_path
 
-    made = compare(run, score=scorer("json"))
+    comparison = compare(run, score=scorer("json"))
     tokenizer = AutoTokenizer.from_pretrained(run.data / "tokenizer")
     model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
     model = PeftModel.from_pretrained(model, str(run.adapter)).eval()
@@ -43,37 +43,37 @@ def test_answers_and_losses_are_those_of_transformers_and_peft_row_by_row(run):
         for row in rows:
             ids = torch.tensor([row["prompt_ids"]])
             stops = [tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id]
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
+            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
                                  eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-            answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+            answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
         for row in tokenised:
             labels = torch.tensor(row["labels"])[1:]
-            likely = model(torch.tensor([row["input_ids"]])).logits[0, :-1].log_softmax(-1)
-            for place, label in enumerate(labels.tolist()):
+            log_probabilities = model(torch.tensor([row["input_ids"]])).logits[0, :-1].log_softmax(-1)
+            for index, label in enumerate(labels.tolist()):
                 if label != -100:
-                    total, tokens = total - likely[place, label].item(), tokens + 1
-                    right += likely[place].argmax().item() == label
-    assert made.tuned.answers == answers
-    assert made.tuned.loss == pytest.approx(total / tokens, rel=1e-4)
-    assert made.tuned.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-3)
-    assert made.tuned.token_accuracy == right / tokens
-    assert made.tuned.exact == [answer == row["answer"] for answer, row in zip(answers, rows, strict=True)]
+                    total, tokens = total - log_probabilities[index, label].item(), tokens + 1
+                    right += log_probabilities[index].argmax().item() == label
+    assert comparison.tuned.answers == answers
+    assert comparison.tuned.loss == pytest.approx(total / tokens, rel=1e-4)
+    assert comparison.tuned.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-3)
+    assert comparison.tuned.token_accuracy == right / tokens
+    assert comparison.tuned.exact == [answer == row["answer"] for answer, row in zip(answers, rows, strict=True)]
 
 
 def test_an_evaluation_killed_at_ten_moments_ends_with_the_same_scores(run, monkeypatch):
-    monkeypatch.setattr("finetune.evaluate.score.tokens_at_once", lambda *_: 200)  # several batches
-    whole = without_time(compare(run))
-    [*kept] = (run.path / "evaluations").iterdir()
-    for path in kept:
+    monkeypatch.setattr("finetune.evaluate.score.batch_token_limit", lambda *_: 200)  # several batches
+    complete = without_time(compare(run))
+    [*journals] = (run.path / "evaluations").iterdir()
+    for path in journals:
         path.unlink()
     gc.freeze()
     for moment in range(1, 11):
         if not os.fork():
-            left, add = [moment], Journal.add
+            remaining, add = [moment], Journal.add
 
-            def count(self, entries, left=left, add=add):
-                left[0] -= 1
-                if left[0] < 0:
+            def count(self, entries, remaining=remaining, add=add):
+                remaining[0] -= 1
+                if remaining[0] < 0:
                     os._exit(9)
                 add(self, entries)
 
@@ -81,17 +81,17 @@ def test_an_evaluation_killed_at_ten_moments_ends_with_the_same_scores(run, monk
             compare(run)
             os._exit(0)
         os.wait()
-    again = compare(run)
-    assert without_time(again) == whole
-    assert again.reused == 24 == compare(run, score=scorer("contains")).reused  # 6 answers and 6 losses of each model
+    repeated = compare(run)
+    assert without_time(repeated) == complete
+    assert repeated.reused == 24 == compare(run, score=scorer("contains")).reused  # 6 answers and 6 losses of each model
 
 
-def test_rows_of_a_file_are_scored_and_what_can_not_be_scored_is_said_first(run, home):
+def test_rows_of_a_file_are_scored_and_errors_are_reported_first(run, home):
     rows = [json.loads(line) for line in OWN.splitlines()]
     (home / "own.jsonl").write_text(OWN)
-    made = compare(run, data="own.jsonl", score=scorer("json"))
-    assert (made.rows, made.data, len(made.tuned.row_losses)) == (2, "own.jsonl", 2)
-    assert made.references == [row["completion"] for row in rows]
+    comparison = compare(run, data="own.jsonl", score=scorer("json"))
+    assert (comparison.rows, comparison.data, len(comparison.tuned.row_losses)) == (2, "own.jsonl", 2)
+    assert comparison.references == [row["completion"] for row in rows]
     with pytest.raises(DataError, match="row 2: the expected answer has no number"):
         compare(run, data="own.jsonl", score=scorer("numeric"))
     (home / "text.jsonl").write_text('{"text": "Only words."}\n')

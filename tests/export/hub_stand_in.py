@@ -1,4 +1,4 @@
-"""A stand-in of the hub: what huggingface_hub asks for during an upload, from repository to commit. Not a test."""
+"""A stand-in for the hub: it answers huggingface_hub's requests of an upload, from repository to commit. Not a test."""
 
 import base64
 import hashlib
@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-#: Token -> status of what it may not do.
+#: Token -> status of a request with it.
 TOKENS = {"Bearer hf_writes": 200, "Bearer hf_reads": 403}
 
 
@@ -15,7 +15,7 @@ class Hub:
     """Repositories by name, as {"private": bool, "commits": [{path: content}]}. `before(number)` is called for each request."""
 
     def __init__(self):
-        self.repos, self.objects, self.asked = {}, {}, []
+        self.repos, self.objects, self.requests = {}, {}, []
         self.before = lambda number: None
 
     def files(self, repo):
@@ -25,11 +25,11 @@ class Hub:
     def answer(self, method, path, body):
         """Status and JSON of the answer to a request that is allowed."""
         if path == "/api/repos/create":
-            wish = json.loads(body)
-            repo = f"{wish['organization']}/{wish['name']}"
+            request = json.loads(body)
+            repo = f"{request['organization']}/{request['name']}"
             if repo in self.repos:
                 return 409, {"error": "You already created this model repo"}
-            self.repos[repo] = {"private": wish.get("visibility") == "private", "commits": []}
+            self.repos[repo] = {"private": request.get("visibility") == "private", "commits": []}
             return 200, {"url": f"{self.url}/{repo}", "id": repo}
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
@@ -40,7 +40,7 @@ class Hub:
         if path == "/verify":
             return (200 if json.loads(body)["oid"] in self.objects else 404), {}
         if path.endswith(".git/info/lfs/objects/batch"):
-            objects = [self._upload(one) for one in json.loads(body)["objects"]]
+            objects = [self._upload(upload) for upload in json.loads(body)["objects"]]
             return 200, {"transfer": "basic", "objects": objects}
         repo = "/".join(path.split("/")[3:5])
         if repo not in self.repos:
@@ -57,9 +57,9 @@ class Hub:
             return 200, {"commitUrl": f"{self.url}/{repo}/commit/{len(self.repos[repo]['commits'])}", "commitOid": "0" * 40}
         return 404, {"error": "Not found"}
 
-    def _upload(self, one):
-        actions = {"upload": {"href": f"{self.url}/lfs/{one['oid']}"}, "verify": {"href": f"{self.url}/verify"}}
-        return {**one, **({} if one["oid"] in self.objects else {"actions": actions})}
+    def _upload(self, upload):
+        actions = {"upload": {"href": f"{self.url}/lfs/{upload['oid']}"}, "verify": {"href": f"{self.url}/verify"}}
+        return {**upload, **({} if upload["oid"] in self.objects else {"actions": actions})}
 
     def _file(self, line):
         item = json.loads(line)
@@ -75,8 +75,8 @@ class Handler(BaseHTTPRequestHandler):
         hub = self.server.hub
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         path = self.path.partition("?")[0]
-        hub.asked.append(f"{self.command} {path}")
-        if hub.before(len(hub.asked)):
+        hub.requests.append(f"{self.command} {path}")
+        if hub.before(len(hub.requests)):
             self.close_connection = True  # as when the network goes down: no answer
             return
         status = 200 if path.startswith("/lfs/") else TOKENS.get(self.headers.get("authorization"), 401)

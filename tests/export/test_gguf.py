@@ -15,7 +15,7 @@ import pytest
 from finetune.bundled import dataset_paths
 from finetune.errors import DiskFull, ModelError
 from finetune.export import gguf
-from finetune.export.same import LEAST_SAME, LlamaCpp, NotTheSame
+from finetune.export.parity import MIN_SAME_ANSWERS, LlamaCpp, ParityError
 from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.llama]
@@ -43,23 +43,23 @@ def exported(run, checkout):
 
 
 def test_120_prompts_have_the_same_ids_and_nearly_all_answers_are_the_adapters(exported, run):
-    assert exported.same.prompts == exported.same.rows == 120 and exported.same.conversations > 120
-    assert exported.same.same_answers >= 0.95 * 120
+    assert exported.parity.prompts == exported.parity.rows == 120 and exported.parity.conversations > 120
+    assert exported.parity.same_answers >= 0.95 * 120
     assert sorted(path.name for path in exported.folder.iterdir()) == ["Modelfile", "finished-f16.gguf"]
     assert exported.file.stat().st_mode & 0o044 == 0o044
     assert 'PARAMETER stop "<|end|>"' in exported.modelfile.read_text() and not list(run.path.glob(".gguf*"))
 
 
-def test_base_and_adapter_in_two_files_are_the_adapter_too(exported, run, checkout):
-    made = gguf.export_gguf(run, llama_cpp=checkout, separate=True, data=ROWS, rows=20)
-    assert sorted(path.name for path in made.folder.iterdir()) == ["Modelfile", "base-f16.gguf", "finished-adapter.gguf"]
-    assert made.same.same_answers >= 19 and "\nADAPTER ./finished-adapter.gguf\n" in made.modelfile.read_text()
-    assert made.adapter.stat().st_size < 0.2 * made.file.stat().st_size
+def test_base_and_adapter_in_two_files_answer_like_the_adapter(exported, run, checkout):
+    export = gguf.export_gguf(run, llama_cpp=checkout, separate=True, data=ROWS, rows=20)
+    assert sorted(path.name for path in export.folder.iterdir()) == ["Modelfile", "base-f16.gguf", "finished-adapter.gguf"]
+    assert export.parity.same_answers >= 19 and "\nADAPTER ./finished-adapter.gguf\n" in export.modelfile.read_text()
+    assert export.adapter.stat().st_size < 0.2 * export.file.stat().st_size
 
 
 @pytest.fixture(scope="module")
-def wanted(exported, run):
-    return gguf._Wanted(run, ROWS, 20, lambda _: None)
+def expected(exported, run):
+    return gguf._Expected(run, ROWS, 20, lambda _: None)
 
 
 def changed(exported, folder, old, new):
@@ -79,27 +79,27 @@ def changed(exported, folder, old, new):
         ("template", b"{%- if add_generation_prompt", b"{%- if no_generation_prompt_"),
     ],
 )
-def test_a_file_that_parts_is_refused_with_the_first_stage(exported, wanted, home, stage, old, new):
-    with pytest.raises(NotTheSame) as refused:
-        gguf._prove(changed(exported, home, old, new), None, wanted, "f16", lambda _: None)
-    assert refused.value.stage == stage and refused.value.exit_code == 1
+def test_a_file_that_differs_is_refused_with_the_first_stage(exported, expected, home, stage, old, new):
+    with pytest.raises(ParityError) as error:
+        gguf._check_parity(changed(exported, home, old, new), None, expected, "f16", lambda _: None)
+    assert error.value.stage == stage and error.value.exit_code == 1
 
 
-def test_other_weights_are_refused_by_their_answers(exported, wanted, home):
+def test_other_weights_are_refused_by_their_answers(exported, expected, home):
     data = bytearray(exported.file.read_bytes())
     data[-400_000:] = bytes(400_000)
     (home / "changed.gguf").write_bytes(data)
-    with pytest.raises(NotTheSame) as refused:
-        gguf._prove(home / "changed.gguf", None, wanted, "f16", lambda _: None)
-    assert refused.value.stage == "logits"
+    with pytest.raises(ParityError) as error:
+        gguf._check_parity(home / "changed.gguf", None, expected, "f16", lambda _: None)
+    assert error.value.stage == "logits"
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
-def test_a_quantised_file_is_smaller_and_has_the_same_tokens(exported, wanted, home, kind):
+def test_a_quantised_file_is_smaller_and_has_the_same_tokens(exported, expected, home, kind):
     gguf._quantise(exported.file, home / "small.gguf", kind)
-    same, _, _ = gguf._prove(home / "small.gguf", None, wanted, kind, lambda _: None)
+    parity, _ = gguf._check_parity(home / "small.gguf", None, expected, kind, lambda _: None)
     assert (home / "small.gguf").stat().st_size < 0.75 * exported.file.stat().st_size
-    assert same.same_answers >= LEAST_SAME[kind] * same.rows
+    assert parity.same_answers >= MIN_SAME_ANSWERS[kind] * parity.rows
 
 
 def test_a_refused_export_keeps_nothing(exported, run, checkout, home, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_refused_export_keeps_nothing(exported, run, checkout, home, monkeypat
         shutil.copyfile(changed(exported, home, b"message['role'] + '|>'", b"message['role'] + '|)'"), file)
 
     monkeypatch.setattr(gguf, "_convert", broken)
-    with pytest.raises(NotTheSame, match="stage template"):
+    with pytest.raises(ParityError, match="stage template"):
         gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
     assert not (home / "out").exists() and not (home / ".out").exists()
 
@@ -118,18 +118,18 @@ def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported,
         if not os.fork():
             lines = itertools.count()
 
-            def said(_, lines=lines, moment=moment):
+            def progress(_, lines=lines, moment=moment):
                 if next(lines) == moment:
                     os._exit(9)
 
             if moment == "end":
                 gguf.rename = lambda *_: os._exit(9)
-            gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20, progress=said)
+            gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20, progress=progress)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
         assert not (home / "out").exists()
-    made = gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
-    assert made.file.is_file() and not (home / ".out").exists()
+    export = gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
+    assert export.file.is_file() and not (home / ".out").exists()
 
 
 def test_the_converter_of_a_killed_export_ends_with_it(exported, run, checkout, home):
@@ -145,7 +145,7 @@ def test_the_converter_of_a_killed_export_ends_with_it(exported, run, checkout, 
     assert psutil.wait_procs(converter, timeout=600)[1] == [] and not (home / "out").exists()
 
 
-def test_a_missing_base_model_is_said_before_anything_is_written(run, checkout, home, kept_run):
+def test_a_missing_base_model_is_reported_before_anything_is_written(run, checkout, home, kept_run):
     other = RunDirectory(kept_run(home))
     other.plan.write_text(other.plan.read_text().replace('"model_name_or_path": "tiny"', '"model_name_or_path": "./nowhere"'))
     with pytest.raises(ModelError, match="nowhere") as missing:
@@ -154,21 +154,21 @@ def test_a_missing_base_model_is_said_before_anything_is_written(run, checkout, 
     assert not list(other.path.glob("*gguf*"))
 
 
-def test_a_prompt_is_answered_again_after_another(exported, wanted):
-    with LlamaCpp(exported.file, wanted.context) as file:
-        first = [file.answer(prompt, wanted.stops, 20) for prompt in wanted.rows.prompt_ids[:3]]
-        assert [file.answer(prompt, wanted.stops, 20) for prompt in wanted.rows.prompt_ids[:3][::-1]] == first[::-1]
+def test_a_prompt_is_answered_again_after_another(exported, expected):
+    with LlamaCpp(exported.file, expected.context) as file:
+        first = [file.answer(prompt, expected.stops, 20) for prompt in expected.rows.prompt_ids[:3]]
+        assert [file.answer(prompt, expected.stops, 20) for prompt in expected.rows.prompt_ids[:3][::-1]] == first[::-1]
 
 
-def test_a_disk_that_fills_while_llama_cpp_writes_is_said_and_nothing_is_kept(run, checkout, tmp_path):
+def test_a_disk_that_fills_while_llama_cpp_writes_is_reported_and_nothing_is_kept(run, checkout, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"a tmpfs can't be mounted here: {mounted.stderr.strip()}")
 
-    def fill(said):
-        if said.startswith("converting"):
+    def fill(message):
+        if message.startswith("converting"):
             with (disk / "ballast").open("wb") as file:
                 file.write(bytes(shutil.disk_usage(disk).free - 2**20))
 

@@ -1,4 +1,4 @@
-"""What of an export to GGUF needs no llama.cpp: the template in Ollama's language, and what is refused before any work."""
+"""The parts of an export to GGUF that need no llama.cpp: the template in Ollama's language, and early refusals."""
 
 import errno
 import re
@@ -11,8 +11,8 @@ from finetune.data.template import Template
 from finetune.data.tokenizer import PLAIN_TEMPLATE
 from finetune.errors import CommandError, PackagesError
 from finetune.export import gguf
-from finetune.export.ollama import NotProven, conversations, modelfile, role_form
-from finetune.export.same import NotTheSame
+from finetune.export.ollama import TemplateUnsupported, conversations, modelfile, role_form
+from finetune.export.parity import ParityError
 from finetune.run.directory import RunDirectory
 
 CHATML = (
@@ -43,79 +43,81 @@ def template():
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
 
-    def made(text=None):
+    def load(text=None):
         tokenizer.chat_template = text or tokenizer.chat_template
         return Template(tokenizer)
 
-    return made
+    return load
 
 
-def written_by_go(text, messages):
-    """The subset of Go's template language that a Modelfile has here, read word for word."""
-    words = re.split(r"\{\{ (.*?) \}\}", text)
+def render_go_template(text, messages):
+    """Renders the subset of Go's template language that a Modelfile uses here."""
+    tokens = re.split(r"\{\{ (.*?) \}\}", text)
 
-    def run(at, message, shown):
-        out = ""
-        while at < len(words):
-            if at % 2 == 0:
-                out += words[at] if shown else ""
-                at += 1
+    def run(index, message, is_active):
+        output = ""
+        while index < len(tokens):
+            if index % 2 == 0:
+                output += tokens[index] if is_active else ""
+                index += 1
                 continue
-            word, at = words[at], at + 1
-            if word == "end" or word.startswith("else if"):
-                return out, at - 1
-            if word == ".Content":
-                out += message["content"] if shown else ""
-            elif word == "range .Messages":
-                for each in messages:
-                    inside, end = run(at, each, shown)
-                    out += inside
-                at = end + 1
+            token, index = tokens[index], index + 1
+            if token == "end" or token.startswith("else if"):
+                return output, index - 1
+            if token == ".Content":
+                output += message["content"] if is_active else ""
+            elif token == "range .Messages":
+                for item in messages:
+                    body, end = run(index, item, is_active)
+                    output += body
+                index = end + 1
             else:
-                taken = False
-                while word != "end":
-                    role = re.search(r'"(\w+)"', word)[1]
-                    of = messages[0] if "index" in word else message
-                    holds = shown and not taken and of is not None and ((of["role"] == role) != ("ne (" in word))
-                    inside, end = run(at, message, holds)
-                    out, taken, word, at = out + inside, taken or holds, words[end], end + 1
-        return out, at
+                was_taken = False
+                while token != "end":
+                    role = re.search(r'"(\w+)"', token)[1]
+                    subject = messages[0] if "index" in token else message
+                    is_true = (
+                        is_active and not was_taken and subject is not None and ((subject["role"] == role) != ("ne (" in token))
+                    )
+                    body, end = run(index, message, is_true)
+                    output, was_taken, token, index = output + body, was_taken or is_true, tokens[end], end + 1
+        return output, index
 
     return run(0, None, True)[0]
 
 
 @pytest.mark.parametrize(("text", "bos"), [(None, ""), (CHATML, ""), (GEMMA, "<bos>"), (PLAIN_TEMPLATE, "")])
 def test_a_template_that_writes_message_by_message_is_the_same_in_ollamas_language(template, text, bos):
-    made = template(text)
-    form = role_form(lambda messages, prompt: made.render(messages, prompt=prompt), bos=bos)
+    source = template(text)
+    form = role_form(lambda messages, prompt: source.render(messages, prompt=prompt), bos=bos)
     for messages in conversations("system" in form.around):
-        expected = made.render(messages, prompt=True).removeprefix(bos)
-        assert form.text(messages) == written_by_go(form.as_go(), messages) == expected
+        expected = source.render(messages, prompt=True).removeprefix(bos)
+        assert form.text(messages) == render_go_template(form.as_go(), messages) == expected
     file = modelfile("a.gguf", form, ["<|end|>"])
     assert file.startswith("FROM ./a.gguf\nTEMPLATE") and file.endswith('\nPARAMETER stop "<|end|>"\n')
 
 
 @pytest.mark.parametrize("text", [MISTRAL, UPPER, COUNTED, "{{ messages[-1]['content'] }}"])
 def test_another_template_is_refused_with_the_reason(template, text):
-    made = template(text)
-    with pytest.raises(NotProven, match="it (writes|leaves)"):
-        role_form(lambda messages, prompt: made.render(messages, prompt=prompt))
+    source = template(text)
+    with pytest.raises(TemplateUnsupported, match="it (writes|leaves)"):
+        role_form(lambda messages, prompt: source.render(messages, prompt=prompt))
 
 
 def test_a_template_with_todays_date_or_without_its_bos_is_refused(template):
-    made = template()
-    with pytest.raises(NotProven, match="date"):
-        role_form(lambda messages, prompt: made.render(messages, prompt=prompt), writes_today=True)
-    with pytest.raises(NotProven, match="does not begin"):
-        role_form(lambda messages, prompt: made.render(messages, prompt=prompt), bos="<s>")
+    source = template()
+    with pytest.raises(TemplateUnsupported, match="date"):
+        role_form(lambda messages, prompt: source.render(messages, prompt=prompt), writes_today=True)
+    with pytest.raises(TemplateUnsupported, match="does not begin"):
+        role_form(lambda messages, prompt: source.render(messages, prompt=prompt), bos="<s>")
 
 
-def test_a_template_without_marks_of_answers_writes_the_same_text(template):
-    made = template()
-    other = template(gguf.portable(made.source))
-    assert "generation" in made.source and "generation %}" not in other.source.replace("generation_prompt", "")
+def test_a_template_without_generation_tags_writes_the_same_text(template):
+    original = template()
+    portable = template(gguf.without_generation_tags(original.source))
+    assert "generation" in original.source and "generation %}" not in portable.source.replace("generation_prompt", "")
     for messages in conversations(True):
-        assert made.render(messages, prompt=True) == other.render(messages, prompt=True)
+        assert original.render(messages, prompt=True) == portable.render(messages, prompt=True)
 
 
 def test_the_bundled_tokenizers_first_steps_have_llama_cpps_name():
@@ -123,18 +125,21 @@ def test_the_bundled_tokenizers_first_steps_have_llama_cpps_name():
     assert gguf.pre_tokenizer(model_path("tiny").parent) == "-"
 
 
-def test_what_the_converter_says_becomes_the_error_that_it_is():
-    full = gguf._why("Traceback\nOSError: [Errno 28] No space left on device\n")
-    numpys = gguf._why("WARNING: The BPE pre-tokenizer was not recognized!\nOSError: 36864 requested and 0 written\n")
+def test_the_converters_output_becomes_the_right_error():
+    full = gguf._converter_error("Traceback\nOSError: [Errno 28] No space left on device\n")
+    numpys = gguf._converter_error(
+        "WARNING: The BPE pre-tokenizer was not recognized!\nOSError: 36864 requested and 0 written\n"
+    )
     assert full.errno == numpys.errno == errno.ENOSPC
     assert (
-        gguf._why("NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()").stage == "tokens"
+        gguf._converter_error("NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()").stage
+        == "tokens"
     )
-    assert "KeyError: 'x'" in str(gguf._why("INFO: Loading\nTraceback\nKeyError: 'x'\n"))
-    assert NotTheSame("template", "why").as_json()["stage"] == "template"
+    assert "KeyError: 'x'" in str(gguf._converter_error("INFO: Loading\nTraceback\nKeyError: 'x'\n"))
+    assert ParityError("template", "why").as_json()["stage"] == "template"
 
 
-def test_without_the_package_or_the_converter_nothing_is_begun(home, kept_run, monkeypatch):
+def test_without_the_package_or_the_converter_nothing_is_started(home, kept_run, monkeypatch):
     run = RunDirectory(kept_run(home))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(PackagesError, match="llama-cpp-python"):

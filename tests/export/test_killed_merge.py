@@ -25,55 +25,55 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
     gc.freeze()
     for moment in range(10):
         if not os.fork():
-            left, copy, applied = [moment * 5], shards._copy, shards.Changes.applied
+            remaining, copy, merged = [moment * 5], shards._copy, shards.AdapterChanges.merged
 
-            def counted(function, left=left):
+            def counted(function, remaining=remaining):
                 def call(*arguments):
-                    left[0] -= 1
-                    if left[0] < 0:
+                    remaining[0] -= 1
+                    if remaining[0] < 0:
                         os._exit(9)
                     return function(*arguments)
 
                 return call
 
-            shards._copy, shards.Changes.applied = counted(copy), counted(applied)
+            shards._copy, shards.AdapterChanges.merged = counted(copy), counted(merged)
             merge(run, home / "merged")
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
         assert not (home / "merged").exists()
-        left_over = home / ".merged"
-        assert not list(left_over.glob("*.json")), "without config.json nothing loads what was written"
+        leftovers = home / ".merged"
+        assert not list(leftovers.glob("*.json")), "without config.json nothing loads what was written"
     check_weights(merge(run, home / "merged"))
     assert not (home / ".merged").exists()
     assert all((path.stat().st_mode & 0o044) == 0o044 for path in (home / "merged").iterdir())
 
 
-def test_a_size_of_files_and_what_can_not_be_one(run, home):
+def test_the_size_of_files_is_respected_and_a_wrong_one_refused(run, home):
     def finetune(*arguments):
         return subprocess.run(
             [sys.executable, "-m", "finetune", "merge", str(run.path), *arguments], capture_output=True, text=True
         )
 
-    done = finetune("--max-shard-size", "1MiB", "--output", "merged")
-    assert done.returncode == 0, done.stderr
+    process = finetune("--max-shard-size", "1MiB", "--output", "merged")
+    assert process.returncode == 0, process.stderr
     paths = sorted((home / "merged").glob("model-*.safetensors"))
     assert len(paths) > 2 and sum(len(load_file(path)) for path in paths) == 47
-    for size, said in {"much": "is not a size", "3": "less than 1 MiB"}.items():
-        done = finetune("--max-shard-size", size, "--output", "other")
-        assert done.returncode == 2 and said in done.stderr.replace("\n", " ")
+    for size, message in {"much": "is not a size", "3": "less than 1 MiB"}.items():
+        process = finetune("--max-shard-size", size, "--output", "other")
+        assert process.returncode == 2 and message in process.stderr.replace("\n", " ")
 
 
-def test_what_merging_changes_is_measured_on_held_out_rows(run, home):
-    from finetune.export.changed import what_merging_changes
+def test_the_effect_of_merging_is_measured_on_held_out_rows(run, home):
+    from finetune.export.merge_effect import measure_merge_effect
 
     folder = merge(run, home / "merged")
-    same = what_merging_changes(run, folder, 4, lambda _: None)
-    assert (same.rows, same.answers_changed) == (4, 0) and same.merged_loss == pytest.approx(same.loss, rel=1e-3)
+    effect = measure_merge_effect(run, folder, 4, lambda _: None)
+    assert (effect.rows, effect.answers_changed) == (4, 0) and effect.merged_loss == pytest.approx(effect.loss, rel=1e-3)
     values = load_file(folder / "model.safetensors")
     for name in values:
         if "mlp" in name:
             values[name] = values[name] * 0
     save_file(values, folder / "model.safetensors", {"format": "pt"})
-    other = what_merging_changes(run, folder, 4, lambda _: None)
-    assert other.answers_changed > 0 and other.merged_loss != pytest.approx(other.loss, rel=1e-2)
-    assert (other.loss, list((run.path / "evaluations").glob("merged*"))) == (same.loss, [])
+    damaged = measure_merge_effect(run, folder, 4, lambda _: None)
+    assert damaged.answers_changed > 0 and damaged.merged_loss != pytest.approx(damaged.loss, rel=1e-2)
+    assert (damaged.loss, list((run.path / "evaluations").glob("merged*"))) == (effect.loss, [])

@@ -1,4 +1,4 @@
-"""Merging holds a tensor, not the model: host memory above the interpreter is far below 1.3 x the largest file.
+"""Merging has one tensor in memory, not the model: host memory above the interpreter is below 1.3 x the largest file.
 
 With a model of another size, here one of 3B:  python tests/export/test_memory_of_merging.py FOLDER 3072 8192 28 128256 5GB
 """
@@ -16,19 +16,24 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from finetune.export.shards import Changes, stored_tensors, with_adapter, write_shards
+from finetune.export.shards import AdapterChanges, stored_tensors, with_adapter, write_shards
 
 pytestmark = pytest.mark.slow
 
 
-def make(folder, hidden, inner, layers, words, most):
-    """A random model in files of at most `most`, written layer by layer, and an adapter of all its linear layers."""
-    heads = hidden // 128
-    sizes = {"vocab_size": words, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    of_heads = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
-    config = LlamaConfig(**sizes, **of_heads, tie_word_embeddings=False)
+def make(folder, hidden_size, intermediate_size, layers, vocab_size, max_shard_size):
+    """Write a random model in files of at most `max_shard_size`, and an adapter of all its linear layers."""
+    heads = hidden_size // 128
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+    }
+    head_sizes = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
+    config = LlamaConfig(**sizes, **head_sizes, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "base", max_shard_size=most)
+    model.save_pretrained(folder / "base", max_shard_size=max_shard_size)
     with torch.no_grad():
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         for name, values in model.named_parameters():
@@ -38,19 +43,24 @@ def make(folder, hidden, inner, layers, words, most):
 
 
 def measure(folder):
-    """Merge, in a process of its own; prints what it took."""
+    """Merge, in a separate process; prints the memory and the time."""
     empty = AutoModelForCausalLM.from_pretrained(folder / "base", device_map={"": "meta"})
     tensors = stored_tensors(folder / "base")
-    before = current_bytes()
+    bytes_before = current_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak of making the model is not that of merging
-    began = time.monotonic()
-    changes = Changes(with_adapter(empty, folder / "adapter"), tensors)
+    started = time.monotonic()
+    changes = AdapterChanges(with_adapter(empty, folder / "adapter"), tensors)
     (folder / "merged").mkdir()
-    write_shards(tensors, changes, folder / "merged", most_bytes=None, progress=lambda _: None)
+    write_shards(tensors, changes, folder / "merged", max_bytes=None, progress=lambda _: None)
     (folder / "merged" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
     sizes = [path.stat().st_size for path in (folder / "base").glob("*.safetensors")]
-    took = {"above_bytes": peak_bytes() - before, "largest_bytes": max(sizes), "model_bytes": sum(sizes), "files": len(sizes)}
-    sys.stdout.write(json.dumps({**took, "seconds": round(time.monotonic() - began, 1), "changed": len(changes)}))
+    report = {
+        "above_bytes": peak_bytes() - bytes_before,
+        "largest_bytes": max(sizes),
+        "model_bytes": sum(sizes),
+        "files": len(sizes),
+    }
+    sys.stdout.write(json.dumps({**report, "seconds": round(time.monotonic() - started, 1), "changed": len(changes)}))
 
 
 def current_bytes():
@@ -71,22 +81,22 @@ def model(tmp_path_factory):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read as Linux has it")
 def test_memory_above_the_interpreter_is_below_the_largest_file(model):
-    done = subprocess.run([sys.executable, __file__, str(model)], capture_output=True, text=True, check=True)
-    took = json.loads(done.stdout.splitlines()[-1])
-    assert took["files"] >= 3 and took["changed"] == 28 * 7
-    assert took["above_bytes"] <= 1.3 * took["largest_bytes"], took
-    whole = AutoModelForCausalLM.from_pretrained(model / "base")
+    process = subprocess.run([sys.executable, __file__, str(model)], capture_output=True, text=True, check=True)
+    report = json.loads(process.stdout.splitlines()[-1])
+    assert report["files"] >= 3 and report["changed"] == 28 * 7
+    assert report["above_bytes"] <= 1.3 * report["largest_bytes"], report
+    reference = AutoModelForCausalLM.from_pretrained(model / "base")
     from peft import PeftModel
 
-    whole = PeftModel.from_pretrained(whole, model / "adapter").merge_and_unload(safe_merge=True)
+    reference = PeftModel.from_pretrained(reference, model / "adapter").merge_and_unload(safe_merge=True)
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(model / "merged")(ids).logits, whole(ids).logits)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(model / "merged")(ids).logits, reference(ids).logits)
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
+    folder = Path(sys.argv[1])
     if len(sys.argv) > 2:
-        make(place, *map(int, sys.argv[2:6]), sys.argv[6])
-        os.execv(sys.executable, [sys.executable, __file__, str(place)])
-    measure(place)
+        make(folder, *map(int, sys.argv[2:6]), sys.argv[6])
+        os.execv(sys.executable, [sys.executable, __file__, str(folder)])
+    measure(folder)

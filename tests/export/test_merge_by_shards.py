@@ -1,4 +1,4 @@
-"""Merging tensor by tensor gives what PEFT's merge of the whole model gives, for every way in which weights are stored."""
+"""Merging tensor by tensor equals PEFT's merge of the whole model, for every form of stored weights."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import RecipeError
-from finetune.export.shards import INDEX, Changes, NotByShards, stored_tensors, with_adapter, write_shards
+from finetune.export.shards import INDEX, AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -34,16 +34,16 @@ CASES = {
 }  # fmt: skip
 
 
-def made(folder, case):
-    """The folder of a random model in several files, and of an adapter with values that matter."""
-    kind, sizes, lora = CASES[case]
+def save_model_and_adapter(folder, case):
+    """The folders of a random model in several files, and of an adapter with values that matter."""
+    model_type, sizes, lora_options = CASES[case]
     torch.manual_seed(0)
     sizes = dict(sizes)
     dtype = sizes.pop("dtype", torch.float32)
-    config = AutoConfig.for_model(kind, **{**SMALL, **sizes})
+    config = AutoConfig.for_model(model_type, **{**SMALL, **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder / "base", max_shard_size="20KB")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(r=4, lora_alpha=8, **lora))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(r=4, lora_alpha=8, **lora_options))
     with torch.no_grad():
         for name, values in model.named_parameters():
             if "lora_" in name:
@@ -52,12 +52,12 @@ def made(folder, case):
     return folder / "base", folder / "adapter"
 
 
-def merged(base, adapter, target, **options):
+def merge_by_shards(base, adapter, target, **options):
     target.mkdir()
     empty = AutoModelForCausalLM.from_pretrained(base, device_map={"": "meta"})
     tensors = stored_tensors(base)
-    changes = Changes(with_adapter(empty, adapter), tensors)
-    options = {"most_bytes": None, "progress": lambda _: None, **options}
+    changes = AdapterChanges(with_adapter(empty, adapter), tensors)
+    options = {"max_bytes": None, "progress": lambda _: None, **options}
     write_shards(tensors, changes, target, **options)
     (target / "config.json").write_bytes((base / "config.json").read_bytes())
     return changes
@@ -69,68 +69,70 @@ def tensors_of(folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_merged_files_give_the_logits_of_pefts_merge(tmp_path, case):
-    base, adapter = made(tmp_path, case)
-    changes = merged(base, adapter, tmp_path / "merged")
-    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    tuned = whole(IDS).logits
-    whole = whole.merge_and_unload(safe_merge=True).eval()
+    base, adapter = save_model_and_adapter(tmp_path, case)
+    changes = merge_by_shards(base, adapter, tmp_path / "merged")
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    tuned = reference(IDS).logits
+    reference = reference.merge_and_unload(safe_merge=True).eval()
     reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        assert torch.equal(reloaded.eval()(IDS).logits, whole(IDS).logits)
-        exact = {"rtol": 1e-4, "atol": 1e-4} if reloaded.dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
-        torch.testing.assert_close(reloaded(IDS).logits, tuned, **exact)
+        assert torch.equal(reloaded.eval()(IDS).logits, reference(IDS).logits)
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if reloaded.dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
+        torch.testing.assert_close(reloaded(IDS).logits, tuned, **tolerance)
         assert (AutoModelForCausalLM.from_pretrained(base).eval()(IDS).logits - tuned).abs().max() > 0.05
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(changes._parameter_of)
     assert {name: values.dtype for name, values in before.items()} == {name: values.dtype for name, values in after.items()}
 
 
-def test_files_stay_those_of_the_base_or_are_of_the_asked_size(tmp_path):
-    base, adapter = made(tmp_path, "llama")
-    merged(base, adapter, tmp_path / "same")
+def test_files_are_split_like_the_base_or_at_the_given_size(tmp_path):
+    base, adapter = save_model_and_adapter(tmp_path, "llama")
+    merge_by_shards(base, adapter, tmp_path / "same")
     names = sorted(path.name for path in base.glob("model*.safetensors"))
     assert len(names) > 2 and names == sorted(path.name for path in (tmp_path / "same").glob("*.safetensors"))
     maps = [json.loads((folder / INDEX).read_text())["weight_map"] for folder in (base, tmp_path / "same")]
     assert maps[0] == maps[1]
-    merged(base, adapter, tmp_path / "small", most_bytes=9000)
-    sizes = [[each.nbytes for each in load_file(path).values()] for path in (tmp_path / "small").glob("*.safetensors")]
-    assert all(sum(inside) <= 9000 or len(inside) == 1 for inside in sizes) and len(sizes) > len(names)
-    merged(base, adapter, tmp_path / "one", most_bytes=10**9)
+    merge_by_shards(base, adapter, tmp_path / "small", max_bytes=9000)
+    sizes = [[tensor.nbytes for tensor in load_file(path).values()] for path in (tmp_path / "small").glob("*.safetensors")]
+    assert all(sum(tensor_sizes) <= 9000 or len(tensor_sizes) == 1 for tensor_sizes in sizes) and len(sizes) > len(names)
+    merge_by_shards(base, adapter, tmp_path / "one", max_bytes=10**9)
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
-    wanted = tensors_of(tmp_path / "same")
+    expected = tensors_of(tmp_path / "same")
     for folder in ("small", "one"):
-        assert all(torch.equal(values, wanted[name]) for name, values in tensors_of(tmp_path / folder).items())
+        assert all(torch.equal(values, expected[name]) for name, values in tensors_of(tmp_path / folder).items())
         AutoModelForCausalLM.from_pretrained(tmp_path / folder)
 
 
-def test_other_users_can_read_what_is_written(tmp_path):
-    base, adapter = made(tmp_path, "llama")
+def test_other_users_can_read_the_written_files(tmp_path):
+    base, adapter = save_model_and_adapter(tmp_path, "llama")
     umask = os.umask(0o022)
     try:
-        merged(base, adapter, tmp_path / "merged")
+        merge_by_shards(base, adapter, tmp_path / "merged")
     finally:
         os.umask(umask)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "merged").iterdir()} == {0o644}
 
 
-def test_a_tied_weight_is_left_to_the_whole_merge(tmp_path):
+def test_a_tied_weight_needs_the_merge_of_the_loaded_model(tmp_path):
     CASES["tied"] = ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens"]})
-    base, adapter = made(tmp_path, "tied")
-    with pytest.raises(NotByShards, match="tied"):
-        merged(base, adapter, tmp_path / "merged")
+    base, adapter = save_model_and_adapter(tmp_path, "tied")
+    with pytest.raises(ShardMergeError, match="tied"):
+        merge_by_shards(base, adapter, tmp_path / "merged")
     assert not list((tmp_path / "merged").iterdir())
 
 
 def test_values_that_are_not_finite_and_files_cut_short_are_refused(tmp_path):
-    base, adapter = made(tmp_path, "llama")
+    base, adapter = save_model_and_adapter(tmp_path, "llama")
     path = max(base.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = path.read_bytes()
     tensors = stored_tensors(base)
-    changes = Changes(with_adapter(AutoModelForCausalLM.from_pretrained(base, device_map={"": "meta"}), adapter), tensors)
+    changes = AdapterChanges(
+        with_adapter(AutoModelForCausalLM.from_pretrained(base, device_map={"": "meta"}), adapter), tensors
+    )
     path.write_bytes(content[:-100])
     with pytest.raises(RecipeError, match="is truncated"):
-        write_shards(tensors, changes, tmp_path, most_bytes=None, progress=lambda _: None)
+        write_shards(tensors, changes, tmp_path, max_bytes=None, progress=lambda _: None)
     path.write_bytes(content)
     values = load_file(adapter / "adapter_model.safetensors")
     next(iter(values.values()))[0, 0] = torch.inf
@@ -138,4 +140,4 @@ def test_values_that_are_not_finite_and_files_cut_short_are_refused(tmp_path):
 
     save_file(values, adapter / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(RecipeError, match="not finite"):
-        merged(base, adapter, tmp_path / "infinite")
+        merge_by_shards(base, adapter, tmp_path / "infinite")

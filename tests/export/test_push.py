@@ -1,4 +1,4 @@
-"""A push arrives whole in one commit or not at all, says in one sentence what stopped it, and tells nothing of this machine."""
+"""A push is one complete commit or none, reports what stopped it in one sentence, and reveals nothing of this machine."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ from hub_stand_in import hub_stand_in
 
 from finetune.cli import main
 from finetune.errors import CommandError, FinetuneError, HubError
-from finetune.export.model_card import model_card, without_places
+from finetune.export.model_card import model_card, without_local_paths
 from finetune.export.push import files_to_send, push
 from finetune.run.directory import RunDirectory
 
@@ -22,14 +22,15 @@ NAMES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "chat_
 
 @pytest.fixture
 def run(home, kept_run):
-    made = RunDirectory(kept_run(home))
+    directory = RunDirectory(kept_run(home))
     gap = {"value": 0.5, "low": 0.25, "high": 0.75, "more_rows": None}
-    one = {"exact_match": 0.5, "score": 0.5, "loss": 1.0, "perplexity": 2.7, "token_accuracy": 0.5}
-    scores = {"rows": 6, "base": one, "tuned": one, "score": "exact", "exact_match_difference": gap, "score_difference": gap,
-              "loss_difference": None, "data": "/home/someone/secret project/mine.jsonl"}  # fmt: skip
-    (made.path / "evaluations").mkdir()
-    (made.path / "evaluations" / "scores-exact.json").write_text(json.dumps(scores))
-    return made
+    figures = {"exact_match": 0.5, "score": 0.5, "loss": 1.0, "perplexity": 2.7, "token_accuracy": 0.5}
+    scores = {"rows": 6, "base": figures, "tuned": figures, "score": "exact", "exact_match_difference": gap,
+              "score_difference": gap, "loss_difference": None,
+              "data": "/home/someone/secret project/mine.jsonl"}  # fmt: skip
+    (directory.path / "evaluations").mkdir()
+    (directory.path / "evaluations" / "scores-exact.json").write_text(json.dumps(scores))
+    return directory
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def hub(monkeypatch):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setenv("HF_TOKEN", "hf_writes")
-    with hub_stand_in() as made:
-        monkeypatch.setenv("HF_ENDPOINT", made.url)
-        yield made
+    with hub_stand_in() as stand_in:
+        monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+        yield stand_in
 
 
 def test_a_push_is_one_commit_of_all_files_in_a_private_repository(run, hub):
@@ -64,47 +65,47 @@ def test_the_card_has_figures_with_intervals_and_no_row_path_or_name(run, monkey
     rows = json.loads((run.data / "eval_examples.json").read_text())
     assert not any(row["prompt"][:40] in card or row["answer"] in card for row in rows)
     assert "/home" not in card and "/x/y" not in card and "someone" not in card and "output_dir" not in card
-    assert json.loads(dict(sent(run))["adapter_config.json"])["base_model_name_or_path"] == "tiny-base"
+    assert json.loads(dict(files_in_push(run))["adapter_config.json"])["base_model_name_or_path"] == "tiny-base"
 
 
-def sent(run):
+def files_in_push(run):
     return [(file.name, file.source) for file in files_to_send(run, "adapter")]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("hf_" + "a" * 30, "looks like a token"), ("/home/someone/models", "path '/home/someone'")]
+    ("text", "message"), [("hf_" + "a" * 30, "looks like a token"), ("/home/someone/models", "path '/home/someone'")]
 )
-def test_a_token_or_a_path_in_a_file_stops_the_push_and_a_token_is_not_repeated(run, text, said):
+def test_a_token_or_a_path_in_a_file_stops_the_push_and_a_token_is_not_repeated(run, text, message):
     (run.adapter / "chat_template.jinja").write_text("{# " + text + " #}")
-    with pytest.raises(FinetuneError) as stopped:
-        sent(run)
-    assert said in str(stopped.value) and "hf_a" not in str(stopped.value)
+    with pytest.raises(FinetuneError) as error:
+        files_in_push(run)
+    assert message in str(error.value) and "hf_a" not in str(error.value)
 
 
 def test_paths_become_their_last_part_and_hub_ids_stay():
     values = {"base_model_name_or_path": "/a/b/base", "x": {"name_or_path": "Qwen/Qwen3-8B", "text": "/no_think"}}
-    assert without_places(values) == {
+    assert without_local_paths(values) == {
         "base_model_name_or_path": "base",
         "x": {"name_or_path": "Qwen/Qwen3-8B", "text": "/no_think"},
     }
 
 
-def refused(repo, files, kind, **how):
-    with pytest.raises(kind) as said:
-        push(repo, files, **how)
-    assert "\n" not in said.value.problems[0]
-    return said.value.problems[0]
+def refused(repo, files, kind, **options):
+    with pytest.raises(kind) as error:
+        push(repo, files, **options)
+    assert "\n" not in error.value.problems[0]
+    return error.value.problems[0]
 
 
-def test_what_the_hub_refuses_is_said_in_one_sentence(run, hub, monkeypatch):
+def test_what_the_hub_refuses_is_reported_in_one_sentence(run, hub, monkeypatch):
     files = files_to_send(run, "adapter")
     assert "OWNER/NAME" in refused("alone", files, CommandError)
-    for token, words in {
+    for token, message in {
         "hf_reads": "may not write to alice/support-lora (403)",
         "hf_other": "does not know this token",
     }.items():
         monkeypatch.setenv("HF_TOKEN", token)
-        assert words in refused(REPO, files, CommandError)
+        assert message in refused(REPO, files, CommandError)
     monkeypatch.delenv("HF_TOKEN")
     assert "no token" in refused(REPO, files, CommandError)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -123,12 +124,12 @@ def test_a_repository_with_files_is_left_alone_unless_it_is_to_be_updated(run, h
     assert "is public" in refused(REPO, files, CommandError, update=True)
 
 
-def test_without_a_network_at_any_moment_nothing_is_half_made_and_the_next_push_is_whole(run, hub):
+def test_without_a_network_at_any_moment_nothing_is_half_written_and_the_next_push_is_complete(run, hub):
     files, repo = files_to_send(run, "adapter"), "alice/first"
     push(repo, files)
-    for moment in range(1, len(hub.asked) + 1):
+    for moment in range(1, len(hub.requests) + 1):
         hub.objects.clear()
-        hub.asked.clear()
+        hub.requests.clear()
         hub.before, name = (lambda number, moment=moment: number >= moment), f"alice/lost-{moment}"
         assert "the hub" in refused(name, files, HubError)
         hub.before = lambda number: False
@@ -137,11 +138,11 @@ def test_without_a_network_at_any_moment_nothing_is_half_made_and_the_next_push_
         assert hub.files(name) == hub.files(repo)
 
 
-def test_a_push_killed_at_ten_moments_leaves_nothing_half_made(run, hub):
+def test_a_push_killed_at_ten_moments_leaves_nothing_half_written(run, hub):
     files, repo, child = files_to_send(run, "adapter"), "alice/killed", []
     gc.freeze()
     for moment in range(1, 11):
-        hub.asked.clear()
+        hub.requests.clear()
         hub.objects.clear()
 
         def kill(number, moment=moment):
@@ -161,7 +162,7 @@ def test_a_push_killed_at_ten_moments_leaves_nothing_half_made(run, hub):
         child.append(pid)
         os.write(writer, b"x")
         status = os.waitpid(pid, 0)[1]
-        assert os.WIFSIGNALED(status) or len(hub.asked) < moment
+        assert os.WIFSIGNALED(status) or len(hub.requests) < moment
         assert all(set(commit) == NAMES for commit in hub.repos.get(repo, {}).get("commits", []))
     hub.before = lambda number: False
     push(repo, files, update=True)
@@ -176,18 +177,18 @@ def test_the_command_lists_asks_and_sends_nothing_in_a_dry_run(run, hub, monkeyp
 
     (run.path.parent / "runs").mkdir()
     run.path.rename(run.path.parent / "runs" / "finished")
-    code, said = finetune(REPO, "--dry-run")
-    assert code == 0 and "adapter_model.safetensors 16 KiB" in said and "(private)" in said and "dry run" in said
-    assert hub.asked == [] and finetune(REPO)[0] == 2 and "add --yes" in finetune(REPO)[1] and hub.asked == []
-    code, said = finetune(REPO, "--yes", "--json")
-    values = json.loads(said)
+    code, output = finetune(REPO, "--dry-run")
+    assert code == 0 and "adapter_model.safetensors 16 KiB" in output and "(private)" in output and "dry run" in output
+    assert hub.requests == [] and finetune(REPO)[0] == 2 and "add --yes" in finetune(REPO)[1] and hub.requests == []
+    code, output = finetune(REPO, "--yes", "--json")
+    values = json.loads(output)
     assert code == 0 and values["sent"] and {file["name"] for file in values["files"]} == NAMES
     assert finetune(REPO, "--yes")[0] == 2 and finetune("no repo", "--dry-run")[0] == 2
-    code, said = finetune(REPO, "--merged", "--dry-run")
-    assert code == 2 and "finetune merge" in said
+    code, output = finetune(REPO, "--merged", "--dry-run")
+    assert code == 2 and "finetune merge" in output
     (run.path.parent / "model.gguf").write_bytes(b"GGUF")
-    code, said = finetune("alice/gguf", "--gguf", "model.gguf", "--yes")
+    code, output = finetune("alice/gguf", "--gguf", "model.gguf", "--yes")
     assert code == 0 and set(hub.files("alice/gguf")) == {"README.md", "model.gguf"}
     hub.before = lambda number: True
-    code, said = finetune("alice/down", "--yes")
-    assert code == 1 and re.search("can't be used now", said)
+    code, output = finetune("alice/down", "--yes")
+    assert code == 1 and re.search("can't be used now", output)

@@ -3,6 +3,9 @@
 import pytest
 from real_run import forecast, measured, planned, save_model
 
+from finetune.events import read_events
+from finetune.run.worker import Worker
+
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
 RECOMPUTED = {"activation_checkpointing": True}
 TECHNIQUES = {
@@ -68,6 +71,20 @@ def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind,
     assert phases <= expected.keys() & seen.keys()
     far = {phase: (expected[phase], seen[phase]) for phase in phases if not is_close(expected[phase], seen[phase])}
     assert far == {}
+
+
+@pytest.mark.parametrize(("kind", "masked"), [("llama", False), ("qwen3_moe", True)])
+def test_a_model_is_given_the_mask_of_padded_rows_only_where_it_needs_it(model, tmp_path, kind, masked):
+    run, _ = planned(model(kind), tmp_path, **TECHNIQUES["padded"], per_device_eval_batch_size=2)
+    trainer, _ = Worker(run)._build()
+    given = []
+    trainer.model.register_forward_pre_hook(lambda model, _, named: given.append(sorted(named)), with_kwargs=True)
+    trainer.train()
+    assert len(given) == 5  # two micro-batches in each of two steps, one of the held-out rows
+    assert {"attention_mask" in names for names in given} == {masked}
+    steps = [event for event in read_events(run.events) if event.kind == "step"]
+    real, padded = (sum(getattr(step, name) for step in steps) for name in ("real_tokens", "padded_tokens"))
+    assert real == sum(TECHNIQUES["padded"]["lengths"]) < padded
 
 
 def is_close(expected: int, seen: int) -> bool:

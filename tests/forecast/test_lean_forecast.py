@@ -76,7 +76,7 @@ def new_plan():
     """new_plan(changes) -> the plan of a recipe with these, by a forecaster that finds that all fits."""
     made = dry_run(config_values(), settings(), micro_batch=1, tokens=64)
 
-    def forecaster(_config, _settings, _card, *, tokens):
+    def forecaster(_config, _settings, _card, *, tokens, trained_share):
         from finetune.forecast.forecast import Forecast
 
         return Forecast(2**30, 2**30, 2**30, 2**30, 2**30, parts=made.parts, peaks=made.peaks)

@@ -53,5 +53,5 @@ def test_long_rows_have_tiles(changes, tile):
 
 
 def test_tiles_need_lean_layers():
-    with pytest.raises(RecipeError, match="mlp_tile_tokens is of lean layers, which do not work with lora_dropout"):
+    with pytest.raises(RecipeError, match="mlp_tile_tokens needs lean layers, which do not work with lora_dropout"):
         recipe_from({"model_name_or_path": "a/b", "dataset": "r", "mlp_tile_tokens": 64, "lora_dropout": 0.1})

@@ -54,9 +54,9 @@ def test_softmax_backward_takes_one_more_tensor_of_scores():
         # softmax_d (rows rounded to 128) and dq in fp32; with grouped queries dk and dv of every head
         (AMPERE, torch.bfloat16, 4, 4 * 256 * 4 + 4 * 256 * 64 * 4),
         (AMPERE, torch.bfloat16, 2, 4 * 256 * 4 + 4 * 256 * 64 * 4 + 2 * 200 * 4 * 64 * 2),
-        # delta and tiles of dq (16 bytes and 64 x 64 floats each); fp32 also stages dk and dv for each split of the keys
+        # delta and tiles of dq (16 bytes and 64 x 64 floats each)
         (TURING, torch.float16, 4, 4 * 200 * 4 + 4 * 4 * (16 + 64 * 64 * 4)),
-        (AMPERE, torch.float32, 4, 4 * 200 * 4 + 4 * (4 * (16 + 64 * 64 * 4) + 2 * 4 * 256 * 64 * 4)),
+        (AMPERE, torch.float32, 4, 4 * 200 * 4 + 4 * 4 * (16 + 64 * 64 * 4)),
     ],
 )
 def test_attention_backward_scratch_by_hand(capability, dtype, heads, scratch):

@@ -57,7 +57,7 @@ def test_every_nth_layer_checkpointed_is_replayed_as_all_layers_run_where_segmen
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     values, recipe = config_values(num_hidden_layers=8), settings(activation_checkpointing_every_n_layers=2)
     shape = {"micro_batch": 1, "tokens": 192, "capability": AMPERE}
-    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, 192, None)), AMPERE).trace()
+    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, 192, 1.0)), AMPERE).trace()
     assert replayed(values, recipe, expandable=False, **shape) == replay(full, expandable=False)
     assert replayed(values, recipe, expandable=True, **shape) is None
 

@@ -28,7 +28,7 @@ LENGTHS = [60 + 11 * number % 1300 for number in range(0, 2000, 7)] + [1900, 204
 def _cached(key):
     width, rows, more = key
     recipe = settings(per_device_train_batch_size=rows, **dict(more))
-    return simulate(config_from(VALUES, recipe), recipe, Batch(**_shape(recipe, rows, width, None)), (8, 6)).trace()
+    return simulate(config_from(VALUES, recipe), recipe, Batch(**_shape(recipe, rows, width, 1.0)), (8, 6)).trace()
 
 
 def traced(width, rows=1, **more):

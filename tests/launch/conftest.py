@@ -1,4 +1,4 @@
-"""Real runs of several processes on the processor, each under its supervisor, as `finetune run` starts them."""
+"""Real runs of several processes on the CPU, each under its supervisor, as `finetune run` starts them."""
 
 import importlib.util
 import os
@@ -12,9 +12,9 @@ import pytest
 from finetune.events import Step, read_events
 from finetune.run.directory import RunDirectory
 
-#: Engines that a user installs when he wants them: the tests with their own parsers are there when they are.
+#: Optional engines: the tests with their own parsers are collected only where they are installed.
 ENGINES = {"deepspeed": "deepspeed", "kubernetes": "kubernetes_validate", "skypilot": "sky"}
-collect_ignore = [f"test_{name}_itself.py" for name, module in ENGINES.items() if importlib.util.find_spec(module) is None]
+collect_ignore = [f"test_{name}_parser.py" for name, module in ENGINES.items() if importlib.util.find_spec(module) is None]
 SHORT = (
     "max_steps=4", "save_steps=2", "save_total_limit=9", "effective_batch_size=8", "dataset.max_rows=32", "lora_dropout=0",
     "lora_r=4", "lora_alpha=8", "eval_steps=0", "per_device_train_batch_size=2",
@@ -23,7 +23,7 @@ SHORT = (
 
 @dataclass
 class Supervised:
-    """A run and the supervisor at work on it."""
+    """A run and its supervisor's process."""
 
     run: RunDirectory
     process: subprocess.Popen
@@ -40,11 +40,11 @@ class Supervised:
         """Process id of each rank."""
         import psutil
 
-        found = {}
+        pids = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             if "finetune.run.worker" in child.cmdline() and "RANK" in (environment := child.environ()):
-                found[int(environment["RANK"])] = child.pid
-        return found
+                pids[int(environment["RANK"])] = child.pid
+        return pids
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +54,15 @@ def make_launch(tmp_path_factory):
     from finetune.run.prepare import create_run, prepare
 
     def make(*overrides):
-        place = tmp_path_factory.mktemp("launches") / "run"
-        return create_run(prepare(load_recipe("tiny-cpu", [*SHORT, *overrides, f"output_dir={place}"])))
+        run_directory = tmp_path_factory.mktemp("launches") / "run"
+        return create_run(prepare(load_recipe("tiny-cpu", [*SHORT, *overrides, f"output_dir={run_directory}"])))
 
     return make
 
 
 @pytest.fixture(scope="session")
 def supervise():
-    """supervise(run, **environment) -> its supervisor, started; killed at the end of the session if it still lives."""
+    """supervise(run, **environment) -> its started supervisor, killed at the end of the session if it is still running."""
     started = []
 
     def start(run, prefix=(), **environment):
@@ -83,12 +83,12 @@ def supervise():
 
 @pytest.fixture
 def warm_processes(warm_python, monkeypatch):
-    """The launcher is started as users start it; the processes that it starts have the libraries imported already."""
+    """The launcher is started as by users; its processes have the libraries imported already."""
     monkeypatch.setenv("PYTHON_EXEC", warm_python)
 
 
 @pytest.fixture(scope="session")
-def one(make_launch, supervise):
+def run_of_one(make_launch, supervise):
     """A finished run of one process."""
     run = make_launch()
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
@@ -96,7 +96,7 @@ def one(make_launch, supervise):
 
 
 @pytest.fixture(scope="session")
-def two(make_launch, supervise):
+def run_of_two(make_launch, supervise):
     """The same recipe, finished by two processes."""
     run = make_launch("launch.num_processes=2")
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]

@@ -1,6 +1,6 @@
 """One of two ranks that shard a 4-bit model with FSDP2: `torchrun fsdp_process.py STRATEGY OUT`. Not a test.
 
-accelerate starts FSDP on cards only, so its preparation of the model is called here with the plugin that the run would have,
+accelerate starts FSDP only on GPUs, so its preparation of the model is called here with the plugin that the run would have,
 after the Trainer's own change to it.
 """
 
@@ -35,7 +35,7 @@ torch.manual_seed(0)
 model = attach_adapters(build_base(settings, load_config(settings), device="cpu", weights=True), settings)
 prepare_for_training(model, settings)
 rows = torch.randint(5, 600, (2, 64), generator=torch.Generator().manual_seed(1))
-whole = model(input_ids=rows, labels=rows).loss.item()
+full_loss = model(input_ids=rows, labels=rows).loss.item()
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
 )
@@ -46,39 +46,39 @@ accelerator = SimpleNamespace(
 keep_fsdp_wrap_policy()
 trainer.update_fsdp_plugin_peft(model, accelerator)
 plugin.mixed_precision_policy = None  # it rounds the loss to bf16; the sharding is compared here
-split = fsdp2_prepare_model(accelerator, model)
-states = [module._get_fsdp_state() for module in split.modules() if isinstance(module, FSDPModule)]
+sharded = fsdp2_prepare_model(accelerator, model)
+states = [module._get_fsdp_state() for module in sharded.modules() if isinstance(module, FSDPModule)]
 groups = list({id(group): group for state in states for group in state._fsdp_param_groups}.values())
-together = []  # bytes of all-gathered parameters and their buffers, after each step of an all-gather
+gathered_bytes = []  # of all-gathered parameters and their buffers, after each step of an all-gather
 
 
-def watched(function):
-    def called(*arguments):
+def recording(function):
+    def record(*arguments):
         result = function(*arguments)
         outputs = [tensor for group in groups for param in group.fsdp_params for tensor in param.all_gather_outputs]
-        kept = groups[0].comm_ctx.all_gather_state
-        results = [result, *(group._all_gather_result for group in groups), kept.all_gather_result if kept else None]
-        buffers = {id(each.all_gather_output): each.all_gather_output for each in results if each is not None}
+        state = groups[0].comm_ctx.all_gather_state
+        results = [result, *(group._all_gather_result for group in groups), state.all_gather_result if state else None]
+        buffers = {id(gathered.all_gather_output): gathered.all_gather_output for gathered in results if gathered is not None}
         sizes = [tensor.untyped_storage().nbytes() for tensor in (*outputs, *buffers.values())]
-        together.append(sum(sizes))
+        gathered_bytes.append(sum(sizes))
         return result
 
-    return called
+    return record
 
 
 for name in ("foreach_all_gather", "foreach_all_gather_copy_out"):
-    setattr(_fsdp_param_group, name, watched(getattr(_fsdp_param_group, name)))
-loss = split(input_ids=rows, labels=rows).loss
+    setattr(_fsdp_param_group, name, recording(getattr(_fsdp_param_group, name)))
+loss = sharded(input_ids=rows, labels=rows).loss
 loss.backward()
-parameters = list(split.parameters())
+parameters = list(sharded.parameters())
 norm = sum(float(parameter.grad.full_tensor().square().sum()) for parameter in parameters if parameter.requires_grad) ** 0.5
 values = {
-    "whole_loss": whole, "split_loss": loss.item(), "gradient_norm": norm, "parameters": len(parameters),
-    "split_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
-    "layers_apart": sum(isinstance(layer, FSDPModule) for layer in decoder_layers(split)),
+    "full_loss": full_loss, "sharded_loss": loss.item(), "gradient_norm": norm, "parameters": len(parameters),
+    "sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
+    "sharded_layers": sum(isinstance(layer, FSDPModule) for layer in decoder_layers(sharded)),
     "local_bytes": sum(p.to_local().untyped_storage().nbytes() for p in parameters if isinstance(p, DTensor)),
     "trained_bytes": sum(p.to_local().untyped_storage().nbytes() for p in parameters if p.requires_grad),
-    "gathered_bytes": max(together),
+    "gathered_bytes": max(gathered_bytes),
 }  # fmt: skip
 (out / f"{dist.get_rank()}.json").write_text(json.dumps(values))
 dist.destroy_process_group()

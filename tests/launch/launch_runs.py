@@ -1,4 +1,4 @@
-"""What tests read of a run."""
+"""Readers of a run's events and files for tests."""
 
 import json
 from pathlib import Path
@@ -39,5 +39,5 @@ def last_state(run) -> State:
 
 
 def facts(checkpoint: Path) -> dict:
-    """What a checkpoint was sealed with."""
+    """The facts in a checkpoint's manifest."""
     return json.loads((checkpoint / "MANIFEST.json").read_text())["facts"]

@@ -1,6 +1,6 @@
 """One of two ranks that read their own rows of a 4-bit model: `torchrun own_rows_process.py MODEL OUT`. Not a test.
 
-The model is sharded without weights by accelerate's preparation, as in fsdp_process.py, and compared with a whole one.
+The model is sharded without weights by accelerate's preparation, as in fsdp_process.py, and compared with a full one.
 """
 
 import gc
@@ -26,28 +26,28 @@ from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe, resolved
 
 
-class Peak:
-    """Most anonymous memory of this process above that at the beginning, in bytes; mapped files are the page cache's."""
+class PeakMemory:
+    """Peak of this process's anonymous memory above that at the start, in bytes; mapped files are the page cache's."""
 
     def __enter__(self):
         gc.collect()
-        self.base = self.top = self.now()
-        self.ended = threading.Event()
+        self.base = self.peak = self.anonymous_bytes()
+        self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
 
     def __exit__(self, *_):
-        self.ended.set()
+        self.stopped.set()
         self.thread.join()
-        self.bytes = max(self.top, self.now()) - self.base
+        self.bytes = max(self.peak, self.anonymous_bytes()) - self.base
 
     def watch(self):
-        while not self.ended.wait(0.005):
-            self.top = max(self.top, self.now())
+        while not self.stopped.wait(0.005):
+            self.peak = max(self.peak, self.anonymous_bytes())
 
     @staticmethod
-    def now():
+    def anonymous_bytes():
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
@@ -66,16 +66,16 @@ def settings_for(model):
     )  # fmt: skip
 
 
-def trained(base):
-    """A base with adapters, as the worker makes it; B is not zero, so that A decides the loss, too."""
+def with_adapters(base):
+    """A base with adapters, as the worker builds it; B is not zero, so that A changes the loss, too."""
     torch.manual_seed(0)
     model = attach_adapters(base, settings)
     apply_techniques(model, settings)
     prepare_for_training(model, settings)
-    drawn = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=drawn))
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -84,14 +84,14 @@ def sharded(model):
         fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
     state = SimpleNamespace(fsdp_plugin=plugin)
-    as_run = SimpleNamespace(
+    run_accelerator = SimpleNamespace(
         state=state, is_main_process=dist.get_rank() == 0, mixed_precision="no", device=torch.device("cpu"),
         torch_device_mesh=None,
     )  # fmt: skip
     keep_fsdp_wrap_policy()
-    trainer.update_fsdp_plugin_peft(model, as_run)
+    trainer.update_fsdp_plugin_peft(model, run_accelerator)
     plugin.mixed_precision_policy = None
-    return accelerator.fsdp2_prepare_model(as_run, model)
+    return accelerator.fsdp2_prepare_model(run_accelerator, model)
 
 
 def loss_and_norm(model):
@@ -99,22 +99,24 @@ def loss_and_norm(model):
     loss = model(input_ids=rows, labels=rows, use_cache=False).loss
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
-    return loss.item(), sum(float(one.double().square().sum()) for one in whole) ** 0.5
+    full_gradients = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return loss.item(), sum(float(gradient.double().square().sum()) for gradient in full_gradients) ** 0.5
 
 
 dist.init_process_group("gloo")
-trained(build_base(settings := settings_for("tiny"), load_config(settings), device="cpu", weights=True))  # imports and pools
-settings, said = settings_for(sys.argv[1]), []
-with Peak() as peak:
-    model = sharded(trained(sharded_base(settings, load_config(settings), "cpu", said.append)))
+with_adapters(
+    build_base(settings := settings_for("tiny"), load_config(settings), device="cpu", weights=True)
+)  # imports and pools
+settings, messages = settings_for(sys.argv[1]), []
+with PeakMemory() as peak:
+    model = sharded(with_adapters(sharded_base(settings, load_config(settings), "cpu", messages.append)))
 parameters = list(model.parameters())
 loss, norm = loss_and_norm(model)
-whole_loss, whole_norm = loss_and_norm(trained(build_base(settings, load_config(settings), device="cpu", weights=True)))
+full_loss, full_norm = loss_and_norm(with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True)))
 values = {
-    "loss": loss, "whole_loss": whole_loss, "norm": norm, "whole_norm": whole_norm, "peak_bytes": peak.bytes,
-    "model_bytes": kept()[0].stat().st_size, "said": said, "parameters": len(parameters),
-    "split_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
+    "loss": loss, "full_loss": full_loss, "norm": norm, "full_norm": full_norm, "peak_bytes": peak.bytes,
+    "model_bytes": kept()[0].stat().st_size, "messages": messages, "parameters": len(parameters),
+    "sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
 }  # fmt: skip
 (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(values))
 dist.destroy_process_group()

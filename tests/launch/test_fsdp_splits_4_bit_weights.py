@@ -1,4 +1,4 @@
-"""FSDP2 really shards a 4-bit model over two ranks, and computes what the full model computes."""
+"""FSDP2 really shards a 4-bit model over two ranks, with the results of the full model."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
 
 
-def two_processes(strategy, out):
+def two_processes(strategy, folder):
     script = str(Path(__file__).with_name("fsdp_process.py"))
     command = [
         sys.executable,
@@ -23,16 +23,16 @@ def two_processes(strategy, out):
         "--nproc-per-node",
         "2",
     ]
-    done = subprocess.run([*command, script, strategy, str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    process = subprocess.run([*command, script, strategy, str(folder)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_stored_for_fsdp_every_parameter_is_split_and_the_loss_is_the_same(tmp_path):
-    for seen in two_processes("fsdp", tmp_path):
-        assert seen["split_parameters"] == seen["parameters"]
-        assert seen["split_loss"] == pytest.approx(seen["whole_loss"], rel=1e-6)
-        assert math.isfinite(seen["gradient_norm"]) and seen["gradient_norm"] > 0
+    for report in two_processes("fsdp", tmp_path):
+        assert report["sharded_parameters"] == report["parameters"]
+        assert report["sharded_loss"] == pytest.approx(report["full_loss"], rel=1e-6)
+        assert math.isfinite(report["gradient_norm"]) and report["gradient_norm"] > 0
 
 
 def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
@@ -45,17 +45,21 @@ def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
         "tiny-cpu", ["gpu=auto", "per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"]
     )
     units = units_of(read_config(recipe), resolved(recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16"))
-    rows = [(-(-p.rows // 2) * p.row_bytes, p.trained) for unit in units for p in unit.parameters]
-    whole = {unit.name: sum(-(-p.rows // 2) * 2 * p.row_bytes for p in unit.parameters) for unit in units}
-    # a layer, its all-gather buffer, the tied embedding, the last norm; the rule has a third layer (buffers of another stream)
-    together = 2 * whole["layers.0"] + whole["head"] + whole["rest"]
-    for seen in two_processes("fsdp", tmp_path):
-        assert seen["layers_apart"] == 5
-        assert seen["local_bytes"] == sum(size for size, _ in rows)
-        assert seen["trained_bytes"] == sum(size for size, trained in rows if trained)
-        assert seen["gathered_bytes"] == together <= gathered_by_fsdp(units, 2) <= 2 * together
+    shards = [
+        (-(-parameter.rows // 2) * parameter.row_bytes, parameter.trained) for unit in units for parameter in unit.parameters
+    ]
+    unit_bytes = {
+        unit.name: sum(-(-parameter.rows // 2) * 2 * parameter.row_bytes for parameter in unit.parameters) for unit in units
+    }
+    # a layer, its all-gather buffer, the tied embedding, the last norm; the rule adds a third layer (another stream's buffers)
+    gathered = 2 * unit_bytes["layers.0"] + unit_bytes["head"] + unit_bytes["rest"]
+    for report in two_processes("fsdp", tmp_path):
+        assert report["sharded_layers"] == 5
+        assert report["local_bytes"] == sum(shard_bytes for shard_bytes, _ in shards)
+        assert report["trained_bytes"] == sum(shard_bytes for shard_bytes, trained in shards if trained)
+        assert report["gathered_bytes"] == gathered <= gathered_by_fsdp(units, 2) <= 2 * gathered
 
 
 def test_stored_as_usual_the_4_bit_weights_would_stay_whole(tmp_path):
-    for seen in two_processes("ddp", tmp_path):
-        assert seen["split_parameters"] == seen["parameters"] - 35  # 5 layers of 7 quantised matrices
+    for report in two_processes("ddp", tmp_path):
+        assert report["sharded_parameters"] == report["parameters"] - 35  # 5 layers of 7 quantised matrices

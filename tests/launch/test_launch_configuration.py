@@ -25,14 +25,14 @@ LAUNCHES = [
 ]
 
 
-def parsed(tmp_path, wanted):
-    """What accelerate's launcher makes of the configuration: its arguments, as it validates them."""
+def parsed(tmp_path, launch_settings):
+    """The arguments of accelerate's launcher from the configuration, after its validation."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     from finetune.recipe.yaml import dump
 
     path = tmp_path / "accelerate.yaml"
-    path.write_text(dump(accelerate_configuration(wanted, tmp_path / "deepspeed.json")))
+    path.write_text(dump(accelerate_configuration(launch_settings, tmp_path / "deepspeed.json")))
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "-m", "finetune.run.worker", "RUN"])
     return _validate_launch_command(arguments)[0]
 
@@ -87,19 +87,23 @@ def test_accelerate_reads_the_deepspeed_configuration(tmp_path, launch):
 
     from finetune.files import write_json
 
-    wanted = settings(num_processes=2, strategy="deepspeed", **launch)
-    arguments = parsed(tmp_path, wanted)
+    launch_settings = settings(num_processes=2, strategy="deepspeed", **launch)
+    arguments = parsed(tmp_path, launch_settings)
     assert arguments.use_deepspeed and arguments.deepspeed_multinode_launcher == "standard"
-    write_json(Path(arguments.deepspeed_config_file), deepspeed_configuration(wanted))
-    read = HfDeepSpeedConfig(arguments.deepspeed_config_file)
-    assert read.get_value("zero_optimization.stage") == launch["zero_stage"]
-    assert read.get_value("train_batch_size") == 2 * 4 * 2
+    write_json(Path(arguments.deepspeed_config_file), deepspeed_configuration(launch_settings))
+    parsed_config = HfDeepSpeedConfig(arguments.deepspeed_config_file)
+    assert parsed_config.get_value("zero_optimization.stage") == launch["zero_stage"]
+    assert parsed_config.get_value("train_batch_size") == 2 * 4 * 2
 
 
 def test_several_machines_talk_over_the_address_of_machine_0_and_one_machine_takes_a_free_port():
-    far = accelerate_configuration(settings(num_processes=2, num_machines=2, main_process_ip="10.0.0.1"), Path("x"))
-    near = accelerate_configuration(settings(num_processes=2), Path("x"))
-    assert (far["main_process_ip"], far["main_process_port"], near["main_process_port"]) == ("10.0.0.1", 29500, 0)
+    two_machines = accelerate_configuration(settings(num_processes=2, num_machines=2, main_process_ip="10.0.0.1"), Path("x"))
+    one_machine = accelerate_configuration(settings(num_processes=2), Path("x"))
+    assert (two_machines["main_process_ip"], two_machines["main_process_port"], one_machine["main_process_port"]) == (
+        "10.0.0.1",
+        29500,
+        0,
+    )
 
 
 def test_one_process_needs_no_launcher():
@@ -108,7 +112,7 @@ def test_one_process_needs_no_launcher():
 
 
 @pytest.mark.parametrize(
-    ("launch", "words"),
+    ("launch", "message"),
     [
         ({"num_processes": 3, "num_machines": 2, "main_process_ip": "10.0.0.1"}, "not divisible"),
         ({"num_processes": 2, "num_machines": 2}, "can't reach"),
@@ -121,12 +125,12 @@ def test_one_process_needs_no_launcher():
         ({"strategy": "fsdp"}, "num_processes is 1"),
     ],
 )
-def test_a_launch_that_can_not_work_is_refused(launch, words):
+def test_a_launch_that_can_not_work_is_refused(launch, message):
     values = {"model_name_or_path": "tiny", "dataset": "support", "launch": launch}
     with pytest.raises(RecipeError) as error:
         plan_recipe(recipe_from(values), find_card("rtx-4090"), without_rows)
     (problem,) = error.value.problems
-    assert words in problem
+    assert message in problem
 
 
 def test_all_reasons_are_given_at_once():
@@ -139,10 +143,10 @@ def test_all_reasons_are_given_at_once():
     assert len(error.value.problems) == 5
 
 
-def test_a_strategy_that_needs_cards_is_refused_on_a_processor_before_anything_is_loaded(tmp_path):
+def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu_before_anything_is_loaded(tmp_path):
     from finetune.recipe import load_recipe
 
-    with pytest.raises(RecipeError, match="needs NVIDIA cards"):
+    with pytest.raises(RecipeError, match="needs NVIDIA GPUs"):
         load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
 
 
@@ -154,8 +158,8 @@ def test_4_bit_weights_are_stored_in_a_dtype_that_the_strategy_can_shard(strateg
     from finetune.model.quantisation import quantization_config
     from finetune.model.transformers_config import load_config
 
-    wanted = settings(num_processes=2, strategy=strategy, zero_stage=stage)
-    storage = quantization_config(wanted, load_config(wanted)).bnb_4bit_quant_storage
+    launch_settings = settings(num_processes=2, strategy=strategy, zero_stage=stage)
+    storage = quantization_config(launch_settings, load_config(launch_settings)).bnb_4bit_quant_storage
     assert str(storage) == f"torch.{dtype}"
 
 

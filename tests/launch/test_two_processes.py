@@ -1,4 +1,4 @@
-"""Two processes on the processor train as one does, fail as one does, stop and resume as one does."""
+"""Two processes on the CPU train, fail, stop and resume like one."""
 
 import os
 import shutil
@@ -19,107 +19,107 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtur
 LOSS_TOLERANCE = 1e-4
 
 
-def test_two_processes_give_the_loss_curve_of_one(one, two):
-    for alone, together in zip(steps(one), steps(two), strict=True):
-        assert together.loss == pytest.approx(alone.loss, rel=LOSS_TOLERANCE)
-        assert together.grad_norm == pytest.approx(alone.grad_norm, rel=1e-3)
-        assert together.learning_rate == alone.learning_rate
-    for name, weights in adapter(one).items():
-        torch.testing.assert_close(adapter(two)[name], weights, rtol=1e-2, atol=1e-4)
+def test_two_processes_give_the_loss_curve_of_one(run_of_one, run_of_two):
+    for expected, step in zip(steps(run_of_one), steps(run_of_two), strict=True):
+        assert step.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+        assert step.learning_rate == expected.learning_rate
+    for name, weights in adapter(run_of_one).items():
+        torch.testing.assert_close(adapter(run_of_two)[name], weights, rtol=1e-2, atol=1e-4)
 
 
-def test_every_step_counts_the_tokens_of_both(one, two):
-    for alone, together in zip(steps(one), steps(two), strict=True):
-        assert together.supervised_tokens == alone.supervised_tokens
-        assert together.real_tokens == alone.real_tokens
+def test_every_step_counts_the_tokens_of_both(run_of_one, run_of_two):
+    for expected, step in zip(steps(run_of_one), steps(run_of_two), strict=True):
+        assert step.supervised_tokens == expected.supervised_tokens
+        assert step.real_tokens == expected.real_tokens
 
 
-def test_there_is_one_event_stream(two):
-    events = read_events(two.events)
+def test_there_is_one_event_stream(run_of_two):
+    events = read_events(run_of_two.events)
     assert [event.step for event in events if isinstance(event, Step)] == [1, 2, 3, 4]
     assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4]
     assert [event.kind for event in events].count("start") == 1
     assert [event.state for event in events if isinstance(event, State)] == ["starting", "running", "finished"]
 
 
-def test_each_process_has_its_random_state_in_the_seal(two):
-    names = sorted(path.name for path in (two.checkpoints / "checkpoint-2").glob("rng_state*"))
+def test_each_process_has_its_random_state_in_the_seal(run_of_two):
+    names = sorted(path.name for path in (run_of_two.checkpoints / "checkpoint-2").glob("rng_state*"))
     assert names == ["rng_state_0.pth", "rng_state_1.pth"]
-    assert facts(two.checkpoints / "checkpoint-2")["num_processes"] == 2
+    assert facts(run_of_two.checkpoints / "checkpoint-2")["num_processes"] == 2
 
 
 def copy_back_to_step_2(run, make_launch, *overrides):
-    """A run directory of the same recipe that stands where `run` stood after step 2."""
-    fresh = make_launch(*overrides)
-    shutil.copytree(run.checkpoints / "checkpoint-2", fresh.checkpoints / "checkpoint-2")
-    return fresh
+    """A run directory of the same recipe in the state of `run` after step 2."""
+    copy = make_launch(*overrides)
+    shutil.copytree(run.checkpoints / "checkpoint-2", copy.checkpoints / "checkpoint-2")
+    return copy
 
 
-def test_resuming_with_the_same_processes_is_exact(two, make_launch, supervise):
-    run = copy_back_to_step_2(two, make_launch, "launch.num_processes=2")
+def test_resuming_with_the_same_processes_is_exact(run_of_two, make_launch, supervise):
+    run = copy_back_to_step_2(run_of_two, make_launch, "launch.num_processes=2")
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
     start = next(event for event in read_events(run.events) if isinstance(event, Start))
     assert start.resumed_from == "checkpoint-2" and start.exact is True
     assert [event.step for event in steps(run)] == [3, 4]
-    for name, weights in adapter(two).items():
+    for name, weights in adapter(run_of_two).items():
         assert torch.equal(adapter(run)[name], weights), name
 
 
-def test_a_changed_base_model_that_one_process_finds_ends_both(two, make_launch, supervise):
-    run = copy_back_to_step_2(two, make_launch, "launch.num_processes=2")
+def test_a_changed_base_model_that_one_process_finds_ends_both(run_of_two, make_launch, supervise):
+    run = copy_back_to_step_2(run_of_two, make_launch, "launch.num_processes=2")
     sealed = run.checkpoints / "checkpoint-2"
     write_manifest(sealed, {"step": 2, "facts": {**facts(sealed), "base": "0" * 64}})
     assert supervise(run).wait() == 1
     assert "can't resume from checkpoint-2: the base model's weights have changed" in last_state(run).message
 
 
-def test_resuming_with_another_number_of_processes_says_that_it_is_approximate(two, make_launch, supervise):
-    run = copy_back_to_step_2(two, make_launch)
+def test_resuming_with_another_number_of_processes_says_that_it_is_approximate(run_of_two, make_launch, supervise):
+    run = copy_back_to_step_2(run_of_two, make_launch)
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
     start = next(event for event in read_events(run.events) if isinstance(event, Start))
     assert start.exact is False and "world size is 1, not 2" in start.approximate_because[0]
-    for alone, together in zip(steps(run), steps(two)[2:], strict=True):
-        assert alone.loss == pytest.approx(together.loss, rel=LOSS_TOLERANCE)
+    for expected, original in zip(steps(run), steps(run_of_two)[2:], strict=True):
+        assert expected.loss == pytest.approx(original.loss, rel=LOSS_TOLERANCE)
 
 
-def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes(two, make_launch, supervise):
+def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes(run_of_two, make_launch, supervise):
     run = make_launch("launch.num_processes=2", "max_steps=400")
-    at_work = supervise(run)
-    at_work.wait_for_step(3)
-    ranks = at_work.ranks()
+    supervised = supervise(run)
+    supervised.wait_for_step(3)
+    ranks = supervised.ranks()
     assert sorted(ranks) == [0, 1]
     os.kill(ranks[1], signal.SIGKILL)
-    began = time.monotonic()
-    code = at_work.wait()
-    assert time.monotonic() - began < 300  # gloo would wait for half an hour
+    killed_s = time.monotonic()
+    code = supervised.wait()
+    assert time.monotonic() - killed_s < 300  # gloo would wait for half an hour
     assert code == 1
     assert not any(psutil.pid_exists(pid) for pid in ranks.values())
     state = last_state(run)
     assert state.state == "failed" and "process 1 of 2 was killed" in state.message and "finetune resume" in state.message
-    again = supervise(run)
-    again.wait_for_step(steps(run)[-1].step + 1)
+    resumed = supervise(run)
+    resumed.wait_for_step(steps(run)[-1].step + 1)
     start = [event for event in read_events(run.events) if isinstance(event, Start)][-1]
     assert start.step >= 2 and start.exact is True
-    again.process.send_signal(signal.SIGTERM)
-    assert again.wait() == 143
+    resumed.process.send_signal(signal.SIGTERM)
+    assert resumed.wait() == 143
 
 
 def test_a_stop_signal_stops_all_after_the_same_step_with_a_seal(make_launch, supervise):
     run = make_launch("launch.num_processes=2", "max_steps=400", "save_steps=0")
-    at_work = supervise(run)
-    at_work.wait_for_step(2)
-    at_work.process.send_signal(signal.SIGTERM)
-    assert at_work.wait() == 143, run.log.read_text()[-3000:]
+    supervised = supervise(run)
+    supervised.wait_for_step(2)
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.wait() == 143, run.log.read_text()[-3000:]
     state, last = last_state(run), steps(run)[-1].step
     assert state.state == "stopped" and f"stopped at step {last}" in state.message
     assert (run.checkpoints / f"checkpoint-{last}" / "MANIFEST.json").is_file()
 
 
-def test_one_process_out_of_memory_is_one_retry_of_all(two, make_launch, supervise, tmp_path):
+def test_one_process_out_of_memory_is_one_retry_of_all(run_of_two, make_launch, supervise, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
     run = make_launch("launch.num_processes=2")
-    at_work = supervise(run, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert at_work.wait() == 0, run.log.read_text()[-3000:]
+    supervised = supervise(run, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert supervised.wait() == 0, run.log.read_text()[-3000:]
     events = read_events(run.events)
     kinds = [event.kind for event in events]
     assert kinds.count("out_of_memory") == 1 and kinds.count("retry") == 1
@@ -128,5 +128,5 @@ def test_one_process_out_of_memory_is_one_retry_of_all(two, make_launch, supervi
     assert [event.state for event in events if isinstance(event, State)] == [
         "starting", "running", "starting", "running", "finished",
     ]  # fmt: skip
-    for before, after in zip(steps(two), steps(run), strict=True):
+    for before, after in zip(steps(run_of_two), steps(run), strict=True):
         assert after.loss == pytest.approx(before.loss, rel=LOSS_TOLERANCE)

@@ -18,7 +18,7 @@ from finetune.card import find_card, measured_context
 from finetune.card.allocator import AllocatorSettings, expandable_segments
 from finetune.cli.evaluate import chat_with, show_scores
 from finetune.errors import CardError, RecipeError
-from finetune.evaluate.scores import scorer
+from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
 from finetune.forecast.ledger import replayed
@@ -36,7 +36,7 @@ from finetune.run.retry import next_smaller, nothing_smaller
 from finetune.run.state import read_state
 from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config
-from finetune.units import GIB, MIB
+from finetune.units import GIB, MIB, format_bytes
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -225,6 +225,15 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert measured == end.reserved_error
 
 
+def test_a_run_that_records_its_history_leaves_it_when_it_succeeds(machine, make_run, card):
+    machine("4090-desktop")
+    run = make_run("record_memory_history=true")
+    recorded = card(read_plan(run.plan), broken={"write_history": lambda calls: Path(calls[-1][1]).touch()})
+    assert train(run) == 0, run.log.read_text()[-3000:]
+    names = [name for name, *_ in recorded.calls()]
+    assert names.index("start_history") < names.index("place_of") and list(run.snapshots) == ["peak", "end"]
+
+
 def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(machine, make_run, card, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     environment = machine("wsl")
@@ -353,23 +362,31 @@ def test_memory_budget_of_the_recipe_is_what_limits(machine, make_run, card):
 def test_a_card_that_others_have_filled_since_is_a_warning_and_under_wsl_the_limit(machine, make_run, card):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
-    recorded = card(plan, free_bytes=2 * GIB)
-    assert "2.00 GiB of NVIDIA GeForce RTX 4090 are free" in limit_card(plan)
+    recorded = card(plan, free_bytes=32 * MIB)
+    assert "32 MiB of NVIDIA GeForce RTX 4090 are free" in limit_card(plan)
     assert recorded.limit_bytes() > 20 * GIB
     machine("wsl")
     limit_card(plan)
-    assert recorded.limit_bytes() == pytest.approx(2 * GIB)
+    assert recorded.limit_bytes() == pytest.approx(32 * MIB)
 
 
-def test_a_context_larger_than_planned_is_not_called_others_memory(machine, make_run, card):
+def test_free_memory_is_compared_with_the_forecasts_upper_end_without_the_context(machine, make_run, card):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
-    wanted, unsure = plan.budget_bytes - plan.card.context_bytes, plan.card.context_uncertainty_bytes
-    assert unsure > 0
-    card(plan, free_bytes=wanted - unsure)
+    needed = plan.forecast.peak_high_bytes - plan.card.context_bytes - plan.card.context_uncertainty_bytes
+    assert 0 < needed < plan.budget_bytes / 2
+    card(plan, free_bytes=needed)
     assert limit_card(plan) == ""
-    card(plan, free_bytes=wanted - unsure - 1)
-    assert "by its plan the run may take" in limit_card(plan)
+    card(plan, free_bytes=needed - 1)
+    assert limit_card(plan).endswith(f"by the upper end of its forecast it needs {format_bytes(needed)}")
+
+
+def test_a_run_that_was_forced_needs_no_more_than_its_budget(machine, make_run, card):
+    machine("4090-desktop")
+    plan = read_plan(make_run().plan)
+    budget = round(0.9 * plan.forecast.peak_high_bytes)
+    card(plan, free_bytes=budget - plan.card.context_bytes - plan.card.context_uncertainty_bytes)
+    assert limit_card(dataclasses.replace(plan, budget_bytes=budget)) == ""
 
 
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):

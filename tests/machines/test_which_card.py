@@ -1,5 +1,8 @@
 """Which card of a machine is planned, with how much memory, and in which words."""
 
+import subprocess
+import sys
+
 import pytest
 
 from finetune.card import find_card
@@ -69,6 +72,18 @@ def test_cuda_visible_devices_means_what_it_means_to_cuda(machine, setting, orde
 def test_a_hidden_card_is_not_planned(machine):
     machine("two-3090", CUDA_VISIBLE_DEVICES=ON_DESKTOP)
     assert find_card("auto").uuid == ON_DESKTOP and "as CUDA_VISIBLE_DEVICES says" in find_card("auto").reason
+
+
+@pytest.mark.parametrize("setting", [OTHER, None])
+def test_a_process_that_plans_hides_every_card_from_cuda_alone(machine, setting):
+    code = (
+        "import os; from finetune.card import find_card, visible; visible.hide_gpus(); visible.hide_gpus();"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'], find_card('auto').uuid,"
+        " visible.environment_with_gpus().get('CUDA_VISIBLE_DEVICES'))"
+    )
+    environment = machine("two-3090", **({"CUDA_VISIBLE_DEVICES": setting} if setting else {}))
+    planning = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert planning.stdout.split() == ["-1", OTHER, str(setting)]
 
 
 def test_hiding_every_card_is_an_error_that_names_them(machine):

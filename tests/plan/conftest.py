@@ -26,7 +26,7 @@ class ArithmeticForecaster:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, tokens: int) -> Forecast:
+    def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, tokens: int, trained_share: float) -> Forecast:
         self.calls += 1
         shape = shape_of(config, settings)
         bits = 4 if settings.load_in_4bit else 8 if settings.load_in_8bit else 32 if settings.dtype == "float32" else 16

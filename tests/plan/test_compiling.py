@@ -40,5 +40,7 @@ def test_a_recipe_that_compiles_is_told_after_how_many_steps_it_pays_off(plan):
 
 
 def test_a_budget_is_of_compiled_layers():
-    with pytest.raises(RecipeError, match="compile_activation_budget 0.8 is of compiled layers; set torch_compile to true"):
+    with pytest.raises(
+        RecipeError, match="compile_activation_budget 0.8 applies only to compiled layers; set torch_compile to true"
+    ):
         recipe_from({**RECIPE, "compile_activation_budget": 0.8})

@@ -60,6 +60,25 @@ def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(plan
     assert plan(QWEN_8B, free_bytes=5 * GIB).verdict == "does not fit"
 
 
+@pytest.mark.parametrize(("free_gib", "verdict"), [(13.56, "does not fit"), (25, "fits")])
+def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(plan, new_forecaster, free_gib, verdict):
+    """Adapters on int8 weights are not lean: they save 1.8 times the bytes, more than the weights take less."""
+
+    class Lean(new_forecaster):
+        def __call__(self, config, settings, card, *, tokens, trained_share):
+            saved = 47.6 * 1536 * 28 * tokens * settings.per_device_train_batch_size
+            more = 0 if settings.load_in_8bit else round(-0.45 * saved)
+            whole = super().__call__(config, settings, card, tokens=tokens, trained_share=trained_share)
+            names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
+            parts = {**whole.parts, "activations": whole.parts["activations"] + more}
+            return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in names})
+
+    fixed = ("load_in_4bit=false", "activation_checkpointing=false", "per_device_train_batch_size=8", "max_length=2048")
+    made = plan("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB), forecaster=Lean())
+    assert (made.verdict, made.settings.load_in_8bit) == (verdict, False)
+    assert made.forecast.peak_high_bytes == min(row.peak_high_bytes for row in made.alternatives)
+
+
 def test_offload_comes_only_when_nothing_else_fits(plan):
     enough, little = plan(QWEN_8B, free_bytes=12 * GIB), plan(QWEN_8B, free_bytes=round(7.9 * GIB))
     assert "offload" not in (enough.settings.activation_checkpointing, enough.settings.optim)

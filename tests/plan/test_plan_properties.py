@@ -70,3 +70,12 @@ def test_more_memory_never_makes_a_plan_worse(new_forecaster, model, gib, more):
         for size in (gib, min(23.5, gib + more))
     )
     assert order.index(enough.verdict) >= order.index(less.verdict)
+
+
+def test_the_trained_share_is_that_of_the_micro_batch_with_most_trained_tokens():
+    data = DataStatistics(3, 0, 300, 90, (50, 100, 150), most_trained=(60, 20, 10), densest_trained_share=0.4)
+    assert data.trained_share_of(1, 151, packed=False) == 60 / 150
+    assert data.trained_share_of(2, 151, packed=False) == 80 / 300
+    assert data.trained_share_of(2, 41, packed=False) == 60 / 80  # rows are cut at 41 tokens
+    assert data.trained_share_of(1, 151, packed=True) == 0.4
+    assert DataStatistics(3, 0, 300, 90).trained_share_of(2, 151, packed=False) == 1

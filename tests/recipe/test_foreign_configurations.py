@@ -1,4 +1,4 @@
-"""Configurations of other tools are read as recipes: nothing is lost, nothing is guessed, and the numbers are theirs."""
+"""Configurations of other tools are read as recipes: no key is lost, nothing is guessed, and the numbers are the tool's."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_numbers_are_the_other_tools_numbers(name):
 def test_every_key_is_accounted_for_with_its_line(name):
     text = (HERE / name).read_text()
     entries = {entry.key: entry for entry in load_source(HERE / name).conversion.entries}
-    named = set(entries) | {key.rpartition(".")[0] for key in entries} | set(yaml.safe_load(text))
-    assert set(keys_of(yaml.safe_load(text))) - named <= {
+    accounted = set(entries) | {key.rpartition(".")[0] for key in entries} | set(yaml.safe_load(text))
+    assert set(keys_of(yaml.safe_load(text))) - accounted <= {
         key
         for key in keys_of(yaml.safe_load(text))
         if key.partition(".")[0] in ("special_tokens", "fsdp_config", "gradient_checkpointing_kwargs")
@@ -77,7 +77,7 @@ def test_the_converted_recipe_is_the_same_recipe(name):
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
 def test_tables_name_settings_that_exist(tool):
     for rule in tool.keys.values():
-        for name in (getattr(rule, "ours", ""), getattr(rule, "lifted_by", "")):
+        for name in (getattr(rule, "setting", ""), getattr(rule, "lifted_by", "")):
             section, _, inner = name.partition(".")
             assert not name or section in Recipe.model_fields, name
             assert not inner or inner in Recipe.model_fields[section].annotation.model_fields, name
@@ -85,7 +85,7 @@ def test_tables_name_settings_that_exist(tool):
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ("stage: dpo", "stage dpo: finetune trains on answers"), ("finetuning_type: full", "finetune trains LoRA adapters"),
         ("pissa_init: true", "PiSSA"), ("mask_history: true", "every answer"), ("neftune_noise_alpha: 5", "NEFTune"),
@@ -94,22 +94,22 @@ def test_tables_name_settings_that_exist(tool):
         ("lr_scheduler_type: polynomial", "it should be"), ("hf_hub_token: x", "secrets"),
     ],
 )  # fmt: skip
-def test_what_would_change_the_result_is_refused(extra, said):
+def test_what_would_change_the_result_is_refused(extra, message):
     text = (HERE / "lf_least.yaml").read_text()
     text = "\n".join(line for line in text.splitlines() if not line.startswith(extra.partition(":")[0])) + f"\n{extra}\n"
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as error:
         parse_source(text, "x.yaml", folder=HERE)
-    assert len(refused.value.problems) == 1 and said in refused.value.problems[0]
-    assert refused.value.problems[0].startswith(f"x.yaml:{len(text.splitlines())}:")
+    assert len(error.value.problems) == 1 and message in error.value.problems[0]
+    assert error.value.problems[0].startswith(f"x.yaml:{len(text.splitlines())}:")
 
 
 def test_all_refusals_come_at_once():
     text = "base_model: x/y\nadapter: lora\ndatasets: [{path: a, type: mystery}]\nlearning_rate: 1e-4\n" + "".join(
         f"{key}: true\n" for key in ("rl", "qat", "gptq", "s2_attention", "use_pose", "relora")
     )
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as error:
         parse_source(text, "x.yml")
-    assert len(refused.value.problems) == 7
+    assert len(error.value.problems) == 7
 
 
 def test_overrides_lift_refusals_and_reach_the_other_tools_keys():
@@ -135,9 +135,9 @@ def test_dataset_info_becomes_the_dataset_section():
     assert questions.columns == {"instruction": "question", "output": "response"} or questions.columns == {
         "instruction": "question", "output": "answer"
     }  # fmt: skip
-    few = text.replace("identity", "identity,alpaca_en_demo") + "max_samples: 50\n"
+    limited = text.replace("identity", "identity,alpaca_en_demo") + "max_samples: 50\n"
     with pytest.raises(RecipeError, match="for each dataset there"):
-        parse_source(few, "x", folder=HERE)
+        parse_source(limited, "x", folder=HERE)
 
 
 def test_a_list_of_datasets_keeps_their_formats_and_numbers_of_rows(tmp_path):
@@ -150,13 +150,13 @@ def test_a_list_of_datasets_keeps_their_formats_and_numbers_of_rows(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "x", "output": "y"}] * 4))
     (tmp_path / "b.jsonl").write_text('{"conversations": []}\n' * 4)
     text = f"model_name_or_path: x/y\nfinetuning_type: lora\nstage: sft\ntemplate: empty\ndataset_dir: {tmp_path}\ndataset: "
-    both = parse_source(f"{text}a,b,c", "x", folder=tmp_path).recipe.dataset
-    assert [Path(path).name for path in both.path] == ["a.json", "b.jsonl", "c.json"]
-    assert (both.format, both.weights) == ("auto", [0.25, 1.5, 1.0])
+    merged = parse_source(f"{text}a,b,c", "x", folder=tmp_path).recipe.dataset
+    assert [Path(path).name for path in merged.path] == ["a.json", "b.jsonl", "c.json"]
+    assert (merged.format, merged.weights) == ("auto", [0.25, 1.5, 1.0])
     assert parse_source(f"{text}c", "x", folder=tmp_path).recipe.dataset.weights is None
 
 
-def test_axolotls_datasets_of_two_formats_are_told_apart_by_their_columns():
+def test_axolotls_datasets_of_two_formats_are_detected_by_their_columns():
     text = "base_model: x/y\nadapter: lora\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: alpaca}, "
     dataset = parse_source(f"{text}{{path: b.jsonl, type: completion}}]", "x.yml").recipe.dataset
     assert (dataset.path, dataset.format) == (["a.jsonl", "b.jsonl"], "auto")
@@ -164,7 +164,7 @@ def test_axolotls_datasets_of_two_formats_are_told_apart_by_their_columns():
         parse_source(f"{text}{{path: b.jsonl, type: completion, field: body}}]", "x.yml")
 
 
-def test_a_recipe_with_other_tools_words_stays_a_recipe():
+def test_a_recipe_with_other_tools_keys_stays_a_recipe():
     text = "base_model: x/y\ndataset: d.jsonl\nlora_target: all\nbf16: true\noptim: adamw_bnb_8bit\nreport_to: none\n"
     text += "lora_rank:\nseed:\n"
     source = parse_source(text, "recipe")
@@ -186,9 +186,9 @@ def test_a_recipe_with_other_tools_words_stays_a_recipe():
     ],
 )  # fmt: skip
 def test_hints_are_right_or_absent(key, hint):
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as error:
         parse_recipe(f"model: x\ndataset: d\n{key}: 1\n")
-    assert hint in refused.value.problems[0]
+    assert hint in error.value.problems[0]
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
@@ -201,11 +201,11 @@ def test_no_key_of_a_table_is_lost(tool):
         for part in key.split(".")[:-1]:
             inner = inner.setdefault(part, {})
         inner[key.rpartition(".")[2]] = 1
-        made = convert(tool, values, {}, "x", Path(), {}, set())
-        assert key in {entry.key for entry in made.entries}
+        conversion = convert(tool, values, {}, "x", Path(), {}, set())
+        assert key in {entry.key for entry in conversion.entries}
 
 
-def test_values_of_the_wrong_kind_are_refused_in_words():
+def test_values_of_the_wrong_kind_are_refused_without_a_traceback():
     text = (HERE / "axolotl_lora_1b.yml").read_text()
     for old, new in (("learning_rate: 0.0002", "learning_rate: fast"), ("micro_batch_size: 2", "micro_batch_size: [2]")):
         with pytest.raises(RecipeError, match="value"):

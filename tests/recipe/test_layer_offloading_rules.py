@@ -1,4 +1,4 @@
-"""What layer offloading can't go together with is refused, with what to set instead."""
+"""Settings that rule out layer offloading are refused, with what to set instead."""
 
 import pytest
 
@@ -17,17 +17,17 @@ REFUSED = {
 
 
 def problems_of(*overrides):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError) as error:
         parse_recipe(SHORT, overrides=list(overrides))
-    return caught.value.problems
+    return error.value.problems
 
 
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-@pytest.mark.parametrize("beside", REFUSED)
-def test_what_does_not_work_with_offloaded_layers_is_refused_with_the_fix(place, beside):
-    (problem,) = problems_of(f"layer_offloading={place}", beside)
-    assert f"layer_offloading {place}" in problem or f"layer_offloading is {place}" in problem
-    assert REFUSED[beside] in problem
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_does_not_work_with_offloaded_layers_is_refused_with_the_fix(device, override):
+    (problem,) = problems_of(f"layer_offloading={device}", override)
+    assert f"layer_offloading {device}" in problem or f"layer_offloading is {device}" in problem
+    assert REFUSED[override] in problem
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
@@ -36,16 +36,16 @@ def test_sharded_weights_are_moved_by_launch_offload(strategy):
     assert "use launch.offload" in problem
 
 
-@pytest.mark.parametrize("place", ["auto", "false"])
-def test_a_number_of_layers_needs_a_place_for_them(place):
-    (problem,) = problems_of("offloaded_layers=8", f"layer_offloading={place}")
-    assert f"layer_offloading is {place}" in problem and "set layer_offloading=cpu" in problem
+@pytest.mark.parametrize("device", ["auto", "false"])
+def test_a_number_of_layers_needs_a_place_for_them(device):
+    (problem,) = problems_of("offloaded_layers=8", f"layer_offloading={device}")
+    assert f"layer_offloading is {device}" in problem and "set layer_offloading=cpu" in problem
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "override",
     ["activation_checkpointing=selective", "activation_checkpointing=offload", "gpu=cpu", "use_dora=true", "lora_dropout=0.1",
      "load_in_4bit=false", "offloaded_layers=3", "int8_activations=true"],
 )  # fmt: skip
-def test_what_works_with_offloaded_layers_is_accepted(beside):
-    assert parse_recipe(SHORT, overrides=["layer_offloading=cpu", beside]).layer_offloading == "cpu"
+def test_what_works_with_offloaded_layers_is_accepted(override):
+    assert parse_recipe(SHORT, overrides=["layer_offloading=cpu", override]).layer_offloading == "cpu"

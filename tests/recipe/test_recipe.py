@@ -11,9 +11,9 @@ SHORT = "model_name_or_path: some/model\ndataset: {path: rows.jsonl}\n"
 
 
 def problems_of(text, *overrides):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError) as error:
         parse_recipe(text, "r.yaml", overrides)
-    return caught.value.problems
+    return error.value.problems
 
 
 def test_absent_and_auto_settings_are_the_planners():
@@ -34,13 +34,13 @@ def test_names_of_other_tools_are_accepted_and_written_in_ours(alias, name, valu
 
 
 def test_all_problems_are_reported_at_once_with_their_lines():
-    found = problems_of("base_model: x\ndataset: d.jsonl\nlora_r: true\npackin: true\nload_in_4bit: no\nnum_epochs: .inf\n")
-    assert {problem.split(": ")[0] for problem in found} == {"r.yaml:3", "r.yaml:4", "r.yaml:5", "r.yaml:6"}
-    assert any("did you mean 'packing'" in problem for problem in found)
+    problems = problems_of("base_model: x\ndataset: d.jsonl\nlora_r: true\npackin: true\nload_in_4bit: no\nnum_epochs: .inf\n")
+    assert {problem.split(": ")[0] for problem in problems} == {"r.yaml:3", "r.yaml:4", "r.yaml:5", "r.yaml:6"}
+    assert any("did you mean 'packing'" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [("lora_r: 8\nlora_r: 16", "set twice (first on line 3)"), ("load_in_4bit: no", "write true or false"),
      ("lora_r: 010", "it should be"), ("lora_r: 12:30", "it should be"), ("learning_rate: .inf", "not a finite number"),
      ("learning_rate: .nan", "not a finite number"), ("lora_r: true", "not true or false"),
@@ -54,8 +54,8 @@ def test_all_problems_are_reported_at_once_with_their_lines():
      ("cutoff_len: 5\nmax_length: 6", "both set"), ("memory_budget: lots", "not a size"),
      ("dataset.path: x", "unknown setting")],
 )  # fmt: skip
-def test_yaml_traps_are_closed(line, said):
-    assert any(said in problem for problem in problems_of(SHORT + line + "\n")), problems_of(SHORT + line + "\n")
+def test_yaml_traps_are_closed(line, message):
+    assert any(message in problem for problem in problems_of(SHORT + line + "\n")), problems_of(SHORT + line + "\n")
 
 
 def test_numbers_mean_what_they_say():

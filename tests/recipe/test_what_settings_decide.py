@@ -1,4 +1,4 @@
-"""Each setting is flipped, and what changes is held against what its row of the schema says it decides."""
+"""Each setting is flipped, and what changes is compared with the effects that its row of the schema declares."""
 
 import json
 
@@ -21,7 +21,7 @@ CARDS = {
     "ampere": Card("ampere", 2**34, 2**34, (8, 6), context_bytes=2**28),
     "hopper": Card("hopper", 2**34, 2**34, (9, 0), context_bytes=2**28),
 }
-#: Bytes of the forecast that no hub, second card or other machine is needed for: another value for each setting.
+#: Another value for each setting, for which neither a hub nor a second GPU or machine is needed.
 OTHER = {
     "model_name_or_path": "a/larger", "dtype": "float32", "attn_implementation": "eager", "max_length": 256, "packing": True,
     "excess_length": "truncate", "train_on_inputs": True, "chat_template": "other.jinja", "load_in_4bit": False,
@@ -59,8 +59,8 @@ BASE = {
     "learning_rate": 1e-4, "memory_budget": "8GiB",
     "packing": False, "dtype": "bfloat16", "optim": "adamw_torch", "activation_checkpointing": False,
 }  # fmt: skip
-#: What must be set as well, before a flip and after it, for it to make sense.
-BESIDE = {
+#: Other settings that a flip needs, before and after it.
+OTHER_SETTINGS = {
     "torch_compile": {"activation_checkpointing": "offload"},  # compiled layers offload their inputs by other hooks
     "compile_activation_budget": {"torch_compile": True},
     "load_in_8bit": {"load_in_4bit": False},
@@ -86,27 +86,27 @@ BESIDE = {
 LONGEST = {"long.jsonl": 480, "short.jsonl": 64}
 
 
-def says(name):
-    """What the setting's row says that it decides."""
+def declared_effects(name):
+    """The effects that the setting's row declares."""
     section, _, inner = name.rpartition(".")
     return decided_by(inner, SECTIONS.get(section, Recipe))
 
 
 def with_settings(values, changes):
     """`values` with dotted `changes`."""
-    made = json.loads(json.dumps(values))
+    copy = json.loads(json.dumps(values))
     for name, value in changes.items():
         section, _, inner = name.rpartition(".")
-        (made.setdefault(section, {}) if section else made)[inner] = value
-    return made
+        (copy.setdefault(section, {}) if section else copy)[inner] = value
+    return copy
 
 
 def forecast_bytes(values):
-    """Memory of card and host by the forecast; the disk is not memory."""
+    """Forecast memory of GPU and host, without the disk."""
     settings = plainest(recipe_from(values))
     tokens = min(settings.max_length, LONGEST[settings.dataset.path])
-    made = make_forecast(MODELS[settings.model_name_or_path], settings, CARDS[settings.gpu], tokens=tokens)
-    return made.allocated_bytes, made.peak_high_bytes, made.peaks, made.parts, made.host_bytes
+    forecast = make_forecast(MODELS[settings.model_name_or_path], settings, CARDS[settings.gpu], tokens=tokens)
+    return forecast.allocated_bytes, forecast.peak_high_bytes, forecast.peaks, forecast.parts, forecast.host_bytes
 
 
 def test_every_setting_is_flipped():
@@ -115,10 +115,10 @@ def test_every_setting_is_flipped():
 
 @pytest.mark.parametrize("name", sorted(OTHER))
 def test_a_setting_changes_the_forecasts_bytes_just_when_it_says_so(name):
-    before = with_settings(BASE, BESIDE.get(name, {}))
+    before = with_settings(BASE, OTHER_SETTINGS.get(name, {}))
     after = with_settings(before, {name: OTHER[name]})
     changed = forecast_bytes(before) != forecast_bytes(after)  # one cache for both: a key that leaves it out shows no change
-    assert changed == (Decides.BYTES in says(name)), name
+    assert changed == (Decides.BYTES in declared_effects(name)), name
 
 
 def test_what_a_section_decides_is_what_its_settings_decide():
@@ -130,8 +130,8 @@ def test_what_a_section_decides_is_what_its_settings_decide():
 def rows(tmp_path_factory):
     """The files that the flips name, with short and long rows and one that can't be trained on."""
     folder = tmp_path_factory.mktemp("rows")
-    good = [{"text": f"row {number} " + "and more " * 4 * number, "question": f"ask {number}"} for number in range(1, 25)]
-    files = {"long.jsonl": good, "short.jsonl": good[:6], "held.jsonl": good[-3:]}
+    text_rows = [{"text": f"row {number} " + "and more " * 4 * number, "question": f"ask {number}"} for number in range(1, 25)]
+    files = {"long.jsonl": text_rows, "short.jsonl": text_rows[:6], "held.jsonl": text_rows[-3:]}
     for name, values in files.items():
         (folder / name).write_text("".join(json.dumps(value) + "\n" for value in values))
     chat = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"b {n}"}]} for n in range(4)]
@@ -141,9 +141,9 @@ def rows(tmp_path_factory):
     return folder
 
 
-#: What must be set as well for a flip to show on tokens.
+#: Other settings that a flip needs to change tokens.
 CHAT = {"dataset.path": "chat.jsonl", "dataset.on_bad_rows": "skip"}
-TOKENS_BESIDE = {
+OTHER_TOKEN_SETTINGS = {
     "train_on_inputs": CHAT, "chat_template": CHAT, "dataset.on_bad_rows": {"dataset.path": "chat.jsonl"},
     "dataset.format": {"dataset.on_bad_rows": "skip"}, "seed": {"dataset.test_split_size": 4},
     "max_length": {"excess_length": "drop"}, "excess_length": {"max_length": 64, "excess_length": "drop"},
@@ -151,7 +151,7 @@ TOKENS_BESIDE = {
 
 
 def tokens_of(values, folder, monkeypatch):
-    """What the trainer would be given: ids and labels of both sides; a refusal is a result, too."""
+    """The trainer's input: ids and labels of both splits; a refusal is a result, too."""
     from finetune import data
     from finetune.errors import DataError
 
@@ -159,18 +159,18 @@ def tokens_of(values, folder, monkeypatch):
     recipe = recipe_from(values)
     try:
         limit = None if recipe.max_length == AUTO else recipe.max_length
-        made = data.prepare(recipe, data.load_tokenizer(recipe), max_length=limit)
+        prepared = data.prepare(recipe, data.load_tokenizer(recipe), max_length=limit)
     except DataError as error:
         return error.problems
-    sides = [side for side in (made.train, made.eval) if side is not None]
-    return [(row["input_ids"], row["labels"]) for side in sides for row in side], [len(side) for side in sides]
+    datasets = [dataset for dataset in (prepared.train, prepared.eval) if dataset is not None]
+    return [[(row["input_ids"], row["labels"]) for row in dataset] for dataset in datasets]
 
 
 @pytest.mark.parametrize("name", sorted(set(OTHER) - {"model_name_or_path"}))  # another model has another tokenizer
 def test_a_setting_changes_the_tokens_just_when_it_says_so(name, rows, monkeypatch):
-    card = "rtx-4090" if name.startswith("launch") or name == "gpu" else "cpu"
-    fixed = {"model_name_or_path": "tiny", "gpu": card, "optim": AUTO}
-    before = with_settings(BASE, {**fixed, **BESIDE.get(name, {}), **TOKENS_BESIDE.get(name, {})})
+    gpu = "rtx-4090" if name.startswith("launch") or name == "gpu" else "cpu"
+    fixed = {"model_name_or_path": "tiny", "gpu": gpu, "optim": AUTO}
+    before = with_settings(BASE, {**fixed, **OTHER_SETTINGS.get(name, {}), **OTHER_TOKEN_SETTINGS.get(name, {})})
     after = with_settings(before, {name: OTHER[name]})
     changed = tokens_of(before, rows, monkeypatch) != tokens_of(after, rows, monkeypatch)
-    assert changed == (Decides.TOKENS in says(name)), name
+    assert changed == (Decides.TOKENS in declared_effects(name)), name

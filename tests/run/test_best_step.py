@@ -88,7 +88,7 @@ def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
 @pytest.mark.slow
 def test_after_five_times_too_many_epochs_both_are_evaluated_and_the_last_step_is_worse(make, train):
     from finetune.evaluate.score import compare
-    from finetune.evaluate.scores import scorer
+    from finetune.evaluate.scorers import scorer
 
     run = make("max_steps=80", "eval_steps=5", "save_steps=0")
     assert train(run) == 0, run.log.read_text()[-2000:]

@@ -1,5 +1,6 @@
 """Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,8 +11,11 @@ import pytest
 from conftest import adapter_hash
 from forked import supervise
 
-from finetune.events import OutOfMemory, Retry, RunWarning, Step, read_events
+from finetune.events import ForecastCheck, OutOfMemory, Retry, RunWarning, Step, read_events
+from finetune.files import cache_dir
+from finetune.plan.plan import read_plan
 from finetune.run import control
+from finetune.run.retry import adjust, adjusted_plan, adjusted_since_s
 from finetune.run.state import is_alive, read_processes, read_state
 from finetune.system import take_lock
 
@@ -49,6 +53,24 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
         again = steps(run)[step]
         assert again.loss == pytest.approx(event.loss, abs=1e-5)
         assert (again.supervised_tokens, again.real_tokens) == (event.supervised_tokens, event.real_tokens)
+
+
+def test_after_a_retry_memory_is_compared_with_a_forecast_of_what_runs_and_so_is_the_next_plans_history(make_run):
+    run = make_run(*TWO_ROWS)
+    assert supervise(run, "step5:oom").wait() == 0, run.log.read_text()[-2000:]
+    planned, adjusted = read_plan(run.plan), adjusted_plan(run)
+    assert adjusted.forecast.allocated_bytes < planned.forecast.allocated_bytes
+    first, end = [event for event in read_events(run.events) if isinstance(event, ForecastCheck)]
+    assert first.predicted_allocated_bytes == planned.forecast.allocated_bytes
+    assert end.predicted_allocated_bytes == adjusted.forecast.allocated_bytes
+    (row,) = (cache_dir() / "history.jsonl").read_text().splitlines()
+    assert json.loads(row)["forecast_allocated_bytes"] == adjusted.forecast.allocated_bytes
+    since_s = adjusted_since_s(run)
+    assert [event.step for event in steps(run).values() if event.time_s >= since_s] == [5, 6, 7, 8]  # what is compared
+    adjust(run, {"learning_rate": 1e-5})
+    assert adjusted_plan(run).forecast == adjusted.forecast
+    adjust(run, {"per_device_eval_batch_size": 1})  # a forecast of other settings is not taken for theirs
+    assert adjusted_plan(run).forecast == planned.forecast
 
 
 def test_out_of_memory_while_loading_is_not_tried_again_and_the_message_says_what_would_help(make_run):

@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from finetune.events import Memory
+from finetune.events import Memory, Phase
 from finetune.run.memory_watch import MemoryWatch, leaks
 from finetune.system import return_freed_memory
 
@@ -68,6 +68,17 @@ def test_another_program_that_takes_the_card_is_named_as_such():
 def test_fragmentation_is_a_warning_with_advice():
     (said,) = MemoryWatch().step(sample(reserved=12 * GIB, peak_reserved=12 * GIB, peak_allocated=8 * GIB), 1.0)
     assert "4.00 GiB" in said and "packing=true" in said
+
+
+@pytest.mark.parametrize("phase", [None, "evaluate"])
+def test_what_an_earlier_step_or_phase_has_allocated_is_no_fragmentation_of_a_later_one(phase):
+    watch, large = MemoryWatch(), {"peak_reserved_bytes": 12 * GIB, "peak_allocated_bytes": 11 * GIB}
+    if phase:
+        watch.observe(Phase(phase=phase, **large))
+    else:
+        assert watch.step(Memory(**large), 1.0) == []
+    assert watch.step(sample(peak_reserved=12 * GIB, peak_allocated=8 * GIB), 1.0) == []
+    assert "4.00 GiB of 15.0 GiB" in watch.step(sample(peak_reserved=15 * GIB, peak_allocated=8 * GIB), 1.0)[0]
 
 
 def test_growth_over_three_epochs_is_a_leak_and_noise_is_not():

@@ -87,10 +87,19 @@ def test_the_allocators_settings_are_those_of_the_planned_micro_batch(finished_p
     assert adjusted_plan(finished_plan).forecast.allocator is None
 
 
+def test_a_changed_settings_speed_is_not_compared_with_the_planned_ones(finished_plan):
+    plan = dataclasses.replace(read_plan(finished_plan.plan), modelled_step_s=2.0)
+    write_json(finished_plan.plan, plan.as_json())
+    adjust(finished_plan, {"save_steps": 7})
+    assert adjusted_plan(finished_plan).modelled_step_s == 2.0
+    adjust(finished_plan, {"activation_checkpointing": True})
+    assert adjusted_plan(finished_plan).modelled_step_s is None
+
+
 def test_a_run_whose_start_can_t_be_recorded_is_not_started(finished_plan, monkeypatch):
     started = []
 
-    def start(command, log):
+    def start(command, log, **options):
         started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         return started[0]
 

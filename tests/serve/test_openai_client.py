@@ -28,7 +28,7 @@ def served(tmp_path_factory):
 
     from finetune.serve.api import build
     from finetune.serve.engine import Engine
-    from finetune.serve.models import Models, named
+    from finetune.serve.models import Models, runs_by_name
     from finetune.system import port_socket
 
     folder = tmp_path_factory.mktemp("served")
@@ -39,8 +39,8 @@ def served(tmp_path_factory):
     torch.manual_seed(0)
     noise = {name: torch.randn_like(value) for name, value in load_file(weights).items()}
     save_file(noise, weights, {"format": "pt"})
-    models = Models(named([RunDirectory(folder / "finished"), RunDirectory(folder / "other")]))
-    engine, bound = Engine(models, tokens=512, most_waiting=1), port_socket()
+    models = Models(runs_by_name([RunDirectory(folder / "finished"), RunDirectory(folder / "other")]))
+    engine, bound = Engine(models, tokens=512, max_waiting=1), port_socket()
     bound.bind(("127.0.0.1", 0))
     bound.listen()
     server = uvicorn.Server(uvicorn.Config(build(engine, TOKEN), log_level="warning", timeout_graceful_shutdown=1))
@@ -57,49 +57,49 @@ def client(served):
     return openai.OpenAI(base_url=served[0], api_key=TOKEN, max_retries=0)
 
 
-def answer(client, model, **how):
-    made = client.chat.completions.create(model=model, messages=ASK, **{"temperature": 0, **how})
-    return made.choices[0].message.content, made.choices[0].finish_reason, made.usage.completion_tokens
+def answer(client, model, **options):
+    completion = client.chat.completions.create(model=model, messages=ASK, **{"temperature": 0, **options})
+    return completion.choices[0].message.content, completion.choices[0].finish_reason, completion.usage.completion_tokens
 
 
 def test_base_and_two_adapters_answer_as_each_does_alone(served, client):
     from finetune.evaluate.answerer import Answerer
 
     assert [model.id for model in client.models.list()] == ["base", "finished", "other"]
-    made = [(name, answer(client, name, max_tokens=20)[0]) for name in ("other", "finished", "base", "other", "finished")]
+    answers = [(name, answer(client, name, max_tokens=20)[0]) for name in ("other", "finished", "base", "other", "finished")]
     alone = {}
     for name in ("finished", "other"):
         answerer = Answerer(RunDirectory(served[2] / name))
         alone[name] = answerer.answer([answerer.prompt_ids(ASK)], max_new_tokens=20)[0]
     with answerer.as_base():
         alone["base"] = answerer.answer([answerer.prompt_ids(ASK)], max_new_tokens=20)[0]
-    assert made == [(name, alone[name]) for name, _ in made] and alone["other"] not in (alone["base"], alone["finished"])
+    assert answers == [(name, alone[name]) for name, _ in answers] and alone["other"] not in (alone["base"], alone["finished"])
 
 
 def test_a_streamed_answer_is_the_whole_answer_in_pieces(client):
-    whole, reason, tokens = answer(client, "finished")
+    full_answer, reason, tokens = answer(client, "finished")
     pieces = list(client.chat.completions.create(model="finished", messages=ASK, temperature=0, stream=True,
                                                  stream_options={"include_usage": True}))  # fmt: skip
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == whole
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == full_answer
     assert sum(bool(piece.choices and piece.choices[0].delta.content) for piece in pieces) > 3
     assert pieces[-2].choices[0].finish_reason == reason == "stop" and pieces[-1].usage.completion_tokens == tokens
 
 
 def test_settings_of_a_request_are_respected(client):
-    whole = answer(client, "finished")[0]
-    middle = whole[len(whole) // 2 :][:3]
-    assert answer(client, "finished", stop=[middle])[:2] == (whole[: whole.index(middle)], "stop")
+    full_answer = answer(client, "finished")[0]
+    middle = full_answer[len(full_answer) // 2 :][:3]
+    assert answer(client, "finished", stop=[middle])[:2] == (full_answer[: full_answer.index(middle)], "stop")
     assert answer(client, "finished", max_tokens=3)[1:] == ("length", 3)
     hot = {"temperature": 1.5, "max_tokens": 12}
-    same = [answer(client, "base", seed=seed, **hot)[0] for seed in (5, 5, 6)]
-    assert same[0] == same[1] != same[2]
+    answers = [answer(client, "base", seed=seed, **hot)[0] for seed in (5, 5, 6)]
+    assert answers[0] == answers[1] != answers[2]
     assert answer(client, "base", seed=6, **{**hot, "top_p": 1e-6})[0] == answer(client, "base", max_tokens=12)[0]
 
 
-def test_without_the_token_nothing_is_told(served, client):
-    with pytest.raises(openai.AuthenticationError) as wrong:
+def test_without_the_token_every_request_is_refused(served, client):
+    with pytest.raises(openai.AuthenticationError) as error:
         answer(client.with_options(api_key="another-token-12345"), "base")
-    assert (wrong.value.status_code, wrong.value.code) == (401, "invalid_api_key")
+    assert (error.value.status_code, error.value.code) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="x").models.list()
 
@@ -107,26 +107,26 @@ def test_without_the_token_nothing_is_told(served, client):
 def test_a_bad_request_gets_the_error_of_the_interface(client):
     with pytest.raises(openai.NotFoundError):
         answer(client, "gpt-9")
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as error:
         answer(client, "base", max_tokens=9_999)
-    assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as refused:
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as error:
         answer(client, "base", temperature=7)
-    assert refused.value.param == "temperature"
+    assert error.value.param == "temperature"
 
 
-def test_a_client_that_leaves_ends_its_answer(served, client):
+def test_a_client_that_disconnects_ends_its_answer(served, client):
     engine = served[1]
     stream = client.chat.completions.create(model="base", messages=ASK, temperature=1.9, seed=1, stream=True)
     next(iter(stream))
-    assert engine._asked
+    assert engine._open_requests
     stream.close()
     with pytest.raises(openai.APITimeoutError):
         answer(client.with_options(timeout=0.05), "base", temperature=1.9, seed=1)
-    ends = time.monotonic() + 60
-    while engine._asked and time.monotonic() < ends:
+    deadline = time.monotonic() + 60
+    while engine._open_requests and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not engine._asked
+    assert not engine._open_requests
 
 
 def test_the_command_prints_where_it_listens_and_commands_for_others(served):

@@ -12,9 +12,9 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.recipe.foreign import axolotl, llama_factory, mlx_lm, torchtune, trl, unsloth
-from finetune.recipe.foreign.rules import Entry, Ignore, Keep, Reading, Refuse, Tool
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, KeyReport, Refuse, Tool
 
-__all__ = ["TOOLS", "Conversion", "Entry", "Tool", "convert", "meaning_elsewhere", "tool_of"]
+__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "hint_for_key", "tool_of"]
 
 TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, axolotl.TOOL, torchtune.TOOL, unsloth.TOOL, mlx_lm.TOOL, trl.TOOL)
 
@@ -25,20 +25,21 @@ class Conversion:
 
     tool: str
     values: dict[str, Any]  # nested, as a recipe's
-    origin: dict[str, str]  # our dotted setting -> file:line
-    entries: tuple[Entry, ...]
+    locations: dict[str, str]  # our dotted setting -> file:line
+    entries: tuple[KeyReport, ...]
     assumed: dict[str, Any]
 
     @property
     def notes(self) -> list[str]:
-        """What is carried over but not quite the same."""
+        """The differences in keys that are carried over."""
         return [f"{entry.key}: {entry.note}" for entry in self.entries if entry.note]
 
     def problems(self, name: str) -> list[str]:
         """The refused keys, each with its line."""
-        return [f"{_place(name, entry.line)}: {entry.key} {entry.text}" for entry in self.entries if entry.outcome == "refused"]
+        refused = [entry for entry in self.entries if entry.outcome == "refused"]
+        return [f"{_location(name, entry.line)}: {entry.key} {entry.text}" for entry in refused]
 
-    def counted(self) -> str:
+    def summary(self) -> str:
         """How many keys were carried over and how many have no effect."""
         counts = {outcome: sum(entry.outcome == outcome for entry in self.entries) for outcome in ("carried over", "no effect")}
         return f"{counts['carried over']} keys carried over, {counts['no effect']} without effect here"
@@ -46,57 +47,58 @@ class Conversion:
 
 def tool_of(values: dict[str, Any]) -> Tool | None:
     """The tool whose configuration this is, None for a recipe."""
-    found = []
+    matches = []
     for tool in TOOLS:
         flat = _flat(values) if tool.nested else values
         if any(_has(flat, marker) for marker in tool.markers):
-            found.append((sum(tool.rule(key) is not None for key in flat) / max(1, len(flat)), tool.name, tool))
-    return max(found)[2] if found else None
+            matches.append((sum(tool.rule(key) is not None for key in flat) / max(1, len(flat)), tool.name, tool))
+    return max(matches)[2] if matches else None
 
 
 def convert(
-    tool: Tool, values: dict[str, Any], lines: dict[str, int], name: str, folder: Path, given: dict[str, Any], ours: set[str]
-) -> Conversion:
-    """`values` of `tool` as a recipe's. `lines` of the keys and `folder` are the file's; `given` the user's overrides."""
+    tool: Tool, values: dict[str, Any], lines: dict[str, int], name: str, folder: Path, overrides: dict[str, Any],
+    our_keys: set[str],
+) -> Conversion:  # fmt: skip
+    """`values` of `tool` as a recipe's. `lines` of the keys and `folder` are the file's; `overrides` the user's overrides."""
     flat = _flat(values) if tool.nested else values
-    reading = Reading(tool, {key: value for key, value in flat.items() if value is not None}, lines, folder, given)
-    for key in reading.values:
-        if tool.rule(key) is None and key in ours and key.partition(".")[0] in ours:
-            reading.keep(key, key, reading.values[key])
+    config = ConfigReader(tool, {key: value for key, value in flat.items() if value is not None}, lines, folder, overrides)
+    for key in config.values:
+        if tool.rule(key) is None and key in our_keys and key.partition(".")[0] in our_keys:
+            config.keep(key, key, config.values[key])
         else:
-            reading.apply(key)
+            config.apply(key)
     try:
-        tool.finish(reading)
+        tool.finish(config)
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # a list where the tool has a number, and the like
         raise RecipeError(f"{name}: a value is not of the kind that {tool.name} has: {error}") from None
-    for key in [key for key in reading.values if key not in reading.entries]:
-        reading.refuse(key, "is not understood beside the other keys")
+    for key in [key for key in config.values if key not in config.entries]:
+        config.refuse(key, "is not understood beside the other keys")
     for setting, value in tool.defaults.items():
-        if not (setting == "warmup_ratio" and "warmup_steps" in reading.settings):
-            reading.assume(setting, value)
+        if not (setting == "warmup_ratio" and "warmup_steps" in config.settings):
+            config.assume(setting, value)
     for key, value in flat.items():
         if value is None:
-            reading.ignore_empty(key)
-    order = sorted(reading.entries.values(), key=lambda entry: entry.line or 0)
-    origin = {setting: _place(name, reading.line_of(key)) for setting, key in reading.origin.items()}
-    return Conversion(tool.name, _nested(reading.settings), origin, tuple(order), reading.assumed)
+            config.ignore_empty(key)
+    reports = sorted(config.entries.values(), key=lambda entry: entry.line or 0)
+    locations = {setting: _location(name, config.line_of(key)) for setting, key in config.keys_by_setting.items()}
+    return Conversion(tool.name, _nested(config.settings), locations, tuple(reports), config.assumed)
 
 
-def meaning_elsewhere(key: str) -> str | None:
-    """What a key that a recipe doesn't have means in another tool: our setting, or why there is none. None when unknown."""
+def hint_for_key(key: str) -> str | None:
+    """The meaning in another tool of a key that recipes don't have: our setting, or why there is none. None if unknown."""
     for tool in TOOLS:
         match tool.keys.get(key):
             case Keep(setting):
                 return f"that is {tool.name}'s name for '{setting}'"
-            case Ignore(why):
-                return f"{tool.name}'s, without effect here: {why}"
-            case Refuse(why):
-                return f"{tool.name}'s: {why}"
-    return _TOGETHER.get(key)
+            case Ignore(reason):
+                return f"{tool.name}'s, without effect here: {reason}"
+            case Refuse(reason):
+                return f"{tool.name}'s: {reason}"
+    return _KEY_HINTS.get(key)
 
 
 #: Keys that a tool reads together with others -> what to use here.
-_TOGETHER = {
+_KEY_HINTS = {
     "val_size": "that is LLaMA-Factory's name for 'dataset.test_split_size'",
     "val_set_size": "that is Axolotl's name for 'dataset.test_split_size'",
     "max_samples": "that is LLaMA-Factory's name for 'dataset.max_rows'",
@@ -111,7 +113,7 @@ def _has(flat: dict[str, Any], marker: str) -> bool:
     return marker in flat or (marker.startswith("*") and any(key.endswith(marker[1:]) for key in flat))
 
 
-def _place(name: str, line: int | None) -> str:
+def _location(name: str, line: int | None) -> str:
     return f"{name}:{line}" if line else name
 
 

@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, is_off, listed
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, is_off
 from finetune.recipe.foreign.shared import (
-    CARDS,
     DATASET_CACHE,
+    DIFFERENT_DATASETS,
     EVERY_STEP,
+    GPUS,
     KERNELS,
     MEMORY,
     NOT_TRAINED,
-    OF_ONE_KIND,
-    PLACES,
     PREFERENCE,
     PROCESS,
     SECRET,
+    STEPS,
     TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     UPLOAD,
-    one_dataset,
+    merge_datasets,
     read_batch,
     read_dtype,
-    read_places,
+    read_intervals,
     read_steps,
     read_template,
     read_trackers,
     read_warmup,
 )  # fmt: skip
 
-_FOUND = Ignore("is read from the model")
+_MODEL = Ignore("is read from the model")
 _PREFERRED = Refuse("preference training is not supported")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
 
 KEYS: dict[str, Rule] = {
     **{key: rule for key, rule in TRAINING_ARGUMENTS.items() if not key.startswith("per_device")},
     # -- model
-    "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"), "base_model_config": _FOUND,
+    "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"), "base_model_config": _MODEL,
     "tokenizer_config": Refuse("the model's own tokenizer is used"),
-    "model_type": _FOUND, "tokenizer_type": _FOUND, "tokenizer_use_fast": PROCESS, "tokenizer_legacy": PROCESS,
+    "model_type": _MODEL, "tokenizer_type": _MODEL, "tokenizer_use_fast": PROCESS, "tokenizer_legacy": PROCESS,
     "processor_type": PROCESS,
-    "is_falcon_derived_model": _FOUND, "is_llama_derived_model": _FOUND, "is_mistral_derived_model": _FOUND,
-    "is_qwen_derived_model": _FOUND,
+    "is_falcon_derived_model": _MODEL, "is_llama_derived_model": _MODEL, "is_mistral_derived_model": _MODEL,
+    "is_qwen_derived_model": _MODEL,
     "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
     "strict": PROCESS, "gptq": NOT_TRAINED, "overrides_of_model_config": Refuse("the model's own configuration is used"),
     "overrides_of_model_kwargs": _OWN_LOADER,
@@ -53,7 +53,7 @@ KEYS: dict[str, Rule] = {
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
     "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),
     "bnb_config_kwargs": Refuse("4 bits are NF4 with double quantisation"),
-    "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": CARDS,
+    "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": GPUS,
     "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
     # -- adapter
     "adapter": Read(), "lora_r": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"), "lora_dropout": Keep("lora_dropout", float),
@@ -70,7 +70,7 @@ KEYS: dict[str, Rule] = {
     "loraplus_lr_ratio": Refuse("one learning rate for all adapters"),
     "peft_trainable_token_indices": NOT_TRAINED, "peft_autocast_adapter_dtype": KERNELS,
     "loraplus_lr_embedding": Ignore("of LoRA+, which is not used"), "relora": NOT_TRAINED, "relora_steps": NOT_TRAINED,
-    "unfrozen_parameters": NOT_TRAINED, "merge_lora": UPLOAD, "merge_method": UPLOAD, "qlora_sharded_model_loading": CARDS,
+    "unfrozen_parameters": NOT_TRAINED, "merge_lora": UPLOAD, "merge_method": UPLOAD, "qlora_sharded_model_loading": GPUS,
     "lora_mlp_kernel": KERNELS, "lora_qkv_kernel": KERNELS, "lora_o_kernel": KERNELS, "lora_embedding_kernel": KERNELS,
     # -- training
     "micro_batch_size": Read(), "batch_size": Read(), "eval_batch_size": Keep("per_device_eval_batch_size"),
@@ -80,9 +80,9 @@ KEYS: dict[str, Rule] = {
     "lr_quadratic_warmup": Refuse("the warmup is linear"),
     "lr_groups": Refuse("one learning rate for all adapters"), "embedding_lr": Refuse("embeddings are not trained"),
     "embedding_lr_scale": Refuse("embeddings are not trained"),
-    "evals_per_epoch": PLACES, "saves_per_epoch": PLACES, "eval_table_size": PLACES, "eval_max_new_tokens": PLACES,
-    "eval_table_max_new_tokens": PLACES,
-    "save_first_step": PLACES, "do_causal_lm_eval": PLACES, "eval_causal_lm_metrics": PLACES, "do_bench_eval": PLACES,
+    "evals_per_epoch": STEPS, "saves_per_epoch": STEPS, "eval_table_size": STEPS, "eval_max_new_tokens": STEPS,
+    "eval_table_max_new_tokens": STEPS,
+    "save_first_step": STEPS, "do_causal_lm_eval": STEPS, "eval_causal_lm_metrics": STEPS, "do_bench_eval": STEPS,
     "gc_steps": MEMORY,
     "early_stopping_patience": Keep("early_stopping_patience"),
     "loss_watchdog_threshold": Ignore("a run that diverges is stopped"),
@@ -100,16 +100,16 @@ KEYS: dict[str, Rule] = {
     "liger_cross_entropy": KERNELS, "cut_cross_entropy": KERNELS,
     "rl": _PREFERRED, "rl_beta": PREFERENCE, "trl": PREFERENCE, "reward_model": _PREFERRED, "process_reward_model": _PREFERRED,
     "qat": NOT_TRAINED, "quantization": NOT_TRAINED, "vllm": PREFERENCE,
-    "debug": PROCESS, "ddp": CARDS, "world_size": CARDS, "ddp_bucket_cap_mb": CARDS, "ddp_broadcast_buffers": CARDS,
-    "accelerator_config": CARDS, "fsdp_version": CARDS, "fsdp_final_state_dict_type": CARDS,
-    "tensor_parallel_size": CARDS, "context_parallel_size": CARDS, "sequence_parallel_degree": CARDS, "use_ray": CARDS,
-    "ray_num_workers": CARDS, "resources_per_worker": CARDS,
+    "debug": PROCESS, "ddp": GPUS, "world_size": GPUS, "ddp_bucket_cap_mb": GPUS, "ddp_broadcast_buffers": GPUS,
+    "accelerator_config": GPUS, "fsdp_version": GPUS, "fsdp_final_state_dict_type": GPUS,
+    "tensor_parallel_size": GPUS, "context_parallel_size": GPUS, "sequence_parallel_degree": GPUS, "use_ray": GPUS,
+    "ray_num_workers": GPUS, "resources_per_worker": GPUS,
     "wandb_project": TRACKERS, "wandb_entity": TRACKERS, "wandb_watch": TRACKERS, "wandb_name": TRACKERS,
     "wandb_run_id": TRACKERS, "wandb_mode": TRACKERS, "wandb_log_model": TRACKERS, "use_wandb": TRACKERS,
     "mlflow_tracking_uri": TRACKERS, "mlflow_experiment_name": TRACKERS, "use_mlflow": TRACKERS, "use_comet": TRACKERS,
     "comet_project_name": TRACKERS, "use_tensorboard": TRACKERS, "use_trackio": TRACKERS,
     "profiler_steps": EVERY_STEP, "hf_use_auth_token": PROCESS, "push_dataset_to_hub": UPLOAD, "hub_token": SECRET,
-    "auto_resume_from_checkpoints": Ignore("`finetune resume RUN` goes on"),
+    "auto_resume_from_checkpoints": Ignore("`finetune resume RUN` continues"),
     # -- data
     "datasets": Read(), "test_datasets": Read(), "pretraining_dataset": NOT_TRAINED, "dataset_prepared_path": DATASET_CACHE,
     "dataset_processes": DATASET_CACHE, "dataset_num_proc": DATASET_CACHE,
@@ -153,8 +153,8 @@ _ROLES = {
     "system": {"system"},
     "tool": {"tool", "observation"},
 }
-#: Keys of a dataset that change nothing, or only where they have another value.
-_SAME = {
+#: Keys of a dataset -> the value that changes nothing; None if no value does.
+_NEUTRAL_VALUES = {
     "ds_type": None, "preprocess_shards": None, "trust_remote_code": None, "split_thinking": False,
     "roles_to_train": ["assistant"], "train_on_eos": "turn",
     "train_on_eot": "turn", "drop_system_message": False, "field_tools": "tools", "field_system": "system",
@@ -162,129 +162,130 @@ _SAME = {
 }  # fmt: skip
 
 
-def finish(reading: Reading) -> None:
-    """What Axolotl's keys mean together."""
-    _batch(reading)
-    read_steps(reading)
-    read_warmup(reading)
-    read_places(reading)
-    read_dtype(reading)
-    if "report_to" in reading.values:
-        read_trackers(reading)
-    _adapter(reading)
-    _tokens(reading)
-    model = str(reading.given.get("model_name_or_path") or reading.value("base_model", ""))
-    if reading.is_on("chat_template_jinja"):
-        reading.refuse("chat_template_jinja", "save the template as a file", "chat_template")
-    if "chat_template" in reading.values:
-        if reading.value("chat_template") == "jinja":
-            reading.share("chat_template", "chat_template_jinja")
+def finish(config: ConfigReader) -> None:
+    """Keys of Axolotl that combine."""
+    _batch(config)
+    read_steps(config)
+    read_warmup(config)
+    read_intervals(config)
+    read_dtype(config)
+    if "report_to" in config.values:
+        read_trackers(config)
+    _adapter(config)
+    _tokens(config)
+    model = str(config.overrides.get("model_name_or_path") or config.value("base_model", ""))
+    if config.is_on("chat_template_jinja"):
+        config.refuse("chat_template_jinja", "save the template as a file", "chat_template")
+    if "chat_template" in config.values:
+        if config.value("chat_template") == "jinja":
+            config.share("chat_template", "chat_template_jinja")
         else:
-            read_template(reading, "chat_template", model)
-    if "plugins" in reading.values:
-        other = [name for name in listed(reading.value("plugins")) if "Liger" not in name and "CutCrossEntropy" not in name]
-        if other:
-            reading.refuse("plugins", f"{', '.join(other)} may change what is learnt")
+            read_template(config, "chat_template", model)
+    if "plugins" in config.values:
+        plugins = as_list(config.value("plugins"))
+        other_plugins = [name for name in plugins if "Liger" not in name and "CutCrossEntropy" not in name]
+        if other_plugins:
+            config.refuse("plugins", f"{', '.join(other_plugins)} may change what is learnt")
         else:
-            reading.ignore("plugins", KERNELS.why)
-    if not reading.is_replaced("dataset.path", ("datasets", "test_datasets")):
-        _datasets(reading)
+            config.ignore("plugins", KERNELS.reason)
+    if not config.is_replaced("dataset.path", ("datasets", "test_datasets")):
+        _datasets(config)
 
 
-def _batch(reading: Reading) -> None:
-    batch, micro = reading.value("batch_size"), reading.value("micro_batch_size")
-    if batch is not None:  # the whole batch, of which Axolotl derives the missing part
-        if micro is None or "gradient_accumulation_steps" not in reading.values:
-            reading.keep("batch_size", "effective_batch_size", batch)
+def _batch(config: ConfigReader) -> None:
+    batch_size, micro_batch = config.value("batch_size"), config.value("micro_batch_size")
+    if batch_size is not None:  # the effective batch, from which Axolotl derives the missing factor
+        if micro_batch is None or "gradient_accumulation_steps" not in config.values:
+            config.keep("batch_size", "effective_batch_size", batch_size)
             for key in ("micro_batch_size", "gradient_accumulation_steps"):
-                reading.share(key, f"effective_batch_size {batch}")
+                config.share(key, f"effective_batch_size {batch_size}")
             return
-        reading.ignore("batch_size", "micro_batch_size and gradient_accumulation_steps are both set")
-    read_batch(reading, "micro_batch_size", "gradient_accumulation_steps")
+        config.ignore("batch_size", "micro_batch_size and gradient_accumulation_steps are both set")
+    read_batch(config, "micro_batch_size", "gradient_accumulation_steps")
 
 
-def _adapter(reading: Reading) -> None:
-    adapter = reading.value("adapter")
+def _adapter(config: ConfigReader) -> None:
+    adapter = config.value("adapter")
     if adapter in ("lora", "qlora"):
-        reading.ignore("adapter", "is what finetune does")
+        config.ignore("adapter", "is what finetune does")
     elif adapter is not None:
-        reading.refuse("adapter", "finetune trains LoRA adapters")
+        config.refuse("adapter", "finetune trains LoRA adapters")
     else:
-        reading.refuse("adapter", "is not set, which trains all parameters; finetune trains LoRA adapters")
-    linear = reading.is_on("lora_target_linear")
-    if linear:
-        reading.keep("lora_target_linear", "target_modules", "all-linear")
+        config.refuse("adapter", "is not set, which trains all parameters; finetune trains LoRA adapters")
+    all_linear = config.is_on("lora_target_linear")
+    if all_linear:
+        config.keep("lora_target_linear", "target_modules", "all-linear")
     else:
-        reading.ignore("lora_target_linear", "is off")
-    if "lora_target_modules" in reading.values:
-        if linear:
-            reading.share("lora_target_modules", "target_modules all-linear")
+        config.ignore("lora_target_linear", "is off")
+    if "lora_target_modules" in config.values:
+        if all_linear:
+            config.share("lora_target_modules", "target_modules all-linear")
         else:
-            reading.keep("lora_target_modules", "target_modules", _modules(reading.value("lora_target_modules")))
-    elif not linear:
-        reading.assume("target_modules", ["q_proj", "v_proj"])
+            config.keep("lora_target_modules", "target_modules", _modules(config.value("lora_target_modules")))
+    elif not all_linear:
+        config.assume("target_modules", ["q_proj", "v_proj"])
 
 
 def _modules(value: Any) -> Any:
-    """Names of modules; a regular expression stays one text."""
-    return value if isinstance(value, str) and set(value) & set("*|()\\[") else listed(value)
+    """Names of modules as a list; a regular expression stays one text."""
+    return value if isinstance(value, str) and set(value) & set("*|()\\[") else as_list(value)
 
 
-def _tokens(reading: Reading) -> None:
-    tokens = reading.value("special_tokens")
+def _tokens(config: ConfigReader) -> None:
+    tokens = config.value("special_tokens")
     if not isinstance(tokens, dict):
         return
     usual = {"bos_token": ("<s>", "<|begin_of_text|>"), "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>")}
-    other = [
+    other_tokens = [
         f"{name} {value}" for name, value in tokens.items() if name in usual and value is not None and value not in usual[name]
     ]
-    if other:
-        reading.refuse("special_tokens", f"{', '.join(other)}: the model's own special tokens are used")
+    if other_tokens:
+        config.refuse("special_tokens", f"{', '.join(other_tokens)}: the model's own special tokens are used")
     else:
-        reading.ignore("special_tokens", "the model's own are used; padding is never learnt")
+        config.ignore("special_tokens", "the model's own are used; padding is never learnt")
 
 
-def _datasets(reading: Reading) -> None:
-    found, reason, note = _read_list(reading.value("datasets", []))
+def _datasets(config: ConfigReader) -> None:
+    dataset, reason, note = _merged_dataset(config.value("datasets", []))
     if reason:
-        reading.refuse("datasets", reason, "dataset.path")
-    elif found:
-        for name, value in found.items():
-            reading.keep("datasets", f"dataset.{name}", value)
-        reading.keep("datasets", "dataset.path", found["path"], note)
-    if "test_datasets" in reading.values:
-        held_out, reason, _ = _read_list(reading.value("test_datasets"))
-        if not reason and held_out.get("path") == found.get("path") and held_out.get("split"):
-            reading.keep("test_datasets", "dataset.eval_split", held_out["split"])
+        config.refuse("datasets", reason, "dataset.path")
+    elif dataset:
+        for name, value in dataset.items():
+            config.keep("datasets", f"dataset.{name}", value)
+        config.keep("datasets", "dataset.path", dataset["path"], note)
+    if "test_datasets" in config.values:
+        held_out, reason, _ = _merged_dataset(config.value("test_datasets"))
+        if not reason and held_out.get("path") == dataset.get("path") and held_out.get("split"):
+            config.keep("test_datasets", "dataset.eval_split", held_out["split"])
         elif not reason:
-            reading.keep("test_datasets", "dataset.eval_path", held_out["path"])
+            config.keep("test_datasets", "dataset.eval_path", held_out["path"])
         else:
-            reading.refuse("test_datasets", reason, "dataset.eval_path")
+            config.refuse("test_datasets", reason, "dataset.eval_path")
 
 
-def _read_list(entries: Any) -> tuple[dict[str, Any], str, str]:
+def _merged_dataset(entries: Any) -> tuple[dict[str, Any], str, str]:
     """Datasets as settings without the prefix `dataset.`, the reason why they can't be used, and a note."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return {}, "is not a list of datasets" if entries else "", ""
-    found = []
+    datasets = []
     for entry in entries:
-        settings, reason, note = _read_one({key: value for key, value in entry.items() if value is not None})
+        settings, reason, note = _dataset_settings({key: value for key, value in entry.items() if value is not None})
         if reason:
             return {}, reason, ""
-        found.append((settings, note))
-    if not found:
+        datasets.append((settings, note))
+    if not datasets:
         return {}, "", ""
-    together = one_dataset([settings for settings, _ in found])
-    return (together, "", found[0][1]) if together else ({}, OF_ONE_KIND, "")
+    merged = merge_datasets([settings for settings, _ in datasets])
+    return (merged, "", datasets[0][1]) if merged else ({}, DIFFERENT_DATASETS, "")
 
 
-def _read_one(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
     if not isinstance(kind, str) or name not in _TYPES:
         return (
             {},
-            f"type {kind if isinstance(kind, str) else 'with its own prompt'} is not known, and decides what rows look like",
+            f"type {kind if isinstance(kind, str) else 'with its own prompt'} is unknown, and decides what rows look like",
             "",
         )
     row_format, columns, note = _TYPES[name]
@@ -297,7 +298,7 @@ def _read_one(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     if not settings["path"]:
         return {}, "a dataset has no path", ""
     settings |= {"split": split} if split != "train" else {}
-    settings |= {ours: entry.pop(ours) for ours in ("name", "revision") if ours in entry}
+    settings |= {setting: entry.pop(setting) for setting in ("name", "revision") if setting in entry}
     if name == "completion" and entry.get("field", "text") != "text":
         columns["text"] = entry["field"]
     entry.pop("field", None)
@@ -306,26 +307,26 @@ def _read_one(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
         if reason:
             return {}, reason, ""
     for key, value in entry.items():
-        if key not in _SAME or not (_SAME[key] is None or is_off(value) or value == _SAME[key]):
+        if key not in _NEUTRAL_VALUES or not (_NEUTRAL_VALUES[key] is None or is_off(value) or value == _NEUTRAL_VALUES[key]):
             return {}, f"{key} {value} of a dataset is not known, or changes what is learnt", ""
     return {**settings, "format": row_format, **({"columns": columns} if columns else {})}, "", note
 
 
 def _conversation(entry: dict[str, Any]) -> tuple[str, dict[str, str], str]:
-    """Format and columns of a conversation; takes its keys out of `entry`."""
+    """Format and columns of a conversation; removes its keys from `entry`."""
     mapping = dict(entry.pop("message_property_mappings", {}))
-    field = entry.pop("field_messages", "messages")
+    messages_column = entry.pop("field_messages", "messages")
     role = entry.pop("message_field_role", mapping.pop("role", "role"))
     content = entry.pop("message_field_content", mapping.pop("content", "content"))
     roles = entry.pop("roles", {})
-    if any(not set(listed(names)) <= _ROLES.get(target, set()) for target, names in roles.items()):
+    if any(not set(as_list(names)) <= _ROLES.get(role_name, set()) for role_name, names in roles.items()):
         return "", {}, f"roles {roles} have names that finetune doesn't know"
-    if any(ours != theirs for ours, theirs in mapping.items()):
+    if any(setting != column for setting, column in mapping.items()):
         return "", {}, f"message_property_mappings {mapping} is not known"
-    columns = {ours: theirs for ours, theirs in (("role", role), ("content", content)) if ours != theirs}
+    columns = {setting: column for setting, column in (("role", role), ("content", content)) if setting != column}
     if (role, content) == ("from", "value"):
-        return "sharegpt", {"conversations": field} if field != "conversations" else {}, ""
-    return "messages", ({"messages": field} if field != "messages" else {}) | columns, ""
+        return "sharegpt", {"conversations": messages_column} if messages_column != "conversations" else {}, ""
+    return "messages", ({"messages": messages_column} if messages_column != "messages" else {}) | columns, ""
 
 
 TOOL = Tool(

@@ -6,22 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, listed
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
 from finetune.recipe.foreign.shared import (
-    CARDS,
     DATASET_CACHE,
+    DIFFERENT_DATASETS,
     GENERATION,
+    GPUS,
     KERNELS,
     MEMORY,
     NOT_TRAINED,
-    OF_ONE_KIND,
     PREFERENCE,
     PROCESS,
     SECRET,
     TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
-    one_dataset,
+    merge_datasets,
     paths_of,
     read_targets,
     read_template,
@@ -53,7 +53,7 @@ KEYS: dict[str, Rule] = {
     "quantization_method": Refuse("only bitsandbytes quantises while loading", ("bnb", "bitsandbytes")),
     "quantization_type": Refuse("4 bits are NF4", ("nf4",)),
     "double_quantization": Refuse("4 bits are quantised twice", (True,)),
-    "quantization_device_map": CARDS, "fp8": NOT_TRAINED, "fp8_backend": _OTHER_METHOD,
+    "quantization_device_map": GPUS, "fp8": NOT_TRAINED, "fp8_backend": _OTHER_METHOD,
     # -- method
     "stage": Read(), "finetuning_type": Read(), "lora_rank": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"),
     "lora_dropout": Keep("lora_dropout"),
@@ -94,8 +94,8 @@ KEYS: dict[str, Rule] = {
     "max_new_tokens": GENERATION, "max_length": GENERATION, "temperature": GENERATION, "top_p": GENERATION,
     "top_k": GENERATION, "do_sample": GENERATION,
     "num_beams": GENERATION, "repetition_penalty": GENERATION, "ray_run_name": PROCESS, "ray_storage_path": PROCESS,
-    "ray_num_workers": CARDS,
-    "resources_per_worker": CARDS, "placement_strategy": CARDS, "ray_init_kwargs": PROCESS,
+    "ray_num_workers": GPUS,
+    "resources_per_worker": GPUS, "placement_strategy": GPUS, "ray_init_kwargs": PROCESS,
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -113,96 +113,96 @@ _ROLES = {
 }  # fmt: skip
 
 
-def finish(reading: Reading) -> None:
-    """What LLaMA-Factory's keys mean together."""
-    read_training_arguments(reading)
-    _method(reading)
-    if "lora_target" in reading.values:
-        read_targets(reading, "lora_target")
-    reading.assume("lora_alpha", 2 * reading.settings.get("lora_r", DEFAULTS["lora_r"]))
-    model = str(reading.given.get("model_name_or_path") or reading.value("model_name_or_path", ""))
-    if "template" in reading.values:
-        read_template(reading, "template", model)
-    _packing(reading)
-    _datasets(reading)
+def finish(config: ConfigReader) -> None:
+    """Keys of LLaMA-Factory that combine."""
+    read_training_arguments(config)
+    _method(config)
+    if "lora_target" in config.values:
+        read_targets(config, "lora_target")
+    config.assume("lora_alpha", 2 * config.settings.get("lora_r", DEFAULTS["lora_r"]))
+    model = str(config.overrides.get("model_name_or_path") or config.value("model_name_or_path", ""))
+    if "template" in config.values:
+        read_template(config, "template", model)
+    _packing(config)
+    _datasets(config)
 
 
-def _method(reading: Reading) -> None:
-    for key, wanted, reason in (
+def _method(config: ConfigReader) -> None:
+    for key, supported, reason in (
         ("stage", "sft", "finetune trains on answers (sft)"),
         ("finetuning_type", "lora", "finetune trains LoRA adapters"),
     ):
-        if reading.value(key, wanted) != wanted:
-            reading.refuse(key, reason)
+        if config.value(key, supported) != supported:
+            config.refuse(key, reason)
         else:
-            reading.ignore(key, "is what finetune does")
-    if (bits := reading.value("quantization_bit")) in (4, 8):
-        reading.keep("quantization_bit", f"load_in_{bits}bit", True)
+            config.ignore(key, "is what finetune does")
+    if (bits := config.value("quantization_bit")) in (4, 8):
+        config.keep("quantization_bit", f"load_in_{bits}bit", True)
     elif bits is not None:
-        reading.refuse("quantization_bit", "4 and 8 bits are supported")
+        config.refuse("quantization_bit", "4 and 8 bits are supported")
 
 
-def _packing(reading: Reading) -> None:
-    neat, packing = reading.is_on("neat_packing"), reading.is_on("packing")
-    if "neat_packing" in reading.values:
-        reading.keep("neat_packing", "packing", neat or packing)
-    if "packing" in reading.values:
+def _packing(config: ConfigReader) -> None:
+    neat_packing, packing = config.is_on("neat_packing"), config.is_on("packing")
+    if "neat_packing" in config.values:
+        config.keep("neat_packing", "packing", neat_packing or packing)
+    if "packing" in config.values:
         note = (
             "rows of a packed sequence don't see each other here; there they do without neat_packing"
-            if packing and not neat
+            if packing and not neat_packing
             else ""
         )
-        reading.keep("packing", "packing", neat or packing, note)
+        config.keep("packing", "packing", neat_packing or packing, note)
 
 
-def _datasets(reading: Reading) -> None:
-    if reading.is_replaced("dataset.path", ("dataset", "dataset_dir", "eval_dataset", "max_samples")):
+def _datasets(config: ConfigReader) -> None:
+    if config.is_replaced("dataset.path", ("dataset", "dataset_dir", "eval_dataset", "max_samples")):
         return
     for key in ("dataset_dir", "eval_dataset", "max_samples"):
-        reading.ignore(key, "of the dataset")
-    names = listed(reading.value("dataset", []))
-    info, folder = _dataset_info(reading)
+        config.ignore(key, "of the dataset")
+    names = as_list(config.value("dataset", []))
+    info, folder = _dataset_info(config)
     if not names:
         return
-    rows = [_described(name, info, folder) for name in names]
-    if problem := next((row for row in rows if isinstance(row, str)), None):
-        reading.refuse("dataset", problem, "dataset.path")
+    datasets = [_dataset_settings(name, info, folder) for name in names]
+    if problem := next((dataset for dataset in datasets if isinstance(dataset, str)), None):
+        config.refuse("dataset", problem, "dataset.path")
         return
-    together = one_dataset([row for row in rows if isinstance(row, dict)])
-    if not together:
-        reading.refuse("dataset", OF_ONE_KIND, "dataset.path")
+    merged = merge_datasets([dataset for dataset in datasets if isinstance(dataset, dict)])
+    if not merged:
+        config.refuse("dataset", DIFFERENT_DATASETS, "dataset.path")
         return
-    for name, value in reversed(together.items()):
-        reading.keep("dataset", f"dataset.{name}", value)
-    _eval_dataset(reading, info, folder)
-    _max_samples(reading, paths_of(together))
-    reading.ignore("dataset_dir", f"dataset_info.json is read from {folder}")
+    for name, value in reversed(merged.items()):
+        config.keep("dataset", f"dataset.{name}", value)
+    _eval_dataset(config, info, folder)
+    _max_samples(config, paths_of(merged))
+    config.ignore("dataset_dir", f"dataset_info.json is read from {folder}")
 
 
-def _eval_dataset(reading: Reading, info: dict[str, Any], folder: Path) -> None:
-    if "eval_dataset" not in reading.values:
+def _eval_dataset(config: ConfigReader, info: dict[str, Any], folder: Path) -> None:
+    if "eval_dataset" not in config.values:
         return
-    rows = [_described(name, info, folder) for name in listed(reading.value("eval_dataset"))]
-    if all(isinstance(row, dict) and Path(row["path"]).is_file() for row in rows):
-        reading.keep("eval_dataset", "dataset.eval_path", [row["path"] for row in rows if isinstance(row, dict)])
+    datasets = [_dataset_settings(name, info, folder) for name in as_list(config.value("eval_dataset"))]
+    if all(isinstance(dataset, dict) and Path(dataset["path"]).is_file() for dataset in datasets):
+        config.keep("eval_dataset", "dataset.eval_path", [dataset["path"] for dataset in datasets if isinstance(dataset, dict)])
     else:
-        reading.refuse("eval_dataset", "is not a local file of dataset_info.json", "dataset.eval_path")
+        config.refuse("eval_dataset", "is not a local file of dataset_info.json", "dataset.eval_path")
 
 
-def _max_samples(reading: Reading, paths: list[str]) -> None:
-    most = reading.value("max_samples")
-    if most is None:
+def _max_samples(config: ConfigReader, paths: list[str]) -> None:
+    max_samples = config.value("max_samples")
+    if max_samples is None:
         return
     if len(paths) == 1:
-        reading.keep("max_samples", "dataset.max_rows", most)
-    elif all((rows := _rows(Path(path))) is not None and rows <= most for path in paths):
-        reading.ignore("max_samples", "no dataset has more rows")
+        config.keep("max_samples", "dataset.max_rows", max_samples)
+    elif all((row_count := _count_rows(Path(path))) is not None and row_count <= max_samples for path in paths):
+        config.ignore("max_samples", "no dataset has more rows")
     else:
-        reading.refuse("max_samples", "is for each dataset there, and for all together here", "dataset.max_rows")
+        config.refuse("max_samples", "is for each dataset there, and for all together here", "dataset.max_rows")
 
 
-def _rows(path: Path) -> int | None:
-    """Rows of a small local file, None where that isn't known."""
+def _count_rows(path: Path) -> int | None:
+    """Number of rows of a small local file; None if unknown."""
     if not path.is_file() or path.stat().st_size > 50_000_000:
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -215,64 +215,65 @@ def _rows(path: Path) -> int | None:
     return len(rows) if isinstance(rows, list) else None
 
 
-def _dataset_info(reading: Reading) -> tuple[dict[str, Any], Path]:
-    """`dataset_info.json` and its folder: `dataset_dir` from here, from the file, or from a folder above the file."""
-    folder = Path(str(reading.value("dataset_dir", "data")))
-    places = [folder, *(above / folder for above in (reading.folder, *reading.folder.absolute().parents[:3])), reading.folder]
-    for place in places:
+def _dataset_info(config: ConfigReader) -> tuple[dict[str, Any], Path]:
+    """`dataset_info.json` and its folder: `dataset_dir` relative to this folder, the file's, or a parent of the file's."""
+    folder = Path(str(config.value("dataset_dir", "data")))
+    folders = [folder, *(parent / folder for parent in (config.folder, *config.folder.absolute().parents[:3])), config.folder]
+    for candidate in folders:
         try:
-            return json.loads((place / "dataset_info.json").read_text(encoding="utf-8")), place
+            return json.loads((candidate / "dataset_info.json").read_text(encoding="utf-8")), candidate
         except (OSError, ValueError):
             continue
     return {}, folder
 
 
-def _described(name: str, info: dict[str, Any], folder: Path) -> dict[str, Any] | str:
-    """A dataset as settings of ours without the prefix `dataset.`, or the reason why it can't be used."""
+def _dataset_settings(name: str, info: dict[str, Any], folder: Path) -> dict[str, Any] | str:
+    """A dataset as settings without the prefix `dataset.`, or the reason why it can't be used."""
     entry = info.get(name)
     if not isinstance(entry, dict):
         if Path(name).is_file():
             return {"path": name}
         return f"{name} is not in {folder / 'dataset_info.json'}" + ("" if info else ", which was not found")
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    if entry.get("ranking") or (bad := [column for column in _REFUSED_COLUMNS if column in columns]):
-        return f"{name} is for preferences or images" + ("" if entry.get("ranking") else f" (columns {', '.join(bad)})")
+    refused = [column for column in _REFUSED_COLUMNS if column in columns]
+    if entry.get("ranking") or refused:
+        return f"{name} is for preferences or images" + ("" if entry.get("ranking") else f" (columns {', '.join(refused)})")
     if columns.get("history"):
         return f"{name} has a history, whose answers LLaMA-Factory learns and finetune reads as context"
     for tag, roles in _ROLES.items():
         if tags.get(tag, roles[0]) not in roles:
             return f"{name} calls a role {tags[tag]}; finetune knows {' and '.join(roles)}"
-    described: dict[str, Any] = {"path": str(entry.get("hf_hub_url") or folder / str(entry.get("file_name")))}
-    if (wanted := entry.get("num_samples")) is not None:
-        rows = _rows(Path(described["path"]))
-        if not rows:
-            return f"{name} has num_samples {wanted}, and its rows can't be counted here; use dataset.weights"
-        described["weights"] = [wanted / rows]
+    settings: dict[str, Any] = {"path": str(entry.get("hf_hub_url") or folder / str(entry.get("file_name")))}
+    if (sample_count := entry.get("num_samples")) is not None:
+        row_count = _count_rows(Path(settings["path"]))
+        if not row_count:
+            return f"{name} has num_samples {sample_count}, and its rows can't be counted here; use dataset.weights"
+        settings["weights"] = [sample_count / row_count]
     hub = {"name": entry.get("subset"), "split": entry.get("split")} if entry.get("hf_hub_url") else {}
-    return {**described, **{key: value for key, value in hub.items() if value}, **_format(entry, columns, tags)}
+    return {**settings, **{key: value for key, value in hub.items() if value}, **_format(entry, columns, tags)}
 
 
 def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, Any]:
-    """The format and the columns that don't have the format's own names."""
+    """The format, and the columns that don't have the format's own names."""
     if entry.get("formatting", "alpaca") == "alpaca":
-        wanted = {ours: columns.get(theirs, ours) for theirs, ours in _ALPACA.items() if theirs in columns or not columns}
-        wanted |= {"system": columns["system"]} if columns.get("system") else {}
+        columns_by_field = {field: columns.get(key, field) for key, field in _ALPACA.items() if key in columns or not columns}
+        columns_by_field |= {"system": columns["system"]} if columns.get("system") else {}
         if columns and "response" not in columns:
             return {"format": "text", "columns": {"text": columns.get("prompt", "text")}}
     elif (role := tags.get("role_tag", "from")) == "role":
-        wanted = {
+        columns_by_field = {
             "messages": columns.get("messages", "conversations"),
             "role": role,
             "content": tags.get("content_tag", "value"),
         }
     else:
-        wanted = {"conversations": columns.get("messages", "conversations")}
-        wanted |= {ours: columns[ours] for ours in ("system", "tools") if columns.get(ours)}
+        columns_by_field = {"conversations": columns.get("messages", "conversations")}
+        columns_by_field |= {field: columns[field] for field in ("system", "tools") if columns.get(field)}
         if role != "from" or tags.get("content_tag", "value") != "value":
-            wanted |= {"role": role, "content": tags.get("content_tag", "value")}
-    name = "alpaca" if "output" in wanted else "messages" if "messages" in wanted else "sharegpt"
-    other = {ours: column for ours, column in wanted.items() if ours != column}
-    return {"format": name, **({"columns": other} if other else {})}
+            columns_by_field |= {"role": role, "content": tags.get("content_tag", "value")}
+    name = "alpaca" if "output" in columns_by_field else "messages" if "messages" in columns_by_field else "sharegpt"
+    renamed = {field: column for field, column in columns_by_field.items() if field != column}
+    return {"format": name, **({"columns": renamed} if renamed else {})}
 
 
 TOOL = Tool(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, listed
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
 from finetune.recipe.foreign.shared import EVERY_STEP, MEMORY, PREFERENCE, TRACKERS, read_batch
 
-#: mlx-lm doesn't clip gradients; a norm that none reaches.
+#: mlx-lm doesn't clip gradients: a norm that no gradient reaches.
 _NO_CLIPPING = 1e9
 _EVALUATION = Ignore("all held-out rows are evaluated")
 
@@ -48,94 +48,95 @@ DEFAULTS: dict[str, Any] = {
 _ADAMW_DECAY = 0.01
 
 
-def finish(reading: Reading) -> None:
-    """What mlx-lm's keys mean together."""
-    read_batch(reading, "batch_size", "grad_accumulation_steps", 4)
-    _steps(reading)
-    method = reading.value("fine_tune_type", "lora")
+def finish(config: ConfigReader) -> None:
+    """Keys of mlx-lm that combine."""
+    read_batch(config, "batch_size", "grad_accumulation_steps", 4)
+    _steps(config)
+    method = config.value("fine_tune_type", "lora")
     if method == "dora":
-        reading.keep("fine_tune_type", "use_dora", True)
+        config.keep("fine_tune_type", "use_dora", True)
     elif method != "lora":
-        reading.refuse("fine_tune_type", "finetune trains LoRA adapters")
+        config.refuse("fine_tune_type", "finetune trains LoRA adapters")
     else:
-        reading.ignore("fine_tune_type", "is what finetune does")
-    _optimizer(reading)
-    if (names := reading.value("lora_parameters.keys")) is not None:
-        reading.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in listed(names)}))
-    scale, rank = reading.value("lora_parameters.scale", 10.0), reading.settings.get("lora_r", DEFAULTS["lora_r"])
-    if "lora_parameters.scale" in reading.values:
-        reading.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
-    reading.assume("lora_alpha", float(scale) * rank)
-    _schedule(reading)
-    _data(reading)
+        config.ignore("fine_tune_type", "is what finetune does")
+    _optimizer(config)
+    if (names := config.value("lora_parameters.keys")) is not None:
+        config.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in as_list(names)}))
+    scale, rank = config.value("lora_parameters.scale", 10.0), config.settings.get("lora_r", DEFAULTS["lora_r"])
+    if "lora_parameters.scale" in config.values:
+        config.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
+    config.assume("lora_alpha", float(scale) * rank)
+    _schedule(config)
+    _data(config)
 
 
-def _steps(reading: Reading) -> None:
+def _steps(config: ConfigReader) -> None:
     """`iters` counts micro-batches."""
-    iters, each = reading.value("iters", 1000), int(reading.value("grad_accumulation_steps", 1))
-    if iters % each:
-        reading.refuse("iters", f"is no multiple of grad_accumulation_steps {each}", "max_steps")
-    elif "iters" in reading.values:
-        reading.keep("iters", "max_steps", iters // each)
+    iters, accumulation = config.value("iters", 1000), int(config.value("grad_accumulation_steps", 1))
+    if iters % accumulation:
+        config.refuse("iters", f"is no multiple of grad_accumulation_steps {accumulation}", "max_steps")
+    elif "iters" in config.values:
+        config.keep("iters", "max_steps", iters // accumulation)
     else:
-        reading.assume("max_steps", iters // each)
+        config.assume("max_steps", iters // accumulation)
 
 
-def _optimizer(reading: Reading) -> None:
-    name = str(reading.value("optimizer", "adam")).lower()
+def _optimizer(config: ConfigReader) -> None:
+    name = str(config.value("optimizer", "adam")).lower()
     if name not in ("adam", "adamw"):
-        reading.refuse("optimizer", "adam and adamw are supported", "optim")
+        config.refuse("optimizer", "adam and adamw are supported", "optim")
         return
-    if "optimizer" in reading.values:
-        reading.keep("optimizer", "optim", "adamw_torch", "MLX's Adam does not correct its bias by default; PyTorch's does")
+    if "optimizer" in config.values:
+        config.keep("optimizer", "optim", "adamw_torch", "MLX's Adam does not correct its bias by default; PyTorch's does")
     if name == "adamw":
-        reading.assume("weight_decay", float(reading.value("optimizer_config.adamw.weight_decay", _ADAMW_DECAY)))
-    for key in [key for key in reading.values if key.startswith("optimizer_config.")]:
+        config.assume("weight_decay", float(config.value("optimizer_config.adamw.weight_decay", _ADAMW_DECAY)))
+    for key in [key for key in config.values if key.startswith("optimizer_config.")]:
         if key == f"optimizer_config.{name}.weight_decay":
-            reading.keep(key, "weight_decay", float(reading.values[key]))
+            config.keep(key, "weight_decay", float(config.values[key]))
         elif key.startswith(f"optimizer_config.{name}.") and not key.endswith("bias_correction"):
-            reading.refuse(key, "finetune's AdamW has PyTorch's betas and epsilon")
+            config.refuse(key, "finetune's AdamW has PyTorch's betas and epsilon")
         else:
-            reading.ignore(key, "is PyTorch's way, or of another optimizer")
+            config.ignore(key, "is what PyTorch does, or belongs to another optimizer")
 
 
-def _schedule(reading: Reading) -> None:
-    keys = [key for key in reading.values if key.startswith("lr_schedule.")]
+def _schedule(config: ConfigReader) -> None:
+    keys = [key for key in config.values if key.startswith("lr_schedule.")]
     if not keys:
         return
-    parts, steps = list(reading.value("lr_schedule.arguments", [])), reading.settings.get("max_steps")
-    warmup = int(reading.value("lr_schedule.warmup", 0))
-    falls = reading.value("lr_schedule.name") == "cosine_decay" and len(parts) in (2, 3)
-    small = falls and all(value <= parts[0] / 50 for value in (*parts[2:], reading.value("lr_schedule.warmup_init", 0)))
-    if not small or steps is None or not steps <= parts[1] + warmup <= steps + warmup:
+    arguments, steps = list(config.value("lr_schedule.arguments", [])), config.settings.get("max_steps")
+    warmup = int(config.value("lr_schedule.warmup", 0))
+    is_cosine = config.value("lr_schedule.name") == "cosine_decay" and len(arguments) in (2, 3)
+    low_rates = (*arguments[2:], config.value("lr_schedule.warmup_init", 0))
+    is_supported = is_cosine and all(rate <= arguments[0] / 50 for rate in low_rates)
+    if not is_supported or steps is None or not steps <= arguments[1] + warmup <= steps + warmup:
         for key in keys:
-            reading.refuse(key, "only a cosine over all steps to about zero is carried over", "lr_scheduler_type")
+            config.refuse(key, "only a cosine over all steps to about zero is carried over", "lr_scheduler_type")
         return
-    late = parts[1] + warmup - steps
-    note = f"there the cosine would end {late:g} steps after the run; here it ends with the run" if late else ""
-    reading.keep("lr_schedule.name", "lr_scheduler_type", "cosine", note)
-    reading.keep("lr_schedule.arguments", "learning_rate", float(parts[0]))
-    if "lr_schedule.warmup" in reading.values:
-        reading.keep("lr_schedule.warmup", "warmup_steps", warmup)
-    reading.ignore("lr_schedule.warmup_init", "the warmup starts at zero")
+    late_steps = arguments[1] + warmup - steps
+    note = f"there the cosine would end {late_steps:g} steps after the run; here it ends with the run" if late_steps else ""
+    config.keep("lr_schedule.name", "lr_scheduler_type", "cosine", note)
+    config.keep("lr_schedule.arguments", "learning_rate", float(arguments[0]))
+    if "lr_schedule.warmup" in config.values:
+        config.keep("lr_schedule.warmup", "warmup_steps", warmup)
+    config.ignore("lr_schedule.warmup_init", "the warmup starts at zero")
 
 
-def _data(reading: Reading) -> None:
-    data = reading.value("data")
-    if "dataset.path" in reading.given or data is None:
+def _data(config: ConfigReader) -> None:
+    data = config.value("data")
+    if "dataset.path" in config.overrides or data is None:
         if data is not None:
-            reading.ignore("data", "replaced by the override dataset.path")
+            config.ignore("data", "replaced by the override dataset.path")
     elif (folder := Path(str(data)).expanduser()).is_dir() or str(data).startswith(("/", ".", "~")) or str(data).endswith("/"):
-        reading.keep("data", "dataset.path", str(folder / "train.jsonl"))
+        config.keep("data", "dataset.path", str(folder / "train.jsonl"))
         if (folder / "valid.jsonl").is_file():
-            reading.settings["dataset.eval_path"] = str(folder / "valid.jsonl")
-            reading.origin["dataset.eval_path"] = "data"
+            config.settings["dataset.eval_path"] = str(folder / "valid.jsonl")
+            config.keys_by_setting["dataset.eval_path"] = "data"
     else:
-        reading.keep("data", "dataset.path", str(data))
+        config.keep("data", "dataset.path", str(data))
     names = {"prompt": "hf_dataset.prompt_feature", "completion": "hf_dataset.completion_feature"}
-    columns = {ours: reading.value(key) for ours, key in names.items() if key in reading.values}
-    for ours in columns:
-        reading.keep(names[ours], "dataset.columns", columns)
+    columns = {column_field: config.value(key) for column_field, key in names.items() if key in config.values}
+    for column_field in columns:
+        config.keep(names[column_field], "dataset.columns", columns)
 
 
 TOOL = Tool(

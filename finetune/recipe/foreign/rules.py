@@ -1,4 +1,4 @@
-"""What becomes of one key of another tool's configuration: carried over, without effect here, or refused."""
+"""Rules for one key of another tool's configuration: carried over, without effect here, or refused."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Outcome = Literal["carried over", "no effect", "refused"]
 
 @dataclass(frozen=True)
 class Keep:
-    """Carried over to the setting `ours`; `convert` may change the value, `note` says what is not quite the same."""
+    """Carried over to `setting`; `convert` may change the value, `note` describes a difference."""
 
-    ours: str
+    setting: str
     convert: Callable[[Any], Any] = lambda value: value
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Ignore:
-    """Without effect on what is learnt, or done by finetune in its own way."""
+    """Without effect on what is learnt, or decided by finetune itself."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Would change what is learnt. Values in `unless` are what happens here anyway; setting `lifted_by` lifts the refusal."""
+    """Would change what is learnt. Values in `unless` equal finetune's behaviour; setting `lifted_by` lifts the refusal."""
 
-    why: str
+    reason: str
     unless: tuple[Any, ...] = ()
     lifted_by: str = ""
 
@@ -46,46 +46,46 @@ Rule = Keep | Ignore | Refuse | Read
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One key of the file, and what became of it."""
+class KeyReport:
+    """One key of the file and its outcome."""
 
     key: str
     line: int | None
     outcome: Outcome
     text: str
-    note: str = ""  # what differs although it was carried over
+    note: str = ""  # a difference in a key that is carried over
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool's configuration: how it is recognised, its keys, its defaults (our names), and what keys mean together."""
+    """Another tool's configuration: how it is recognised, its keys, its defaults (our names), and keys that combine."""
 
     name: str
     markers: frozenset[str]
     keys: dict[str, Rule]
     defaults: dict[str, Any]
-    finish: Callable[[Reading], None]
+    finish: Callable[[ConfigReader], None]
     nested: bool = False  # keys are dotted: `lora.lora_r`
 
     def rule(self, key: str) -> Rule | None:
         """The rule of a key; a rule of `section.*` is for all keys of that section."""
         parts = key.split(".")
-        wider = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
-        return self.keys.get(key) or next((self.keys[name] for name in wider if name in self.keys), None)
+        patterns = (".".join(parts[:length]) + ".*" for length in range(len(parts), 0, -1))
+        return self.keys.get(key) or next((self.keys[name] for name in patterns if name in self.keys), None)
 
 
 @dataclass
-class Reading:
-    """A configuration while it is read. `values` are its keys without the empty ones; `given` the user's overrides."""
+class ConfigReader:
+    """Converts one configuration. `values` are its keys without the empty ones; `overrides` the user's, by setting."""
 
     tool: Tool
     values: dict[str, Any]
     lines: dict[str, int]
     folder: Path
-    given: dict[str, Any]
+    overrides: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)  # our setting -> their key
-    entries: dict[str, Entry] = field(default_factory=dict)
+    keys_by_setting: dict[str, str] = field(default_factory=dict)
+    entries: dict[str, KeyReport] = field(default_factory=dict)
     assumed: dict[str, Any] = field(default_factory=dict)  # the tool's defaults
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -96,73 +96,73 @@ class Reading:
         """Whether a key is set to anything but off."""
         return not is_off(self.value(key))
 
-    def keep(self, key: str, ours: str, value: Any, note: str = "") -> None:
-        """Carry `key` over as `ours`."""
-        self.settings[ours] = value
-        self.origin[ours] = key
-        self._enter(key, "carried over", f"{ours}: {shown(value)}", note)
+    def keep(self, key: str, setting: str, value: Any, note: str = "") -> None:
+        """Carry `key` over as `setting`."""
+        self.settings[setting] = value
+        self.keys_by_setting[setting] = key
+        self._report(key, "carried over", f"{setting}: {short_value(value)}", note)
 
-    def share(self, key: str, ours: str, note: str = "") -> None:
-        """Say that `key` is part of what another key set, where it is set."""
+    def share(self, key: str, setting: str, note: str = "") -> None:
+        """Report that `key`, if set, is part of `setting`, which another key sets."""
         if key in self.values:
-            self._enter(key, "carried over", f"part of {ours}", note)
+            self._report(key, "carried over", f"part of {setting}", note)
 
-    def ignore(self, key: str, why: str, note: str = "") -> None:
-        """Say why `key` has no effect here, where it is set."""
+    def ignore(self, key: str, reason: str, note: str = "") -> None:
+        """Report why `key`, if set, has no effect here."""
         if key in self.values:
-            self._enter(key, "no effect", why, note)
+            self._report(key, "no effect", reason, note)
 
     def ignore_empty(self, key: str) -> None:
-        """Say that `key` is in the file without a value."""
-        self._enter(key, "no effect", "is empty: not set")
+        """Report that `key` is in the file without a value."""
+        self._report(key, "no effect", "is empty: not set")
 
-    def is_replaced(self, ours: str, keys: Iterable[str]) -> bool:
-        """Whether an override sets `ours`; then `keys` have no effect."""
-        if ours in self.given:
+    def is_replaced(self, setting: str, keys: Iterable[str]) -> bool:
+        """Whether an override sets `setting`; then `keys` have no effect."""
+        if setting in self.overrides:
             for key in keys:
-                self.ignore(key, f"replaced by the override {ours}")
-        return ours in self.given
+                self.ignore(key, f"replaced by the override {setting}")
+        return setting in self.overrides
 
-    def refuse(self, key: str, why: str, lifted_by: str = "") -> None:
+    def refuse(self, key: str, reason: str, lifted_by: str = "") -> None:
         """Refuse `key`, unless the user has set `lifted_by`."""
-        if lifted_by and lifted_by in self.given:
-            self._enter(key, "carried over", f"replaced by the override {lifted_by}")
+        if lifted_by and lifted_by in self.overrides:
+            self._report(key, "carried over", f"replaced by the override {lifted_by}")
             return
         if lifted_by == "dataset.path":
             self.settings.setdefault(lifted_by, "refused")  # its absence is not a second problem
-        more = f"; or set {lifted_by}=..." if lifted_by else ""
-        self._enter(key, "refused", f"{shown(self.value(key))}: {why}{more}")
+        hint = f"; or set {lifted_by}=..." if lifted_by else ""
+        self._report(key, "refused", f"{short_value(self.value(key))}: {reason}{hint}")
 
-    def assume(self, ours: str, value: Any) -> None:
-        """Set `ours` to what the tool does when its key is absent."""
-        if ours not in self.settings and ours not in self.given:
-            self.settings[ours] = self.assumed[ours] = value
+    def assume(self, setting: str, value: Any) -> None:
+        """Set `setting` to what the tool does when its key is absent."""
+        if setting not in self.settings and setting not in self.overrides:
+            self.settings[setting] = self.assumed[setting] = value
 
     def line_of(self, key: str) -> int | None:
         """The line of a key in the file, from 1."""
         return self.lines.get(key)
 
-    def _enter(self, key: str, outcome: Outcome, text: str, note: str = "") -> None:
-        known = self.entries.get(key)
-        if known is None or known.outcome != "refused":
-            self.entries[key] = Entry(key, self.line_of(key), outcome, text, note)
+    def _report(self, key: str, outcome: Outcome, text: str, note: str = "") -> None:
+        previous = self.entries.get(key)
+        if previous is None or previous.outcome != "refused":
+            self.entries[key] = KeyReport(key, self.line_of(key), outcome, text, note)
 
     def apply(self, key: str) -> None:
         """Apply the table's rule to one key."""
         value = self.values[key]
         match self.tool.rule(key):
-            case Keep(ours, convert, note):
+            case Keep(setting, convert, note):
                 try:
-                    self.keep(key, ours, convert(value), note)
+                    self.keep(key, setting, convert(value), note)
                 except (TypeError, ValueError):
                     self.refuse(key, "is not a value that this key has")
-            case Ignore(why):
-                self.ignore(key, why)
-            case Refuse(why, unless, lifted_by):
+            case Ignore(reason):
+                self.ignore(key, reason)
+            case Refuse(reason, unless, lifted_by):
                 if is_off(value) or value in unless:
-                    self.ignore(key, "is what happens here anyway")
+                    self.ignore(key, "equals finetune's behaviour")
                 else:
-                    self.refuse(key, why, lifted_by)
+                    self.refuse(key, reason, lifted_by)
             case None:
                 self.refuse(key, f"is not a key of {self.tool.name} that finetune knows; remove it if it does not matter")
 
@@ -172,14 +172,14 @@ def is_off(value: Any) -> bool:
     return value in OFF or value == [] or value == {}
 
 
-def shown(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value on one short line."""
     text = {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def listed(value: Any) -> list[str]:
-    """A list, or text with commas, as a list of words."""
+def as_list(value: Any) -> list[str]:
+    """A list, or comma-separated text, as a list of texts."""
     if isinstance(value, list):
-        return [str(part) for part in value]
-    return [part.strip() for part in str(value).split(",") if part.strip()]
+        return [str(item) for item in value]
+    return [item.strip() for item in str(value).split(",") if item.strip()]

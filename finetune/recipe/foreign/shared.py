@@ -1,27 +1,27 @@
-"""Keys that several tools share, most of them transformers' TrainingArguments, and what they mean together."""
+"""Keys that several tools share, most of them transformers' TrainingArguments, and readers of keys that combine."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, is_off, listed
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, as_list, is_off
 
-MEMORY = Ignore("does not change what is learnt: the plan chooses what fits the card")
-KERNELS = Ignore("kernels do not change what is learnt: the plan chooses the fastest of the card")
+MEMORY = Ignore("does not change what is learnt: the plan chooses what fits the GPU")
+KERNELS = Ignore("kernels do not change what is learnt: the plan chooses the GPU's fastest")
 EVERY_STEP = Ignore("every step is logged")
-PLACES = Ignore("the plan chooses how often; set eval_steps or save_steps")
+STEPS = Ignore("the plan chooses how often; set eval_steps or save_steps")
 TRACKERS = Ignore("set report_to to log to wandb, tensorboard or trackio")
 UPLOAD = Ignore("nothing is uploaded: `finetune merge` writes the model")
-CARDS = Ignore("for several cards: set launch.num_processes and launch.strategy")
-PROCESS = Ignore("of the other tool's own process")
-DATASET_CACHE = Ignore("tokenised rows are kept in the run directory")
+GPUS = Ignore("for several GPUs: set launch.num_processes and launch.strategy")
+PROCESS = Ignore("concerns the other tool's own process")
+DATASET_CACHE = Ignore("tokenised rows are cached by finetune")
 GENERATION = Ignore("for generation, not for training")
 PREFERENCE = Ignore("for preference training, which this is not")
 NOT_TRAINED = Refuse("this is not trained by finetune")
 SECRET = Refuse("secrets don't belong in a file: `hf auth login`, or set HF_TOKEN")
 
-#: transformers' TrainingArguments that mean the same in every tool that hands them on.
+#: transformers' TrainingArguments that mean the same in every tool that has them.
 TRAINING_ARGUMENTS: dict[str, Rule] = {
     "output_dir": Keep("output_dir"), "seed": Keep("seed"), "learning_rate": Keep("learning_rate", float),
     "num_train_epochs": Keep("num_train_epochs", float), "max_steps": Read(), "lr_scheduler_type": Keep("lr_scheduler_type"),
@@ -41,17 +41,17 @@ TRAINING_ARGUMENTS: dict[str, Rule] = {
     "save_safetensors": Ignore("safetensors are always written"),
     "do_train": Ignore("`finetune run` trains"), "do_eval": Ignore("held-out rows are evaluated where there are some"),
     "do_predict": GENERATION, "predict_with_generate": GENERATION, "per_device_predict_batch_size": GENERATION,
-    "ddp_timeout": CARDS, "ddp_find_unused_parameters": CARDS, "ddp_backend": CARDS, "local_rank": CARDS, "deepspeed": CARDS,
-    "fsdp": CARDS, "fsdp_config": CARDS, "dataloader_pin_memory": PROCESS, "dataloader_prefetch_factor": PROCESS,
+    "ddp_timeout": GPUS, "ddp_find_unused_parameters": GPUS, "ddp_backend": GPUS, "local_rank": GPUS, "deepspeed": GPUS,
+    "fsdp": GPUS, "fsdp_config": GPUS, "dataloader_pin_memory": PROCESS, "dataloader_prefetch_factor": PROCESS,
     "dataloader_persistent_workers": PROCESS, "remove_unused_columns": PROCESS,
     "group_by_length": Ignore("changes the order of rows only"),
     "length_column_name": PROCESS, "data_seed": Ignore("seed is the seed of everything random"), "full_determinism": PROCESS,
     "push_to_hub": UPLOAD, "hub_model_id": UPLOAD, "hub_strategy": UPLOAD, "hub_private_repo": UPLOAD, "hub_token": SECRET,
-    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` goes on", ("auto",)),
+    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues", ("auto",)),
     "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"),
     "metric_for_best_model": Ignore("the held-out loss is the measure"),
     "greater_is_better": Ignore("the held-out loss is the measure"),
-    "eval_on_start": PLACES, "eval_delay": PLACES, "eval_accumulation_steps": MEMORY, "auto_find_batch_size": MEMORY,
+    "eval_on_start": STEPS, "eval_delay": STEPS, "eval_accumulation_steps": MEMORY, "auto_find_batch_size": MEMORY,
     "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
     "label_smoothing_factor": Refuse("label smoothing changes the loss"), "lr_scheduler_kwargs": Refuse("changes the schedule"),
     "adam_beta1": Refuse("finetune's AdamW has beta1 0.9", (0.9,)),
@@ -67,75 +67,75 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_training_arguments(reading: Reading, micro: int = 8) -> None:
-    """The TrainingArguments that mean something only together."""
-    read_batch(reading, "per_device_train_batch_size", "gradient_accumulation_steps", micro)
-    read_steps(reading)
-    read_warmup(reading)
-    read_places(reading)
-    read_dtype(reading)
-    if "report_to" in reading.values:
-        read_trackers(reading)
+def read_training_arguments(config: ConfigReader, micro_batch: int = 8) -> None:
+    """The TrainingArguments that combine with others."""
+    read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", micro_batch)
+    read_steps(config)
+    read_warmup(config)
+    read_intervals(config)
+    read_dtype(config)
+    if "report_to" in config.values:
+        read_trackers(config)
 
 
-def read_batch(reading: Reading, micro_key: str, steps_key: str, micro: int = 1, steps: int = 1) -> None:
-    """The effective batch: micro-batch x gradient accumulation x processes, which is what the plan keeps."""
-    world = int(reading.given.get("launch.num_processes", 1))
-    micro, steps = int(reading.value(micro_key, micro)), int(reading.value(steps_key, steps))
-    if {"effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"} & set(reading.given):
+def read_batch(config: ConfigReader, micro_key: str, steps_key: str, micro_batch: int = 1, accumulation: int = 1) -> None:
+    """The effective batch: micro-batch x gradient accumulation x processes, which the plan preserves."""
+    world_size = int(config.overrides.get("launch.num_processes", 1))
+    micro_batch, accumulation = int(config.value(micro_key, micro_batch)), int(config.value(steps_key, accumulation))
+    if {"effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"} & set(config.overrides):
         for key in (micro_key, steps_key):
-            reading.ignore(key, "replaced by an override")
+            config.ignore(key, "replaced by an override")
         return
-    batch = micro * steps * world
-    if micro_key in reading.values:
-        reading.keep(micro_key, "effective_batch_size", batch)
+    batch_size = micro_batch * accumulation * world_size
+    if micro_key in config.values:
+        config.keep(micro_key, "effective_batch_size", batch_size)
     else:
-        reading.assume("effective_batch_size", batch)
-        reading.origin["effective_batch_size"] = steps_key
-    reading.share(steps_key, f"effective_batch_size {micro} x {steps} x {world} = {batch}")
+        config.assume("effective_batch_size", batch_size)
+        config.keys_by_setting["effective_batch_size"] = steps_key
+    config.share(steps_key, f"effective_batch_size {micro_batch} x {accumulation} x {world_size} = {batch_size}")
 
 
-def read_steps(reading: Reading) -> None:
-    """`max_steps`, where -1 and 0 are: not set."""
-    if reading.value("max_steps", 0) > 0:
-        reading.keep("max_steps", "max_steps", reading.value("max_steps"))
+def read_steps(config: ConfigReader) -> None:
+    """`max_steps`; -1 and 0 mean that it is not set."""
+    if config.value("max_steps", 0) > 0:
+        config.keep("max_steps", "max_steps", config.value("max_steps"))
     else:
-        reading.ignore("max_steps", "is not set")
+        config.ignore("max_steps", "is not set")
 
 
-def read_warmup(reading: Reading) -> None:
+def read_warmup(config: ConfigReader) -> None:
     """`warmup_steps` over `warmup_ratio`; a step count below one is a share of the steps."""
-    steps = reading.value("warmup_steps")
+    steps = config.value("warmup_steps")
     if isinstance(steps, float) and 0 < steps < 1:
-        reading.keep("warmup_steps", "warmup_ratio", steps)
+        config.keep("warmup_steps", "warmup_ratio", steps)
     elif steps:
-        reading.keep("warmup_steps", "warmup_steps", int(steps))
+        config.keep("warmup_steps", "warmup_steps", int(steps))
     else:
-        reading.ignore("warmup_steps", "is not set: warmup_ratio counts")
+        config.ignore("warmup_steps", "is not set: warmup_ratio counts")
     if steps:
-        reading.ignore("warmup_ratio", "warmup_steps is set")
-    elif "warmup_ratio" in reading.values:
-        reading.keep("warmup_ratio", "warmup_ratio", reading.value("warmup_ratio"))
+        config.ignore("warmup_ratio", "warmup_steps is set")
+    elif "warmup_ratio" in config.values:
+        config.keep("warmup_ratio", "warmup_ratio", config.value("warmup_ratio"))
 
 
-def read_places(reading: Reading) -> None:
-    """How often to evaluate and to save: whole numbers of steps are carried over, shares of a run are the plan's choice."""
-    for what, names in (("eval", ("eval_strategy", "evaluation_strategy")), ("save", ("save_strategy",))):
-        steps, strategy = (
-            reading.value(f"{what}_steps"),
-            next((reading.value(name) for name in names if name in reading.values), None),
+def read_intervals(config: ConfigReader) -> None:
+    """How often to evaluate and to save: whole numbers of steps are carried over, the plan replaces shares of a run."""
+    for event, strategy_keys in (("eval", ("eval_strategy", "evaluation_strategy")), ("save", ("save_strategy",))):
+        interval, strategy = (
+            config.value(f"{event}_steps"),
+            next((config.value(name) for name in strategy_keys if name in config.values), None),
         )
-        if f"{what}_steps" in reading.values:
-            if isinstance(steps, int) and strategy in (None, "steps"):
-                reading.keep(f"{what}_steps", f"{what}_steps", steps)
+        if f"{event}_steps" in config.values:
+            if isinstance(interval, int) and strategy in (None, "steps"):
+                config.keep(f"{event}_steps", f"{event}_steps", interval)
             else:
-                reading.ignore(f"{what}_steps", PLACES.why)
-        for name in names:
-            reading.ignore(name, f"{what}_steps counts" if strategy == "steps" else PLACES.why)
+                config.ignore(f"{event}_steps", STEPS.reason)
+        for name in strategy_keys:
+            config.ignore(name, f"{event}_steps counts" if strategy == "steps" else STEPS.reason)
 
 
-def read_dtype(reading: Reading) -> None:
-    """`bf16` and `fp16`, with `auto` for the card's best."""
+def read_dtype(config: ConfigReader) -> None:
+    """`bf16` and `fp16`, with `auto` for the GPU's best."""
     for key, dtype in (
         ("bf16", "bfloat16"),
         ("pure_bf16", "bfloat16"),
@@ -143,50 +143,50 @@ def read_dtype(reading: Reading) -> None:
         ("bfloat16", "bfloat16"),
         ("float16", "float16"),
     ):
-        if reading.value(key) is True:
-            reading.keep(key, "dtype", dtype)
+        if config.value(key) is True:
+            config.keep(key, "dtype", dtype)
         else:
-            reading.ignore(key, "the plan chooses the dtype of the card" if reading.value(key) == "auto" else "is off")
+            config.ignore(key, "the plan chooses the GPU's dtype" if config.value(key) == "auto" else "is off")
 
 
-def read_trackers(reading: Reading) -> None:
-    """`report_to`: none, one or several; those that finetune doesn't have are left out."""
-    named = [name for name in listed(reading.value("report_to")) if not is_off(name)]
-    known = [name for name in named if name in ("tensorboard", "wandb", "trackio")]
-    left = f"{', '.join(set(named) - set(known))} is left out" if set(named) - set(known) else ""
-    if known or not left:
-        reading.keep("report_to", "report_to", known, left)
+def read_trackers(config: ConfigReader) -> None:
+    """`report_to`: none, one or several trackers; those that finetune doesn't have are left out."""
+    names = [name for name in as_list(config.value("report_to")) if not is_off(name)]
+    supported = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    note = f"{', '.join(set(names) - set(supported))} is left out" if set(names) - set(supported) else ""
+    if supported or not note:
+        config.keep("report_to", "report_to", supported, note)
     else:
-        reading.ignore("report_to", f"{left}: finetune logs to tensorboard, wandb or trackio")
+        config.ignore("report_to", f"{note}: finetune logs to tensorboard, wandb or trackio")
 
 
-def read_targets(reading: Reading, key: str) -> None:
+def read_targets(config: ConfigReader, key: str) -> None:
     """Layers with an adapter; `all` is every linear layer, nothing is PEFT's default."""
-    if key not in reading.values:
-        reading.assume("target_modules", ["q_proj", "v_proj"])
+    if key not in config.values:
+        config.assume("target_modules", ["q_proj", "v_proj"])
         return
-    names = listed(reading.value(key))
+    names = as_list(config.value(key))
     everything = names in (["all"], ["all-linear"], ["all_linear"])
-    reading.keep(key, "target_modules", "all-linear" if everything else names)
+    config.keep(key, "target_modules", "all-linear" if everything else names)
 
 
-OF_ONE_KIND = "the datasets have different columns or splits; use those of one kind"
+DIFFERENT_DATASETS = "the datasets have different columns or splits; use datasets with the same ones"
 
 
-def one_dataset(datasets: list[dict[str, Any]]) -> dict[str, Any]:
-    """Datasets as one, `path` first; empty where they differ in more than their paths and weights.
+def merge_datasets(datasets: list[dict[str, Any]]) -> dict[str, Any]:
+    """Datasets as one, `path` first; empty if they differ in more than their paths and weights.
 
-    Where formats differ, each file's is told by its columns, unless these have other names.
+    If formats differ, each file's is detected from its columns, unless the configuration renames columns.
     """
     paths = [path for dataset in datasets for path in paths_of(dataset)]
     weights = [weight for dataset in datasets for weight in dataset.get("weights", [1.0] * len(paths_of(dataset)))]
-    rest = [{name: value for name, value in dataset.items() if name not in ("path", "weights")} for dataset in datasets]
-    if any(each != rest[0] for each in rest) and not any("columns" in each for each in rest):
-        rest = [{name: value for name, value in each.items() if name != "format"} for each in rest]
-    if any(each != rest[0] for each in rest):
+    options = [{name: value for name, value in dataset.items() if name not in ("path", "weights")} for dataset in datasets]
+    if any(option != options[0] for option in options) and not any("columns" in option for option in options):
+        options = [{name: value for name, value in option.items() if name != "format"} for option in options]
+    if any(option != options[0] for option in options):
         return {}
-    together = {"path": paths[0] if len(paths) == 1 else paths, **rest[0]}
-    return {**together, "weights": weights} if set(weights) != {1.0} else together
+    merged = {"path": paths[0] if len(paths) == 1 else paths, **options[0]}
+    return {**merged, "weights": weights} if set(weights) != {1.0} else merged
 
 
 def paths_of(dataset: dict[str, Any]) -> list[str]:
@@ -206,25 +206,26 @@ _TEMPLATES = {
     r"intern2?": r"internlm2?.*chat", r"smollm2?": r"smollm.*instruct", r"exaone.*": r"exaone", r"olmo.*": r"olmo.*instruct",
     r"chatml": r"hermes|smollm.*instruct|dolphin", r"zephyr": r"zephyr", r"vicuna": r"vicuna",
 }  # fmt: skip
-_OWN = re.compile(r"tokenizer_default(_fallback_.*)?|default")
+_OWN_TEMPLATE = re.compile(r"tokenizer_default(_fallback_.*)?|default")
 
 
-def read_template(reading: Reading, key: str, model: str) -> None:
-    """A chat template by name: the model's own where that is the one, else refused."""
-    name = str(reading.value(key))
-    if _OWN.fullmatch(name):
-        reading.ignore(key, "the model's own chat template is used")
+def read_template(config: ConfigReader, key: str, model: str) -> None:
+    """A chat template by name: ignored if it is the model's own, otherwise refused."""
+    name = str(config.value(key))
+    if _OWN_TEMPLATE.fullmatch(name):
+        config.ignore(key, "the model's own chat template is used")
     elif name in ("empty", "plain"):
-        reading.keep(key, "chat_template", "plain")
+        config.keep(key, "chat_template", "plain")
     elif name.endswith((".jinja", ".jinja2", ".j2")):
-        reading.keep(key, "chat_template", name)
+        config.keep(key, "chat_template", name)
     elif any(
-        re.fullmatch(known, name) and re.search(of, model.rstrip("/").split("/")[-1], re.I) for known, of in _TEMPLATES.items()
+        re.fullmatch(template_pattern, name) and re.search(model_pattern, model.rstrip("/").split("/")[-1], re.I)
+        for template_pattern, model_pattern in _TEMPLATES.items()
     ):
-        reading.ignore(key, f"{name} is the template of {model}: the model's own is used")
+        config.ignore(key, f"{name} is the template of {model}: the model's own is used")
     else:
-        reading.refuse(
+        config.refuse(
             key,
-            f"not the template of {model}, as far as its name tells; chat_template=null takes the model's own",
+            f"not the template of {model}, judging by its name; chat_template=null uses the model's own",
             "chat_template",
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool, listed
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
 from finetune.recipe.foreign.shared import EVERY_STEP, KERNELS, MEMORY, NOT_TRAINED, PROCESS, read_batch, read_dtype
 
-_FOUND = Ignore("is read from the model")
+_READ_FROM_MODEL = Ignore("is read from the model")
 
 KEYS: dict[str, Rule] = {
     "output_dir": Keep("output_dir"), "model._component_": Read(), "model.lora_attn_modules": Read(),
@@ -17,13 +17,13 @@ KEYS: dict[str, Rule] = {
     "model.lora_alpha": Keep("lora_alpha"),
     "model.lora_dropout": Keep("lora_dropout", float), "model.use_dora": Keep("use_dora"),
     "model.quantize_base": Keep("load_in_4bit"),
-    "tokenizer._component_": _FOUND, "tokenizer.path": _FOUND, "tokenizer.merges_file": _FOUND,
+    "tokenizer._component_": _READ_FROM_MODEL, "tokenizer.path": _READ_FROM_MODEL, "tokenizer.merges_file": _READ_FROM_MODEL,
     "tokenizer.max_seq_len": Keep("max_length"),
     "tokenizer.prompt_template": Refuse("the model's own chat template is used", lifted_by="chat_template"),
-    "tokenizer.*": _FOUND,
+    "tokenizer.*": _READ_FROM_MODEL,
     "checkpointer.checkpoint_dir": Read(),
-    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter=FOLDER"), "checkpointer.*": _FOUND,
-    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` goes on"),
+    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter=FOLDER"), "checkpointer.*": _READ_FROM_MODEL,
+    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues"),
     "save_adapter_weights_only": PROCESS,
     "should_load_recipe_state": PROCESS, "dataset._component_": Read(), "dataset.source": Read(), "dataset.data_files": Read(),
     "dataset.split": Keep("dataset.split"),
@@ -76,87 +76,88 @@ _DATASETS = {
 }  # fmt: skip
 
 
-def finish(reading: Reading) -> None:
-    """What torchtune's keys mean together."""
-    read_batch(reading, "batch_size", "gradient_accumulation_steps")
-    _model(reading)
-    component = str(reading.value("optimizer._component_", "torch.optim.AdamW"))
-    if "optimizer._component_" in reading.values:
+def finish(config: ConfigReader) -> None:
+    """Keys of torchtune that combine."""
+    read_batch(config, "batch_size", "gradient_accumulation_steps")
+    _model(config)
+    component = str(config.value("optimizer._component_", "torch.optim.AdamW"))
+    if "optimizer._component_" in config.values:
         if component in _OPTIMIZERS:
-            reading.keep("optimizer._component_", "optim", _OPTIMIZERS[component])
+            config.keep("optimizer._component_", "optim", _OPTIMIZERS[component])
         else:
-            reading.refuse("optimizer._component_", f"one of {', '.join(_OPTIMIZERS)} is supported", "optim")
-    if "lr_scheduler._component_" in reading.values:
-        if str(reading.value("lr_scheduler._component_")).endswith("get_cosine_schedule_with_warmup"):
-            reading.keep("lr_scheduler._component_", "lr_scheduler_type", "cosine")
+            config.refuse("optimizer._component_", f"one of {', '.join(_OPTIMIZERS)} is supported", "optim")
+    if "lr_scheduler._component_" in config.values:
+        if str(config.value("lr_scheduler._component_")).endswith("get_cosine_schedule_with_warmup"):
+            config.keep("lr_scheduler._component_", "lr_scheduler_type", "cosine")
         else:
-            reading.refuse("lr_scheduler._component_", "changes the schedule", "lr_scheduler_type")
-    elif "lr_scheduler_type" not in reading.settings:
-        reading.assume("lr_scheduler_type", "constant")
-    if (most := reading.value("max_steps_per_epoch")) is not None:
-        if float(reading.value("epochs", 1)) == 1:
-            reading.keep("max_steps_per_epoch", "max_steps", most)
+            config.refuse("lr_scheduler._component_", "changes the schedule", "lr_scheduler_type")
+    elif "lr_scheduler_type" not in config.settings:
+        config.assume("lr_scheduler_type", "constant")
+    if (max_steps := config.value("max_steps_per_epoch")) is not None:
+        if float(config.value("epochs", 1)) == 1:
+            config.keep("max_steps_per_epoch", "max_steps", max_steps)
         else:
-            reading.refuse("max_steps_per_epoch", "each epoch is cut there", "max_steps")
-    read_dtype(reading)
-    _dataset(reading)
+            config.refuse("max_steps_per_epoch", "each epoch is cut there", "max_steps")
+    read_dtype(config)
+    _dataset(config)
 
 
-def _model(reading: Reading) -> None:
-    component = str(reading.value("model._component_", ""))
+def _model(config: ConfigReader) -> None:
+    component = str(config.value("model._component_", ""))
     name = component.rpartition(".")[2]
     if name.startswith("qlora_"):
-        reading.keep("model._component_", "load_in_4bit", True)
+        config.keep("model._component_", "load_in_4bit", True)
     elif name.startswith("lora_"):
-        reading.ignore("model._component_", "the model is checkpointer.checkpoint_dir")
+        config.ignore("model._component_", "the model is checkpointer.checkpoint_dir")
     else:
-        reading.refuse("model._component_", "finetune trains LoRA adapters: lora_... or qlora_...")
-    if "checkpointer.checkpoint_dir" in reading.values:
-        folder = str(reading.value("checkpointer.checkpoint_dir"))
-        found = (Path(folder).expanduser() / "config.json").is_file()
-        note = "" if found else f"{folder} is not here: the model of that name"
-        reading.keep("checkpointer.checkpoint_dir", "model_name_or_path", folder if found else Path(folder).name, note)
-    targets = [_MODULES[part] for part in listed(reading.value("model.lora_attn_modules", [])) if part in _MODULES]
-    targets += _MLP if reading.is_on("model.apply_lora_to_mlp") else []
+        config.refuse("model._component_", "finetune trains LoRA adapters: lora_... or qlora_...")
+    if "checkpointer.checkpoint_dir" in config.values:
+        folder = str(config.value("checkpointer.checkpoint_dir"))
+        is_local = (Path(folder).expanduser() / "config.json").is_file()
+        note = "" if is_local else f"{folder} doesn't exist here: the model of that name is used"
+        config.keep("checkpointer.checkpoint_dir", "model_name_or_path", folder if is_local else Path(folder).name, note)
+    targets = [_MODULES[module] for module in as_list(config.value("model.lora_attn_modules", [])) if module in _MODULES]
+    targets += _MLP if config.is_on("model.apply_lora_to_mlp") else []
     for key in ("model.lora_attn_modules", "model.apply_lora_to_mlp"):
-        if key in reading.values:
-            reading.keep(key, "target_modules", targets)
+        if key in config.values:
+            config.keep(key, "target_modules", targets)
 
 
-def _dataset(reading: Reading) -> None:
-    together = ("_component_", "source", "data_files", "conversation_column", "conversation_style", "column")
-    keys = [key for key in reading.values if key.removeprefix("dataset.") in together or key.startswith("dataset.column_map.")]
-    if reading.is_replaced("dataset.path", keys):
+def _dataset(config: ConfigReader) -> None:
+    dataset_keys = ("_component_", "source", "data_files", "conversation_column", "conversation_style", "column")
+    mapped = [key for key in config.values if key.startswith("dataset.column_map.")]
+    keys = [key for key in config.values if key.removeprefix("dataset.") in dataset_keys or key in mapped]
+    if config.is_replaced("dataset.path", keys):
         return
-    name = str(reading.value("dataset._component_", "")).rpartition(".")[2]
+    name = str(config.value("dataset._component_", "")).rpartition(".")[2]
     if name not in _DATASETS:
-        reading.refuse("dataset._component_", "finetune doesn't know what its rows look like", "dataset.path")
+        config.refuse("dataset._component_", "finetune doesn't know what its rows look like", "dataset.path")
         for key in set(keys) - {"dataset._component_"}:
-            reading.share(key, "dataset._component_")
+            config.share(key, "dataset._component_")
         return
-    path, row_format, prompts = _DATASETS[name]
-    if reading.value("dataset.conversation_style") == "sharegpt":
+    path, row_format, trains_on_prompts = _DATASETS[name]
+    if config.value("dataset.conversation_style") == "sharegpt":
         row_format = "sharegpt"
-    source = reading.value("dataset.source", path)
-    reading.settings["dataset.path"] = (
-        reading.value("dataset.data_files", source) if source in ("json", "csv", "parquet") else source
+    source = config.value("dataset.source", path)
+    config.settings["dataset.path"] = (
+        config.value("dataset.data_files", source) if source in ("json", "csv", "parquet") else source
     )
-    reading.settings["dataset.format"] = row_format
-    reading.assume("train_on_inputs", prompts)
-    columns = {key.rpartition(".")[2]: value for key, value in reading.values.items() if key.startswith("dataset.column_map.")}
-    columns = {{"output": "output", "input": "instruction"}.get(ours, ours): column for ours, column in columns.items()}
-    columns |= {"text": reading.value("dataset.column")} if "dataset.column" in reading.values else {}
+    config.settings["dataset.format"] = row_format
+    config.assume("train_on_inputs", trains_on_prompts)
+    columns = {key.rpartition(".")[2]: config.values[key] for key in mapped}
+    columns = {"instruction" if name == "input" else name: column for name, column in columns.items()}
+    columns |= {"text": config.value("dataset.column")} if "dataset.column" in config.values else {}
     field = "conversations" if row_format == "sharegpt" else "messages"
     columns |= (
-        {field: reading.value("dataset.conversation_column")}
-        if reading.value("dataset.conversation_column", field) != field
+        {field: config.value("dataset.conversation_column")}
+        if config.value("dataset.conversation_column", field) != field
         else {}
     )
     if columns:
-        reading.settings["dataset.columns"] = columns
+        config.settings["dataset.columns"] = columns
     for key in keys:
-        reading.share(key, f"dataset.path {reading.settings['dataset.path']}")
-        reading.origin["dataset.path"] = key
+        config.share(key, f"dataset.path {config.settings['dataset.path']}")
+        config.keys_by_setting["dataset.path"] = key
 
 
 TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True)

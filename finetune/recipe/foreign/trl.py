@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool
 from finetune.recipe.foreign.shared import (
     DATASET_CACHE,
     KERNELS,
@@ -56,38 +56,38 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def finish(reading: Reading) -> None:
-    """What TRL's keys mean together."""
-    read_training_arguments(reading)
-    read_targets(reading, "lora_target_modules")
-    if reading.is_on("use_peft"):
-        reading.ignore("use_peft", "is what finetune does")
+def finish(config: ConfigReader) -> None:
+    """Keys of TRL that combine."""
+    read_training_arguments(config)
+    read_targets(config, "lora_target_modules")
+    if config.is_on("use_peft"):
+        config.ignore("use_peft", "is what finetune does")
     else:
-        reading.refuse("use_peft", "is off, which trains all parameters; finetune trains LoRA adapters")
-    _loss(reading)
-    if not reading.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in reading.values:
-        reading.keep("dataset_name", "dataset.path", reading.value("dataset_name"))
-    if "dataset_text_field" in reading.values:
-        field = reading.value("dataset_text_field")
+        config.refuse("use_peft", "is off, which trains all parameters; finetune trains LoRA adapters")
+    _loss(config)
+    if not config.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in config.values:
+        config.keep("dataset_name", "dataset.path", config.value("dataset_name"))
+    if "dataset_text_field" in config.values:
+        field = config.value("dataset_text_field")
         if field == "text":
-            reading.ignore("dataset_text_field", "is found by its name")
+            config.ignore("dataset_text_field", "is found by its name")
         else:
-            reading.keep("dataset_text_field", "dataset.columns", {"text": field})
-    if "dataset_test_split" in reading.values:
-        if reading.value("eval_strategy", "no") == "no":
-            reading.ignore("dataset_test_split", "eval_strategy is no")
+            config.keep("dataset_text_field", "dataset.columns", {"text": field})
+    if "dataset_test_split" in config.values:
+        if config.value("eval_strategy", "no") == "no":
+            config.ignore("dataset_test_split", "eval_strategy is no")
         else:
-            reading.keep("dataset_test_split", "dataset.eval_split", reading.value("dataset_test_split"))
+            config.keep("dataset_test_split", "dataset.eval_split", config.value("dataset_test_split"))
 
 
-def _loss(reading: Reading) -> None:
-    """Which tokens are learnt. TRL learns prompts, too, of messages, and only completions of prompt and completion."""
-    answers = [key for key in ("assistant_only_loss", "completion_only_loss") if reading.is_on(key)]
+def _loss(config: ConfigReader) -> None:
+    """Which tokens are learnt. TRL also learns the prompts of messages, but of prompt and completion only the completions."""
+    answer_only_keys = [key for key in ("assistant_only_loss", "completion_only_loss") if config.is_on(key)]
     for key in ("assistant_only_loss", "completion_only_loss"):
-        if key in reading.values:
-            reading.keep(key, "train_on_inputs", not answers)
-    if "train_on_inputs" not in reading.settings and "train_on_inputs" not in reading.given:
-        reading.refuse(
+        if key in config.values:
+            config.keep(key, "train_on_inputs", not answer_only_keys)
+    if "train_on_inputs" not in config.settings and "train_on_inputs" not in config.overrides:
+        config.refuse(
             "assistant_only_loss",
             "is not set: TRL learns prompts of messages, too (train_on_inputs=true), but not of prompt and completion (false)",
             "train_on_inputs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.recipe.foreign.rules import Ignore, Keep, Read, Reading, Refuse, Rule, Tool
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool
 from finetune.recipe.foreign.shared import MEMORY, TRACKERS, TRAINING_DEFAULTS, UPLOAD, read_batch, read_targets
 
 _TEXT = Ignore("rows are text here")
@@ -39,7 +39,7 @@ KEYS: dict[str, Rule] = {
     "logging.*": TRACKERS, "inference.*": Ignore("for generation, not for training"), "export.*": UPLOAD,
 }  # fmt: skip
 
-#: Defaults of the Studio's trainer where a key is absent.
+#: Defaults of the Studio's trainer.
 DEFAULTS: dict[str, Any] = {
     **TRAINING_DEFAULTS, "num_train_epochs": 3.0, "learning_rate": 2e-4, "optim": "adamw_8bit", "weight_decay": 0.01,
     "seed": 3407, "max_length": 2048,
@@ -49,32 +49,32 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def finish(reading: Reading) -> None:
-    """What the Studio's keys mean together."""
-    read_batch(reading, f"{_T}batch_size", f"{_T}gradient_accumulation_steps", 2, 4)
-    if steps := reading.value(f"{_T}max_steps"):
-        reading.keep(f"{_T}max_steps", "max_steps", steps)
+def finish(config: ConfigReader) -> None:
+    """Keys of the Studio that combine."""
+    read_batch(config, f"{_T}batch_size", f"{_T}gradient_accumulation_steps", 2, 4)
+    if steps := config.value(f"{_T}max_steps"):
+        config.keep(f"{_T}max_steps", "max_steps", steps)
     else:
-        reading.ignore(f"{_T}max_steps", "is not set")
-    for key, ours in ((f"{_T}warmup_steps", "warmup_steps"), (f"{_T}warmup_ratio", "warmup_ratio")):
-        if key in reading.values:
-            reading.keep(key, ours, reading.value(key))
-    method = reading.value(f"{_T}training_type", "lora")
+        config.ignore(f"{_T}max_steps", "is not set")
+    for key, setting in ((f"{_T}warmup_steps", "warmup_steps"), (f"{_T}warmup_ratio", "warmup_ratio")):
+        if key in config.values:
+            config.keep(key, setting, config.value(key))
+    method = config.value(f"{_T}training_type", "lora")
     if method not in ("lora", "qlora", "LoRA/QLoRA"):
-        reading.refuse(f"{_T}training_type", "finetune trains LoRA adapters")
+        config.refuse(f"{_T}training_type", "finetune trains LoRA adapters")
     else:
-        reading.ignore(f"{_T}training_type", "is what finetune does")
-    if f"{_L}target_modules" in reading.values:
-        read_targets(reading, f"{_L}target_modules")
-    kinds = {"auto": "auto", "alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt", "raw_text": "text"}
-    if (kind := reading.value("data.format_type")) in kinds:
-        reading.keep("data.format_type", "dataset.format", kinds[kind])
-    elif kind is not None:
-        reading.refuse("data.format_type", "is not a format that finetune reads", "dataset.format")
-    if reading.is_on("data.local_datasets"):
-        reading.keep("data.local_datasets", "dataset.path", reading.value("data.local_datasets"))
+        config.ignore(f"{_T}training_type", "is what finetune does")
+    if f"{_L}target_modules" in config.values:
+        read_targets(config, f"{_L}target_modules")
+    formats = {"auto": "auto", "alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt", "raw_text": "text"}
+    if (format_type := config.value("data.format_type")) in formats:
+        config.keep("data.format_type", "dataset.format", formats[format_type])
+    elif format_type is not None:
+        config.refuse("data.format_type", "is not a format that finetune reads", "dataset.format")
+    if config.is_on("data.local_datasets"):
+        config.keep("data.local_datasets", "dataset.path", config.value("data.local_datasets"))
     else:
-        reading.ignore("data.local_datasets", "is not set")
+        config.ignore("data.local_datasets", "is not set")
 
 
 TOOL = Tool(

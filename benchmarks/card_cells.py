@@ -1,0 +1,149 @@
+"""The cells of card_matrix.py: which models, settings, rows and GPUs the forecast is held against."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: Settings that are the same in every cell unless it names others.
+USUAL: dict[str, Any] = {
+    "effective_batch_size": 4, "per_device_train_batch_size": 2, "max_steps": 3, "eval_steps": 2, "save_steps": 2,
+    "sample_answers": 0, "max_length": 1024, "gpu": "auto", "lora_r": 16, "optim": "adamw_torch",
+    "load_in_4bit": False, "load_in_8bit": False, "activation_checkpointing": False, "layer_offloading": False,
+    "offload_embeddings": False, "packing": False, "dataset.test_split_size": 4,
+}  # fmt: skip
+#: Those of them that a cell has whose settings the planner chooses.
+ALWAYS = ("max_steps", "eval_steps", "save_steps", "sample_answers", "gpu", "dataset.test_split_size")
+FORMATS: dict[str, dict[str, Any]] = {"16 bit": {}, "NF4": {"load_in_4bit": True}, "int8": {"load_in_8bit": True}}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "nothing recomputed": {},
+    "every layer": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1},
+    "every 2nd layer": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
+    "all but attention": {"activation_checkpointing": "selective"},
+    "checkpoints in host memory": {"activation_checkpointing": "offload"},
+    "activations in host memory": {"activation_offloading": True},
+    "embeddings in host memory": {"offload_embeddings": True},
+    "layers in host memory": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_every_n_layers": 1,
+        "layer_offloading": "cpu",
+    },
+    "8-bit Adam": {"optim": "adamw_8bit"},
+    "paged 8-bit Adam": {"optim": "paged_adamw_8bit"},
+    "rank 128": {"lora_r": 128},
+    "DoRA": {"use_dora": True},
+    "no lean layers": {"lean_layers": False},
+    "eager attention": {"attn_implementation": "eager"},
+    "packed": {"packing": True, "per_device_train_batch_size": 1},
+    "one row": {"per_device_train_batch_size": 1},
+    "all tokens trained": {"train_on_inputs": True},
+}
+#: Model -> GPU on which its cells run, the largest first where 16 bit needs it.
+FAMILIES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": "rtx-4060",  # tied embeddings
+    "meta-llama/Llama-3.2-1B-Instruct": "rtx-3060",  # tied, 128k tokens
+    "Qwen/Qwen3-4B": "rtx-3090",
+    "Qwen/Qwen3-8B": "a100-40gb",
+    "google/gemma-3-4b-it": "rtx-5090",  # text of a multimodal model, sliding windows
+    "Qwen/Qwen3-VL-4B-Instruct": "rtx-5090",
+    "Qwen/Qwen3.5-4B": "rtx-5090",  # hybrid: linear attention
+    "Qwen/Qwen3-30B-A3B": "a100-80gb",  # mixture
+}
+#: Recipes whose settings the planner chooses, by GPU.
+PLANNED = (
+    ("Qwen/Qwen2.5-7B-Instruct", "rtx-4090"), ("meta-llama/Llama-3.1-8B-Instruct", "rtx-3090"), ("Qwen/Qwen3-8B", "rtx-3060"),
+    ("Qwen/Qwen2.5-7B-Instruct", "t4"), ("Qwen/Qwen3-8B", "l4"), ("Qwen/Qwen3-8B", "rtx-5090"), ("Qwen/Qwen3-8B", "rtx-4060"),
+    ("Qwen/Qwen3-14B", "rtx-4090"), ("Qwen/Qwen3-32B", "rtx-4090"), ("Qwen/Qwen3-32B", "a100-80gb"),
+    ("meta-llama/Llama-3.3-70B-Instruct", "h100-80gb"), ("meta-llama/Llama-3.3-70B-Instruct", "rtx-4090"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: `settings` beyond USUAL, rows of a kind, and what the name of the cell says of it.
+
+    `layers`: the model with so many of them; None with all.
+    """
+
+    model: str
+    gpu: str
+    base_format: str
+    technique: str
+    rows: str = "uneven"  # even, uneven
+    expandable: bool = True
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
+    layers: int | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The model, with its number of layers where these are not all."""
+        return f"{self.model}, {self.layers} layers" if self.layers else self.model
+
+    @property
+    def name(self) -> str:
+        """Unique among all cells."""
+        segments = "expandable" if self.expandable else "segments"
+        return " | ".join((self.model_name, self.gpu, self.base_format, self.technique, self.rows, segments))
+
+    def overrides(self, rows: Path, output: Path) -> list[str]:
+        """The cell as `key=value` of a recipe."""
+        usual = {name: USUAL[name] for name in ALWAYS} if self.base_format == "planned" else USUAL
+        values = {**usual, **self.settings, "dataset.path": str(rows), "output_dir": str(output)}
+        return [f"{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def all_cells() -> list[Cell]:
+    """Every cell, those that answer most first."""
+    small = "Qwen/Qwen2.5-1.5B-Instruct"
+    cells = few_layers()
+    cells += [
+        Cell(small, "rtx-4090", base, technique, settings={**FORMATS[base], **values})
+        for base in FORMATS
+        for technique, values in TECHNIQUES.items()
+    ]
+    for model, gpu in FAMILIES.items():
+        for base in FORMATS:
+            for technique in ("nothing recomputed", "every layer"):
+                settings = {**FORMATS[base], **TECHNIQUES[technique], **({"max_length": 512} if "30B" in model else {})}
+                cells.append(Cell(model, gpu, base, technique, settings=settings))
+    for base in FORMATS:
+        for rows in ("even", "uneven"):
+            for model, gpu in ((small, "rtx-4090"), ("Qwen/Qwen3-4B", "rtx-4090")):
+                cells.append(
+                    Cell(model, gpu, base, "every layer", rows, False, {**FORMATS[base], "activation_checkpointing": True})
+                )
+                cells.append(Cell(model, gpu, base, "nothing recomputed", rows, False, dict(FORMATS[base])))
+    cells += [Cell(model, gpu, "planned", "planned", rows) for model, gpu in PLANNED for rows in ("even", "uneven")]
+    return list(dict.fromkeys(cells))
+
+
+def few_layers() -> list[Cell]:
+    """Cells that take seconds: tests/standin runs them on every change."""
+    model, more = "Qwen/Qwen2.5-1.5B-Instruct", {"layers": 6}
+    shown = [
+        ("16 bit", "nothing recomputed"), ("16 bit", "every layer"), ("NF4", "nothing recomputed"), ("NF4", "every 2nd layer"),
+        ("NF4", "8-bit Adam"), ("NF4", "packed"), ("NF4", "all tokens trained"), ("int8", "every layer"),
+    ]  # fmt: skip
+    cells = [
+        Cell(model, "rtx-4090", base, technique, settings={**FORMATS[base], **TECHNIQUES[technique]}, **more)
+        for base, technique in shown
+    ]
+    segments = {**FORMATS["16 bit"], **TECHNIQUES["one row"]}
+    cells.append(Cell(model, "rtx-4090", "16 bit", "one row", "even", False, segments, **more))
+    cells.append(Cell(model, "t4", "NF4", "every layer", "even", True, {**FORMATS["NF4"], **TECHNIQUES["every layer"]}, **more))
+    return cells
+
+
+def write_rows(path: Path, kind: str, seed: int = 0) -> None:
+    """48 conversations: `even` of one length, `uneven` of up to 900 tokens. The answers are a third of each."""
+    rng = random.Random(seed)
+    words = ["alpha", "beta", "gamma", "delta", "order", "parcel", "invoice", "desk", "lamp", "blue", "Monday", "seven"]
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(48):
+            count = 300 if kind == "even" else rng.randint(6, 300)
+            text = [" ".join(rng.choice(words) for _ in range(length)) for length in (2 * count // 3, count // 3)]
+            turns = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), text, strict=True)]
+            file.write(json.dumps({"messages": turns}) + "\n")

@@ -1,0 +1,48 @@
+"""One training sequence as text, in spans that are trained or not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from finetune.data.tokens import NOT_TRAINED
+from finetune.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.preparation import PreparedData
+
+
+def example_spans(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
+    """Training sequence `index` as (text, is trained) spans, with special tokens; joined they are the whole text.
+
+    Empty without any training sequence. Raises FinetuneError for an index out of range.
+    """
+    count = len(prepared.lengths)
+    if not count:
+        return []
+    if not 0 <= index < count:
+        raise FinetuneError(f"there is no training sequence {index}", f"The last one is {count - 1}; the first is 0.")
+    return decode_spans(*prepared.sequence(index), tokenizer)
+
+
+def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """The same for ids and labels.
+
+    A span's text is what decoding up to its end adds to decoding up to its start, so that tokens that are part of a character
+    or lose a space when decoded alone come out right.
+    """
+    spans: list[tuple[str, bool]] = []
+    end, previous_text = 0, ""
+    for trained, span_labels in itertools.groupby(labels, key=lambda label: label != NOT_TRAINED):
+        start, end = end, end + sum(1 for _ in span_labels)
+        text = _decode(tokenizer, input_ids[:end])
+        span_text = text[len(previous_text) :] if text.startswith(previous_text) else _decode(tokenizer, input_ids[start:end])
+        spans.append((span_text, trained))
+        previous_text = text
+    return spans
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

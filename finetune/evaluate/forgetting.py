@@ -1,0 +1,90 @@
+"""Forgetting: loss before and after training, on general questions and on the rows of the run that this one continued."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.data.tokenizer import run_tokenizer
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
+from finetune.evaluate.journal import Journal
+from finetune.evaluate.paired import Difference, difference, format_difference
+from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
+from finetune.evaluate.scorers import scorer
+from finetune.files import remove_left_over, write_json
+from finetune.plan.plan import read_plan
+from finetune.run.origin import HELD_OUT, origin_of
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """Loss of a trained token, in nats, on so many rows.
+
+    `before`: of the base model, or of the adapter that the run continued. `difference`: now minus before, with the 95 %
+    interval of a paired bootstrap; None for fewer than two rows.
+    """
+
+    rows_of: str
+    rows: int
+    before: float | None
+    now: float | None
+    difference: Difference | None = None
+
+    def summary(self) -> str:
+        """One line, with whether the loss rose."""
+        verdict = ""
+        if self.difference is not None and self.difference.is_significant:
+            verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
+        losses = f"loss {_number(self.before)} before, {_number(self.now)} now"
+        return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
+
+
+def measure_forgetting(
+    run: RunDirectory, *, last: bool = False, load: Callable[[], Answerer] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Forgetting]:  # fmt: skip
+    """Losses before and now on the bundled general questions and, if the run continued another, on that one's held-out rows.
+
+    `load`: returns an answerer, loaded on the first call.
+    """
+    from finetune.evaluate.score import ModelOutputs
+
+    plan = read_plan(run.plan)
+    tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
+    folder, origin = adapter_folder(run, last=last), origin_of(run)
+    groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe_rows(tokenizer), "base", None)]
+    if origin is not None and (run.origin / HELD_OUT).is_dir():
+        rows = held_out_rows(run, None, of_first_run=True)
+        groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.origin))
+    load = load or functools.cache(lambda: load_answerer(run, last))
+    results = []
+    for name, rows, reference, reference_adapter in groups:
+        scores = []
+        for model, adapter in ((reference, reference_adapter), ("tuned", folder)):
+            journal = Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
+            scores.append(ModelOutputs(load, journal, rows, model, None, progress).score(scorer("loss")))
+        before, now = scores
+        has_interval = len(before.row_losses) > 1 and any(before.row_tokens)
+        interval = difference(before.row_losses, now.row_losses, before.row_tokens) if has_interval else None
+        results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
+    path = run.path / "evaluations" / f"lost{'-last' if last else ''}.json"
+    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
+        remove_left_over(path)
+        write_json(path, [asdict(result) for result in results])
+    return results
+
+
+def load_answerer(run: RunDirectory, last: bool) -> Answerer:
+    """An answerer that can also use the adapter that the run continued."""
+    return Answerer(run, last=last, other_adapters={"origin": run.origin} if run.origin.is_dir() else None)
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"

@@ -1,0 +1,130 @@
+"""Memory of answering: bytes of the KV cache per token, measured on the model, and the tokens that fit at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.recipe import Settings
+
+#: A CPU is slower with more tokens than its caches hold, and a small batch ends early.
+_MAX_TOKENS = {"cpu": 8_192, "cuda": 131_072}
+_FREE_SHARE = 0.7  # of the free memory; growing a layer's cache copies it, and activations need some
+_SHORT, _LONG = 8, 40
+
+
+def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) -> int:
+    """Prompt and answer tokens, with padding, that fit in the memory that the loaded model leaves free; 1 or more.
+
+    `budget_bytes`: limit of this process on the GPU.
+    """
+    bytes_per_token = token_bytes(model, device)
+    free = _free_bytes(device, budget_bytes)
+    most = _MAX_TOKENS[device]
+    return max(1, min(most, int(_FREE_SHARE * free / bytes_per_token))) if bytes_per_token else most
+
+
+@torch.inference_mode()
+def token_bytes(model: Any, device: str) -> float:
+    """Bytes per token of an answered row: of the KV cache that the model returns or, on a GPU, of computing it if more."""
+    cache_bytes, compute_bytes = {}, 0.0
+    for length in (_SHORT, _LONG):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            allocated = torch.cuda.memory_allocated()
+        output = model(input_ids=torch.ones((1, length), dtype=torch.long, device=device), use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        cache_bytes[length] = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache))
+        if device == "cuda":
+            compute_bytes = (torch.cuda.max_memory_allocated() - allocated) / length
+    return max((cache_bytes[_LONG] - cache_bytes[_SHORT]) / (_LONG - _SHORT), compute_bytes)
+
+
+def cache_token_bytes(settings: Settings) -> float | None:
+    """Bytes of the KV cache per token, of the model without weights, before it is loaded. None if unknown."""
+    from finetune.model.build import build_on_meta
+    from finetune.model.quantisation import model_dtype
+    from finetune.model.transformers_config import load_config
+
+    try:
+        model = build_on_meta(load_config(settings), None, dtype=model_dtype(settings), attention=None)
+        return token_bytes(model.eval(), "meta")
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):  # it needs the values of a tensor
+        return None
+
+
+@dataclass(frozen=True)
+class ChatMemory:
+    """Memory of a chat: the loaded model by the run's forecast, the KV cache of `tokens`, and the free memory now."""
+
+    model_bytes: int | None
+    cache_bytes: int | None
+    tokens: int
+    free_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the known bytes fit."""
+        return (self.model_bytes or 0) + (self.cache_bytes or 0) <= self.free_bytes
+
+    def summary(self) -> str:
+        """One line."""
+        model = format_bytes(self.model_bytes) if self.model_bytes is not None else "unknown"
+        cache = format_bytes(self.cache_bytes) if self.cache_bytes is not None else "unknown"
+        fits = "" if self.fits else ": it may not fit"
+        return f"model {model}, KV cache of {self.tokens:,} tokens {cache}; {format_bytes(self.free_bytes)} free{fits}"
+
+
+def chat_memory(plan: Plan, max_new_tokens: int) -> ChatMemory:
+    """Forecast for a conversation as long as the training's longest row, with an answer."""
+    tokens = plan.settings.max_length + max_new_tokens
+    peaks = plan.forecast.peaks if plan.forecast else {}
+    bytes_per_token = cache_token_bytes(plan.settings)
+    free = psutil.virtual_memory().available if plan.card.is_cpu else _free_gpu_bytes(plan)
+    return ChatMemory(peaks.get("load"), round(bytes_per_token * tokens) if bytes_per_token is not None else None, tokens, free)
+
+
+def _free_gpu_bytes(plan: Plan) -> int:
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else plan.card.free_bytes
+    return free if plan.budget_bytes is None else min(free, plan.budget_bytes)
+
+
+def run_halving(rows: list[int], work: Any) -> None:
+    """Call `work(rows)`; when GPU memory runs out, with half of them at a time. The error of a single row is raised."""
+    try:
+        work(rows)
+    except torch.OutOfMemoryError:
+        if len(rows) == 1:
+            raise
+        torch.cuda.empty_cache()
+    else:
+        return
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        run_halving(half, work)
+
+
+def _free_bytes(device: str, budget_bytes: int | None) -> int:
+    if device == "cpu":
+        return psutil.virtual_memory().available
+    allocated = torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - allocated
+    return free if budget_bytes is None else min(free, budget_bytes - allocated)
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in a cache of any class."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and value is not None:
+        items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+        for item in items or getattr(value, "__dict__", {}).values():
+            yield from _tensors(item, depth - 1)

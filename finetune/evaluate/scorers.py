@@ -1,0 +1,199 @@
+"""Scores of an answer against the expected one: exact, contained, by a pattern, as JSON, as a number, or by a function."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import CommandError, DataError
+
+#: Name of a score -> its value for one row.
+SCORES = {
+    "exact": "1 where the answer is the expected one",
+    "contains": "1 where the answer contains the expected one",
+    "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
+    "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
+    "numeric": "1 where the answer's last number is the expected one within --tolerance",
+    "loss": "no answers: loss, perplexity and token accuracy only",
+}
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_MAX_NUMBER = 400  # characters; float() takes any number of digits
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """The score of one answer. Of JSON, `fields`: whether each expected field is right; `valid`: whether it is JSON."""
+
+    score: float
+    fields: Mapping[str, bool] = field(default_factory=dict)
+    valid: bool | None = None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A kind of score. `score_answer(prompt, expected, answer)`; `span`: the largest difference of two, None if unknown."""
+
+    name: str
+    score_answer: Callable[[str, str, str], RowScore]
+    span: float | None = 1.0
+
+
+def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None) -> Scorer:
+    """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
+    if function is not None:
+        return Scorer(function.rpartition(":")[2], _by_function(function), None)
+    if name not in SCORES:
+        raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or --score-function.")
+    if pattern is not None and name != "regex":
+        raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
+    if tolerance and name != "numeric":
+        raise CommandError(f"--tolerance belongs to --score numeric, not to {name}", "Add --score numeric.")
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise CommandError(f"--tolerance is {tolerance}; it must be 0 or more", "For 1 %: --tolerance 0.01")
+    functions: dict[str, Callable[[str, str, str], RowScore]] = {
+        "exact": lambda _, expected, answer: RowScore(float(answer.strip() == expected.strip())),
+        "contains": lambda _, expected, answer: RowScore(float(expected.strip() in answer)),
+        "regex": _by_pattern(pattern),
+        "json": lambda _, expected, answer: json_score(expected, answer),
+        "numeric": lambda _, expected, answer: number_score(expected, answer, tolerance),
+        "loss": lambda *_: RowScore(0.0),
+    }
+    return Scorer(name, functions[name])
+
+
+def json_score(expected: str, answer: str) -> RowScore:
+    """Field by field; fields of nested objects are named a.b, lists are compared as a whole. Raises DataError."""
+    expected_value = _parse_json(expected)
+    if expected_value is _NOT_JSON:
+        raise DataError(f"the expected answer is not JSON: {expected[:100]!r}", "Use another --score for these rows.")
+    answer_value = _parse_json(answer)
+    if not isinstance(expected_value, dict) or not expected_value:
+        return RowScore(float(_json_equal(expected_value, answer_value)), {}, answer_value is not _NOT_JSON)
+    targets = dict(_flat_fields(expected_value))
+    answers = dict(_flat_fields(answer_value)) if isinstance(answer_value, dict) else {}
+    fields = {name: name in answers and _json_equal(target, answers[name]) for name, target in targets.items()}
+    return RowScore(sum(fields.values()) / len({*targets, *answers}), fields, answer_value is not _NOT_JSON)
+
+
+def number_score(expected: str, answer: str, tolerance: float) -> RowScore:
+    """Whether the last numbers agree: relative to the expected one, absolute where that is 0. Raises DataError."""
+    target, number = _last_number(expected), _last_number(answer)
+    if target is None:
+        raise DataError(f"the expected answer has no number: {expected[:100]!r}", "Use another --score for these rows.")
+    return RowScore(float(number is not None and abs(number - target) <= tolerance * (abs(target) or 1.0)))
+
+
+def _by_pattern(pattern: str | None) -> Callable[[str, str, str], RowScore]:
+    if pattern is None:
+        return lambda _, expected, answer: RowScore(float(_compile(expected.strip()).search(answer) is not None))
+    search = _compile(pattern).search
+
+    def score_answer(_: str, expected: str, answer: str) -> RowScore:
+        expected_match, answer_match = search(expected), search(answer)
+        if expected_match is None:
+            raise DataError(f"the pattern finds nothing in the expected answer {expected[:100]!r}", "Change --pattern.")
+        return RowScore(float(answer_match is not None and _match_value(answer_match) == _match_value(expected_match)))
+
+    return score_answer
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.MULTILINE)
+    except (re.error, RecursionError, OverflowError) as error:
+        problem = f"{pattern[:100]!r} is not a regular expression: {error}"
+        raise CommandError(problem, r"For example --pattern '#### (\d+)'") from None
+
+
+def _match_value(match: re.Match[str]) -> Any:
+    """The groups of a match, or all of it without groups."""
+    return match.groups() or match[0]
+
+
+class _NotJson:
+    """Sentinel for text that is not JSON."""
+
+
+_NOT_JSON = _NotJson()
+
+
+def _parse_json(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return _NOT_JSON
+
+
+def _flat_fields(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    fields = []
+    for name, item in value.items():
+        path = f"{prefix}{name}"
+        fields += _flat_fields(item, f"{path}.") if isinstance(item, dict) and item else [(path, item)]
+    return fields
+
+
+def _json_equal(first: Any, second: Any) -> bool:
+    """Equal JSON values: 1 is 1.0, but true is not 1."""
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_json_equal, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_json_equal(first[name], second[name]) for name in first)
+    return bool(first == second)
+
+
+def _last_number(text: str) -> float | None:
+    matches = _NUMBER.findall(text)
+    if not matches or len(matches[-1]) > _MAX_NUMBER:
+        return None
+    value = float(matches[-1].replace(",", ""))
+    return value if math.isfinite(value) else None
+
+
+def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
+    """The user's function of prompt, expected answer and answer, called for each row."""
+    function = _function(source)
+
+    def score_answer(prompt: str, expected: str, answer: str) -> RowScore:
+        try:
+            value = function(prompt, expected, answer)
+        except (Exception, SystemExit) as error:
+            raise CommandError(f"{source} failed for the answer {answer[:100]!r}: {type(error).__name__}: {error}") from error
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise CommandError(
+                f"{source} returned {str(value)[:60]!r} for the answer {answer[:100]!r}", "Return a number, True or False."
+            )
+        return RowScore(float(value))
+
+    return score_answer
+
+
+def _function(source: str) -> Callable[[str, str, str], Any]:
+    file, _, name = source.rpartition(":")
+    example = "For example --score-function score.py:score, with  def score(prompt, expected, answer):"
+    if not file.endswith(".py") or not name.isidentifier():
+        raise CommandError(f"{source[:200]!r} is not file.py:name", example)
+    if not Path(file).is_file():
+        raise CommandError(f"there is no file {file}", example)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"{file} can't be imported: {type(error).__name__}: {error}", "Correct the file.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise CommandError(f"{file} has no function {name}", example)
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,74 @@
+"""The effect of merging: the adapter on the weights it was trained on, against the merged 16-bit model, on held-out rows."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.tokenizer import run_tokenizer
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
+from finetune.evaluate.journal import Journal
+from finetune.evaluate.scorers import scorer
+from finetune.plan.plan import read_plan
+from finetune.recipe import resolved
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class MergeEffect:
+    """How many greedy answers of `rows` differ, and the loss on the trained tokens (nats) before and after merging."""
+
+    rows: int
+    answers_changed: int
+    loss: float | None
+    merged_loss: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+class _MergedAnswerer(Answerer):
+    """Answers with the merged model of a run, loaded in 16 bit without an adapter."""
+
+    def __init__(self, run: RunDirectory, folder: Path) -> None:
+        self._folder = folder
+        super().__init__(run)
+
+    def load(self, adapter: Path | None) -> Any:
+        from finetune.model.build import build_base
+        from finetune.model.transformers_config import load_config
+
+        settings = resolved(
+            self.plan.settings,
+            model_name_or_path=str(self._folder),
+            model_revision=None,
+            load_in_4bit=False,
+            load_in_8bit=False,
+        )
+        return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
+
+
+def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
+    """Answer at most `rows` held-out rows with both, one model loaded at a time. Raises DataError without held-out rows."""
+    from finetune.evaluate.rows import held_out_rows
+    from finetune.evaluate.score import ModelOutputs
+
+    plan, score = read_plan(run.plan), scorer("exact")
+    eval_rows = held_out_rows(run, rows)
+    tokenizer, references = run_tokenizer(run.data / "tokenizer", plan.settings), eval_rows.references
+    max_new_tokens = longest_token_count(tokenizer, references) + 16 if references else None
+    journal = Journal(run.path / "evaluations", "tuned", answer_inputs(run, plan, adapter_folder(run)))
+    load = functools.cache(lambda: Answerer(run))
+    before = ModelOutputs(load, journal, eval_rows, "tuned", max_new_tokens, progress).score(score)
+    with tempfile.TemporaryDirectory() as empty_folder:
+        journal, load = Journal(Path(empty_folder), "merged", {}), functools.cache(lambda: _MergedAnswerer(run, folder))
+        after = ModelOutputs(load, journal, eval_rows, "merged", max_new_tokens, progress).score(score)
+    changed = sum(answer != merged for answer, merged in zip(before.answers, after.answers, strict=True))
+    return MergeEffect(len(before.answers), changed, before.loss, after.loss)

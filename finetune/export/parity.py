@@ -1,0 +1,166 @@
+"""Parity of a GGUF file in llama.cpp with the trained model: its tokens, its template, its answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from finetune.data.template import common_prefix_length
+from finetune.data.tokens import Encoder
+from finetune.errors import DataError, FinetuneError, PackagesError
+from finetune.export.ollama import conversations
+
+#: Smallest share of held-out rows with the adapter's answer; the quantised types change answers that were nearly a tie.
+MIN_SAME_ANSWERS = {"f16": 0.95, "q8_0": 0.5, "q4_k_m": 0.5}
+
+
+class ParityError(FinetuneError):
+    """The exported file is not the trained model: `stage` is the first one that differs."""
+
+    title = "The exported file is not the trained model"
+
+    def __init__(self, stage: str, problem: str) -> None:
+        self.stage = stage
+        super().__init__(f"stage {stage}: {problem}", "Nothing was kept. The merged model is unaffected: finetune merge RUN")
+
+    def as_json(self) -> dict:
+        """With the stage. `error` has the name that it has had since the first version."""
+        return {**super().as_json(), "error": "NotTheSame", "stage": self.stage}
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Compared: prompts with equal token ids, conversations with equal text, and how many greedy answers are equal."""
+
+    prompts: int
+    conversations: int
+    rows: int
+    same_answers: int
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp, on the CPU. Use it with `with`."""
+
+    def __init__(self, path: Path, context: int, adapter: Path | None = None) -> None:
+        import llama_cpp
+
+        try:
+            self._model = llama_cpp.Llama(str(path), n_ctx=context, n_gpu_layers=0, verbose=False,
+                                          lora_path=str(adapter) if adapter else None)  # fmt: skip
+        except (ValueError, RuntimeError) as error:
+            raise ParityError("loading", f"llama.cpp can't load the file: {error}") from None
+        self._library = llama_cpp
+
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.close()
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether programs add a BOS token before the text."""
+        return str(self._model.metadata.get("tokenizer.ggml.add_bos_token", "false")).lower() == "true"
+
+    def tokenise(self, text: str, *, bos: bool = False) -> list[int]:
+        """Tokens of a rendered prompt."""
+        return list(self._model.tokenize(text.encode(), add_bos=bos, special=True))
+
+    def ends_answer(self, token: int) -> bool:
+        """Whether llama.cpp ends an answer at this token."""
+        model = self._model._model
+        return bool(self._library.llama_vocab_is_eog(model.vocab, token))
+
+    def render(self, messages: list[Any], *, bos: str, eos: str) -> str:
+        """A conversation in the file's template, as llama.cpp's Python server renders it. Raises the template's errors."""
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        template = self._model.metadata.get("tokenizer.chat_template", "")
+        return str(Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)(messages=messages).prompt)
+
+    def answer(self, prompt: list[int], stops: set[int], max_tokens: int) -> list[int]:
+        """Greedy tokens up to a stop token, without it."""
+        answer_ids: list[int] = []
+        with contextlib.closing(self._model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)) as tokens:
+            for token in tokens:
+                if token in stops or self.ends_answer(token):
+                    break
+                answer_ids.append(int(token))
+                if len(answer_ids) == max_tokens:
+                    break
+        return answer_ids
+
+
+def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops: set[int]) -> int:
+    """Compare the tokens of the prompts' texts. Returns how many prompts were compared. Raises ParityError."""
+    compared = 0
+    for row, ids in enumerate(prompts, start=1):
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
+            continue  # the row has the text of a special token, which stays text: that shows only in its tokens
+        file_ids, compared = file.tokenise(text), compared + 1
+        if file_ids != ids:
+            index = common_prefix_length(ids, file_ids)
+            excerpt = tokenizer.decode(ids[max(0, index - 3) : index + 3])
+            raise ParityError("tokens", f"row {row}, token {index + 1}: llama.cpp tokenises {excerpt!r} in another way")
+    unknown_stops = [tokenizer.decode([stop]) for stop in sorted(stops) if not file.ends_answer(stop)]
+    if unknown_stops:
+        raise ParityError("tokens", f"llama.cpp would not end an answer at {', '.join(unknown_stops)}, as the training does")
+    return compared
+
+
+def check_template(file: LlamaCpp, encoder: Encoder, prompts: list[str]) -> int:
+    """Compare the tokens of conversations in the file's template with the training's. Returns how many. Raises ParityError."""
+    tokenizer, compared = encoder.tokenizer, 0
+    special = {name: getattr(tokenizer, f"{name}_token") or "" for name in ("bos", "eos")}
+    prompt_conversations: list[list[Any]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    for messages in [*prompt_conversations, *conversations(with_system=True)]:
+        try:
+            expected = encoder.prompt_ids(messages)
+        except DataError:
+            continue  # it has a role that the training's template refuses
+        compared += 1
+        try:
+            text = file.render(messages, **special)
+        except Exception as error:  # noqa: BLE001 - whatever a template raises
+            raise ParityError("template", f"the file's template can't write {len(messages)} messages: {error}") from None
+        if file.tokenise(text) != expected:
+            expected_text = tokenizer.decode(expected)
+            raise ParityError("template", f"the file writes {text[:200]!r}, the training {expected_text[:200]!r}")
+    return compared
+
+
+def check_answers(
+    file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], answers: list[str], stops: set[int], max_tokens: int,
+    gguf_type: str, progress: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Compare greedy answers with the adapter's. Returns how many are equal. Raises ParityError below the type's share."""
+    file_answers = []
+    for row, prompt in enumerate(prompts, start=1):
+        file_answers.append(tokenizer.decode(file.answer(prompt, stops, max_tokens), skip_special_tokens=True))
+        progress(f"answering with llama.cpp: {row} of {len(prompts)}")
+    is_equal = [file_answer == answer for file_answer, answer in zip(file_answers, answers, strict=True)]
+    equal_answers = sum(is_equal)
+    if equal_answers < MIN_SAME_ANSWERS[gguf_type] * len(answers):
+        row, share = is_equal.index(False), MIN_SAME_ANSWERS[gguf_type]
+        raise ParityError(
+            "logits",
+            f"{equal_answers} of {len(answers)} answers are the adapter's, fewer than {share:.0%}; row {row + 1}: "
+            f"{file_answers[row][:80]!r}, the adapter {answers[row][:80]!r}",
+        )  # fmt: skip
+    return equal_answers
+
+
+def require_llama_cpp() -> None:
+    """Raise PackagesError without the package that loads the file."""
+    if find_spec("llama_cpp") is None:
+        raise PackagesError("GGUF files are tried with llama-cpp-python, which is not installed",
+                           'Install it: pip install "llama-cpp-python>=0.3.36,<0.4" sentencepiece')  # fmt: skip

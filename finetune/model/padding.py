@@ -1,0 +1,95 @@
+"""Whether rows padded on the right need an attention mask: only where something else than causal attention reads it.
+
+In causal attention no token sees what follows it, so the mask of such padding changes no real token. Without it torch computes
+flash attention, and a mask of tokens x tokens for each row is saved.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import sdpa_mask
+
+from finetune.compat.transformers import fake_experts
+from finetune.model.build import build_on_meta
+from finetune.model.loss import add_loss
+
+_NAME = "padding_probe"
+_ROWS, _TOKENS = 2, 8
+#: Answers of this process, by configuration: a search simulates the same model many times.
+_ANSWERS: dict[str, bool] = {}
+
+
+def needs_padding_mask(config: PretrainedConfig) -> bool:
+    """Whether the mask of a batch padded on the right may change the loss of its real tokens.
+
+    A model without weights computes a loss of fake tokens, with a mask whose values only transformers' causal masks can read.
+    What reads it elsewhere needs it: positions counted from it, a state or convolution that skips padding, the balance loss of
+    a mixture's router. So does a model of which this can't be seen.
+    """
+    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _reads_mask(config)
+    return _ANSWERS[key]
+
+
+def without_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch for a model that needs no mask."""
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def _reads_mask(config: PretrainedConfig) -> bool:
+    AttentionInterface.register(_NAME, _no_attention)
+    AttentionMaskInterface.register(_NAME, _causal_mask)
+    mask = torch.ones(_ROWS, _TOKENS, dtype=torch.long).as_subclass(_UnreadMask)
+    remote_code = hasattr(config, "auto_map")
+    try:
+        model: Any = build_on_meta(config, None, dtype=torch.bfloat16, attention=_NAME, remote_code=remote_code)
+        add_loss(model.train())
+        with fake_experts(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            model.to_empty(device="cpu")
+            ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.long)
+            model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False, fused_lm_head=True)
+    except Exception:  # noqa: BLE001 - code of hundreds of model types
+        return True
+    return not mask.reached_attention
+
+
+class _UnreadMask(torch.Tensor):
+    """A mask whose shape can be seen; reading its values raises an error."""
+
+    reached_attention = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            return args[0]
+        if func in (torch.Tensor.dim, torch.Tensor.size) or func.__name__ == "__get__":
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise RuntimeError(f"{func.__name__} reads the attention mask")
+
+
+def _causal_mask(
+    batch_size: int, q_length: int, kv_length: int, *, attention_mask: Any = None, device: Any = None,
+    allow_is_causal_skip: bool = True, **arguments: Any,
+) -> None:  # fmt: skip
+    """Take note of a mask that has come through unread. Raises ValueError where a token would see one that follows it."""
+    with unset_fake_temporarily():
+        mask = sdpa_mask(batch_size, q_length, kv_length, attention_mask=None, allow_is_causal_skip=False, **arguments)
+        if mask is None or mask.triu(1).any():
+            raise ValueError("attention is not causal")
+    if isinstance(attention_mask, _UnreadMask):
+        attention_mask.reached_attention = True
+
+
+def _no_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """A result in attention's shape, (batch, tokens, heads, head_dim)."""
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1]), None

@@ -1,0 +1,7 @@
+"""A stand-in GPU: the unmodified CUDA build of torch on a machine without one. It allocates to the byte and computes nothing.
+
+python -m standin_gpu build --site VENV/lib/python3.11/site-packages --out LIBRARIES
+python -m standin_gpu run --libraries LIBRARIES --gpu rtx-4090 -- python train.py
+
+README.md says what it shows and what it can't. It imports no other package of this repository.
+"""

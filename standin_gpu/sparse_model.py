@@ -1,0 +1,74 @@
+"""A model whose weights are zeros that take no space on the disk, as a folder or in the hub's cache. 70B takes seconds.
+
+Copies above the copy limit never reach the stand-in GPU, so the weights are never read. The file's name in the cache is no hash
+of its content.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "chat_template*", "vocab*", "merges*")
+
+
+def write_sparse_model(folder: Path, values: dict, tokenizer: Path) -> int:
+    """Write config.json, tokenizer and model.safetensors of the model with these values of its config.json; returns its bytes.
+
+    Weights are bfloat16. The tokenizer is that of a folder and may have fewer tokens than the model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for file in tokenizer.glob(pattern):
+            shutil.copy(file, folder / file.name)
+    tokens = AutoTokenizer.from_pretrained(folder)
+    special = {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
+    values = {**values, **special, "dtype": "bfloat16"}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(special), encoding="utf-8")
+    tied = set(getattr(model, "_tied_weights_keys", None) or {}) if config.get_text_config().tie_word_embeddings else set()
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    return write_sparse_safetensors(folder / "model.safetensors", shapes)
+
+
+def write_sparse_safetensors(path: Path, shapes: dict[str, list[int]]) -> int:
+    """A safetensors file of bfloat16 zeros, without blocks on the disk; returns its bytes."""
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        size = 2
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return end
+
+
+def write_to_hub_cache(cache: Path, model_id: str, values: dict, tokenizer: Path) -> Path:
+    """The snapshot folder of a sparse model in a hub cache (HF_HOME/hub), where an offline program finds it by its id."""
+    repository = cache / f"models--{model_id.replace('/', '--')}"
+    revision = "0" * 40
+    snapshot, blobs = repository / "snapshots" / revision, repository / "blobs"
+    shutil.rmtree(repository, ignore_errors=True)
+    for folder in (blobs, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision, encoding="utf-8")
+    write_sparse_model(snapshot, values, tokenizer)
+    weights = snapshot / "model.safetensors"
+    blob = blobs / hashlib.sha256(f"{model_id} {weights.stat().st_size}".encode()).hexdigest()
+    weights.rename(blob)
+    weights.symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot

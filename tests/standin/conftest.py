@@ -1,0 +1,44 @@
+"""Machines with stand-in GPUs (standin_gpu/): torch's CUDA build allocates there for real and computes nothing."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import finetune
+from standin_gpu.machine import Machine, describe, read_catalogue
+
+#: Folder of the stand-in libraries; `make test-card` sets it.
+LIBRARIES = os.environ.get("STAND_IN_LIBRARIES", "")
+CATALOGUE = read_catalogue(Path(finetune.__file__).parent / "card" / "cards.json")
+#: The programs that tests name, as this checkout's.
+PROGRAMS = {"finetune": [sys.executable, "-m", "finetune"], "python": [sys.executable]}
+
+
+class CheckoutMachine(Machine):
+    """A machine on which `finetune` is this checkout's, run by the Python of the tests."""
+
+    def run(self, program, *arguments, **options):
+        return super().run(*PROGRAMS[program], *map(str, arguments), **options)
+
+    def start(self, program, *arguments, **options):
+        return super().start(*PROGRAMS[program], *map(str, arguments), **options)
+
+    def python(self, code, *arguments, **options):
+        return self.run("python", "-c", code, *arguments, **options)
+
+
+@pytest.fixture
+def standin(tmp_path_factory):
+    """standin("rtx-4090", total_gib=15.7) -> a machine with that GPU; several names for several GPUs, facts for all.
+
+    `description`: the text of a machine's description in place of names; `driver` and `cuda`: versions of its driver.
+    """
+
+    def make(*gpus, description=None, driver="580.95.05", cuda=13000, **facts):
+        changes = ",".join(f"{key}={value}" for key, value in facts.items())
+        text = description or describe([f"{gpu}:{changes}" for gpu in gpus or ("rtx-4090",)], CATALOGUE, driver, cuda)
+        return CheckoutMachine(Path(LIBRARIES), tmp_path_factory.mktemp("machine"), text)
+
+    return make

@@ -1,0 +1,42 @@
+"""Whole runs of a model of six layers: the forecast of each phase beside what torch's own allocator took on the stand-in GPU.
+
+benchmarks/card_matrix.py has many more cells, at full depth.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.card_matrix import read_results
+
+pytestmark = [pytest.mark.standin, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+#: Largest differences: a share, or bytes where that is more; a page of an expandable segment has 20 MiB.
+ALLOCATED, RESERVED = (0.001, 2.5 * MIB), (0.01, 40 * MIB)
+
+
+def difference(line, kind):
+    """(bytes beyond the forecast, the forecast's bytes)."""
+    forecast, measured = (int(line[f"{who}_{kind}_bytes"] or 0) for who in ("forecast", "measured"))
+    return abs(measured - forecast) if forecast else 0, forecast
+
+
+@pytest.mark.parametrize("base_format", ["16 bit", "NF4", "int8"])
+def test_a_run_takes_what_was_forecast(base_format, tmp_path):
+    output = tmp_path / "cells.csv"
+    command = [sys.executable, "-m", "benchmarks.card_matrix", "--only", "6 layers", base_format, "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for lines in read_results(output).values() for line in lines]
+    assert {line["phase"] for line in lines} == {"load", "train", "eval", "save"}
+    for line in lines:
+        if line["phase"] == "eval":  # held-out rows are forecast as long as the longest training row
+            continue
+        for kind, (share, size) in (("allocated", ALLOCATED), ("reserved", RESERVED)):
+            bytes_, forecast = difference(line, kind)
+            assert bytes_ <= max(share * forecast, size), (kind, line)

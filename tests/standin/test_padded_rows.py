@@ -1,0 +1,19 @@
+"""Rows padded on the right take flash attention, in training and in evaluation."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.standin
+UNEVEN = [
+    "tiny-cpu", "gpu=auto", "dtype=bfloat16", "max_steps=1", "dataset.max_rows=64", "per_device_train_batch_size=4",
+    "eval_steps=1", "per_device_eval_batch_size=4", "sample_answers=0",
+]  # fmt: skip
+
+
+def test_padded_rows_take_flash_attention(standin, tmp_path):
+    trace = {"STAND_IN_TRACE": str(tmp_path / "trace")}
+    standin("rtx-4090").run("finetune", "run", *UNEVEN, f"output_dir={tmp_path / 'run'}", environment=trace)
+    kernels = {name for path in tmp_path.glob("trace.*") for name in json.loads(path.read_text())["kernels"]}
+    assert any("flash_fwd" in name for name in kernels) and any("flash_bwd" in name for name in kernels)
+    assert {name for name in kernels if "fmha_cutlass" in name} == set()  # memory-efficient attention, which takes masks

@@ -1,0 +1,54 @@
+"""Only the worker opens a CUDA context: what a process that plans would hold is missing to the run that it plans."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.standin
+
+AHEAD = """
+import sys, time
+from pathlib import Path
+from app.planning.planner import Planner
+from app.workspace import Workspace
+
+folder = Path(sys.argv[1])
+forecasts = folder / "cache" / "forecasts"
+planner = Planner(Workspace(folder, folder / "runs"))
+planner.ask("plan", recipe="model_name_or_path: tiny\\ndataset: support\\ngpu: auto\\nlora_r: 16\\n", free_bytes=None)
+asked = len(list(forecasts.iterdir()))
+while len(list(forecasts.iterdir())) < asked + 6:  # the test's time limit ends this
+    time.sleep(0.1)
+planner.close()
+"""
+
+
+@pytest.fixture
+def no_context(standin):
+    """A machine where a process that opens a context is killed."""
+    machine = standin("rtx-4090")
+    machine.environment["STAND_IN_ABORT_ON_CONTEXT"] = "1"
+    return machine
+
+
+@pytest.mark.parametrize("command", [["plan", "tiny-cpu", "gpu=auto", "--json"], ["data", "tiny-cpu"], ["recipes"]])
+def test_commands_that_plan_open_none(no_context, command):
+    no_context.run("finetune", *command)
+
+
+def test_the_doctor_leaves_the_context_to_its_probe(no_context):
+    report = json.loads(no_context.run("finetune", "doctor", "--json", check=False).stdout)
+    assert any("SIGABRT" in finding["what"] for finding in report["findings"])
+
+
+def test_the_page_plans_and_plans_ahead_without_one(no_context, tmp_path):
+    no_context.environment["FINETUNE_CACHE"] = str(tmp_path / "cache")
+    no_context.python(AHEAD, str(tmp_path))
+
+
+def test_a_run_has_the_gpu_for_itself(standin, tmp_path):
+    machine = standin("rtx-4090")
+    run = tmp_path / "run"
+    machine.run("finetune", "run", "tiny-cpu", "gpu=auto", "max_steps=1", "sample_answers=0", f"output_dir={run}")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["other_processes_bytes"] for event in events if event["kind"] == "step"] == [0]
