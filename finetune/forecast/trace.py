@@ -156,6 +156,7 @@ class _Deepening:
         self._places: dict[int, _Place] = {}
         self._sizes: dict[tuple[int, int, int], list[int]] = {}
         self._made: dict[_Place, int] = {}
+        self._copied_from: dict[int, _Place] = {}
         self._count = 0
         self.events: list[Event] = []
         self.starts: list[int] = []
@@ -180,6 +181,32 @@ class _Deepening:
                     self._put(one, one.layer + time * depth.period, first=time == 0)
             position = end
         self.starts += [len(self.events)] * (len(starts) - begun)
+        self._release_with_the_first()
+
+    def _release_with_the_first(self) -> None:
+        """Release what was copied and never released where the allocation that it is a copy of is released.
+
+        Some operators keep tensors of all layers until the whole graph is gone (int8's saved activations): one layer's events
+        release them, those of a layer that is not copied.
+        """
+        released = {number for number, size in self.events if size == RELEASED}
+        left: dict[int, list[int]] = {}
+        for copy, place in self._copied_from.items():
+            first = self._made[place]
+            if copy not in released and first in released:
+                left.setdefault(first, []).append(copy)
+        if not left:
+            return
+        events: list[Event] = []
+        starts = Counter(self.starts)
+        moved: list[int] = []
+        for index, event in enumerate(self.events):
+            moved += [len(events)] * starts[index]
+            events.append(event)
+            if event[1] == RELEASED:
+                events += [(copy, RELEASED) for copy in left.get(event[0], ())]
+        self.starts = moved + [len(events)] * starts[len(self.events)]
+        self.events = events
 
     def _chunks(self, events: list[tuple[int, int, int, int]], starts: list[int]) -> list[tuple[int, _Chunk]]:
         """The chunks, each with the index of its first event; a new part begins a new section."""
@@ -227,6 +254,8 @@ class _Deepening:
                     self._count += 1
                 continue
             made[_Place(chunk.section, layer, chunk.run, count)] = self._count
+            if not first:
+                self._copied_from[self._count] = _Place(chunk.section, chunk.layer, chunk.run, count)
             events.append((self._count, size))
             self._count += 1
             count += 1
