@@ -133,6 +133,10 @@ def few_layers() -> list[Cell]:
     ]
     segments = {**FORMATS["16 bit"], **TECHNIQUES["one row"]}
     cells.append(Cell(model, "rtx-4090", "16 bit", "one row", "even", False, segments, **more))
+    cells += [  # a block for one segment is chosen
+        Cell(model, "rtx-4090", base, "nothing recomputed", "uneven", False, dict(FORMATS[base]), **more)
+        for base in ("NF4", "int8")
+    ]
     cells.append(Cell(model, "t4", "NF4", "every layer", "even", True, {**FORMATS["NF4"], **TECHNIQUES["every layer"]}, **more))
     return cells
 

@@ -100,8 +100,8 @@ def make_forecast(
 
 def _with_whole_blocks(run: DryRun, held: Replay) -> DryRun:
     """The dry run with what torch counts as allocated: blocks larger than the tensors in them, where segments can't expand."""
-    more = max(0, held.allocated["train"] - run.peaks["train"])
-    peaks = {**run.peaks, "train": run.peaks["train"] + more}
+    peaks = {phase: max(size, held.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
+    more = peaks["train"] - run.peaks["train"]
     return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": run.parts["workspace"] + more})
 
 

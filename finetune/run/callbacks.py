@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from finetune.card import cuda
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
@@ -24,6 +25,7 @@ from finetune.run.stopping import asked
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
+    from finetune.plan.plan import Plan
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
     from finetune.run.snapshot import MemoryHistory
@@ -123,7 +125,10 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""
-        if self.trainer is None or state.global_step == 0:
+        if self.trainer is None:
+            return
+        self._warm_up(self.trainer.plan)
+        if state.global_step == 0:
             return
         self.trainer.recall_best()
         rate = args.learning_rate
@@ -132,6 +137,16 @@ class RunCallback(TrainerCallback):
             if group.get("initial_lr", rate) != rate:
                 group["lr"], group["initial_lr"] = group["lr"] * rate / group["initial_lr"], rate
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in optimizer.param_groups])
+
+    def _warm_up(self, plan: Plan) -> None:
+        """Reserve the steps' memory as one segment, where the forecast says that this saves some.
+
+        Not earlier: `Trainer.train` begins by giving all cached memory back.
+        """
+        allocator = plan.forecast.allocator if plan.forecast else None
+        if allocator is not None and allocator.warm_up_bytes and not plan.card.is_cpu:
+            cuda.warm_up(allocator.warm_up_bytes)
+            self._memory.reset_peak()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the best step so far, and end the run when none was better for the recipe's patience."""

@@ -109,7 +109,6 @@ class Worker:
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
-        self._warm_up()
         goes_on = self.plan.settings.adapter_name_or_path is not None
         trainer.args.eval_on_start = goes_on and checkpoint is None and trainer.args.eval_strategy != "no"
         try:
@@ -262,13 +261,6 @@ class Worker:
         self.memory.reset_peak()
         if not self.plan.card.is_cpu:
             cuda.release_cached()
-
-    def _warm_up(self) -> None:
-        """Reserve the steps' memory as one segment, where the forecast says that this saves some."""
-        allocator = self.plan.forecast.allocator if self.plan.forecast else None
-        if allocator is not None and allocator.warm_up_bytes and not self.plan.card.is_cpu:
-            cuda.warm_up(allocator.warm_up_bytes)
-            self.memory.reset_peak()
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
         """Save the adapter of the best and, if another, of the last step; returns the run's last message."""
