@@ -8,6 +8,7 @@ from finetune.card import find_card
 from finetune.forecast import whole_card
 from finetune.forecast.forecast import Forecast
 from finetune.forecast.reserved import Replay
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.whole_card import scaled_beside
 from finetune.model.configuration import read_config
 from finetune.plan.planning import plan_recipe, without_rows
@@ -57,7 +58,9 @@ def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_s
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     plan = plan_recipe(load_recipe("7b-4090", overrides), find_card("rtx-4090"), without_rows)
     monkeypatch.setattr(whole_card, "replayed", lambda *_, **__: None)
-    before = whole_card.make_forecast(read_config(plan.settings), plan.settings, plan.card, tokens=plan.settings.max_length)
+    before = whole_card.make_forecast(
+        read_config(plan.settings), plan.settings, plan.card, rows=RowShape(plan.settings.max_length)
+    )
     assert before.allocated_bytes <= plan.forecast.allocated_bytes < 1.005 * before.allocated_bytes  # whole blocks
     assert before.peak_high_bytes - plan.forecast.peak_high_bytes > 1.5 * GIB
     assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes and plan.verdict == "fits"
