@@ -14,6 +14,7 @@ from finetune.forecast.forecast import AtLimit, Forecast
 from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
+from finetune.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
     from finetune.recipe import Settings
 
 #: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
-#: expandable segments freed pages serve any request: up to 5 %. Without: 6-14 % on 18 measured A100 rows with a fused loss.
-EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
+#: expandable segments freed pages serve any request: up to 7.1 % (benchmarks/card_matrix.py). Without: 6-14 % on 18 measured
+#: A100 rows with a fused loss.
+EXPANDABLE, SEGMENTED = (0.0, 0.04, 0.08), (0.0, 0.08, 0.14)
+#: What torch reserved beyond the replay with expandable segments, at most: a share, or bytes where that is more
+#: (benchmarks/card_matrix.py). A page of an expandable segment has 20 MiB.
+REPLAY_ERROR, REPLAY_ERROR_BYTES = 0.02, 40 * MIB
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
@@ -146,7 +151,7 @@ def with_growth(
     if lowers and growth.reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
         again = (steps(tried=[tried[place]], seed=seed) for seed in OTHER_ORDERS)
         most += [other.reserved_bytes for (other,) in again if other is not None]
-    high = round(max(most) * (1 + DRY_RUN_ERROR)) + around
+    high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + around
     if not lowers:
         high = max(forecast.peak_high_bytes, high)
     share = max(most) / max(forecast.peaks.values()) - 1 if lowers else None
@@ -244,9 +249,8 @@ def _replay_of(
 def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) -> tuple[int, int, int]:
     """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
 
-    The least is what is allocated: at the limit torch gives cached blocks back. Without expandable segments the most is what
-    the replay reserves, if its one length is that of all rows. With them no card has been measured, and uneven rows fragment
-    more than one length shows: there the replay only raises the most, never lowers it.
+    The least is what is allocated: at the limit torch gives cached blocks back. The most is what the replay reserves, with its
+    error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
     """
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
@@ -255,8 +259,15 @@ def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) ->
     low, likely, high = (round(allocated * (1 + share)) for share in shares)
     if held is not None:
         likely = held.reserved_bytes
-        high = likely if even and not expandable_segments() else max(likely, high)
+        if expandable_segments():
+            high = _with_replay_error(likely)
+        else:
+            high = likely if even else max(likely, high)
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
+
+
+def _with_replay_error(reserved: int) -> int:
+    return reserved + max(round(reserved * REPLAY_ERROR), REPLAY_ERROR_BYTES)
 
 
 def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:

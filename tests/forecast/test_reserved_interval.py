@@ -1,4 +1,4 @@
-"""What torch reserves at most: the replay where all rows have one length, else never less than the interval without it."""
+"""What torch reserves at most: what the replay says; for uneven rows in fixed segments no less than without a replay."""
 
 import platform
 
@@ -18,9 +18,11 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("expandable", "even", "most_gib"), [(False, True, 20.6), (False, False, 22.8), (True, True, 21.0), (True, False, 21.0)]
+    ("expandable", "even", "most_gib"), [(False, True, 20.6), (False, False, 22.8), (True, True, 21.012), (True, False, 21.012)]
 )
-def test_the_replay_lowers_the_most_only_for_even_rows_without_expandable_segments(monkeypatch, expandable, even, most_gib):
+def test_the_most_is_the_replays_and_for_uneven_rows_in_fixed_segments_at_least_the_interval(
+    monkeypatch, expandable, even, most_gib
+):
     monkeypatch.setattr(whole_card, "expandable_segments", lambda: expandable)
     held = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, retries=0)
     _, likely, most = whole_card._reserved(20 * GIB, find_card("rtx-4090"), held, even=even)
