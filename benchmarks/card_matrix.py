@@ -53,10 +53,10 @@ def main() -> int:
     if options.list:
         print(*(cell.name for cell in cells), sep="\n")
         return 0
-    _restart_with_libraries()
+    restart_with_libraries("benchmarks.card_matrix")
     began, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="card_matrix_") as folder:
-        _offline(Path(folder))
+        with_own_caches(Path(folder))
         for cell in cells:
             known = results.get(cell.name)
             if (cell.planned or not known) if options.forecast else (known and not options.again):
@@ -72,17 +72,17 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _restart_with_libraries() -> None:
-    """The loader reads LD_LIBRARY_PATH when a process starts, so this one starts again with the stand-in libraries."""
+def restart_with_libraries(module: str) -> None:
+    """Start `module` again with the stand-in libraries: the loader reads LD_LIBRARY_PATH when a process starts."""
     libraries = Path(sys.prefix) / "standin_libraries"
     if not libraries.is_dir():
         sys.exit("No stand-in libraries in this environment: make setup-card, then use .venv-card-*/bin/python.")
     if str(libraries) not in os.environ.get("LD_LIBRARY_PATH", ""):
         environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(ROOT)}
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.card_matrix", *sys.argv[1:]], environment)
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
 
 
-def _offline(folder: Path) -> None:
+def with_own_caches(folder: Path) -> None:
     """Caches of this benchmark's own; this process plans and must not open a GPU."""
     from finetune.card.visible import hide_gpus
 
@@ -107,7 +107,7 @@ def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = N
     with tempfile.TemporaryDirectory(dir=folder) as place:
         gpus = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
         machine = Machine(Path(sys.prefix) / "standin_libraries", Path(place), describe([cell.gpu], gpus))
-        with _on(machine, wsl=not cell.expandable):
+        with on_machine(machine, wsl=not cell.expandable):
             try:
                 return _train(cell, model, Path(place), folder / f"{cell.rows}.jsonl", measured)
             except Exception as error:  # noqa: BLE001 - the other cells go on
@@ -115,7 +115,7 @@ def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = N
 
 
 @contextmanager
-def _on(machine: Machine, *, wsl: bool) -> Iterator[None]:
+def on_machine(machine: Machine, *, wsl: bool) -> Iterator[None]:
     """This process plans for the machine; `wsl`: as under WSL, and so does the worker."""
     import platform
 

@@ -1,0 +1,246 @@
+"""Random recipes at the edge of their GPU: does a verdict of "fits" ever end out of memory? On stand-in GPUs.
+
+    .venv-card-*/bin/python -m benchmarks.card_edge [--recipes 300] [--seed 0] [--again]
+
+A recipe gets a random model of few layers, format, technique, rank, micro-batch, lengths and share of trained tokens, and a
+memory budget: of ten recipes seven within 1 % above the upper end of the forecast ("fits", just so), two between the ends, and
+one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps,
+evaluates and saves within that budget. Results go to benchmarks/reference/card_edge.csv, a line for each recipe; those that are
+there are left out without --again. Runs are forks of this process, which has imported everything and opened no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card_cells import FORMATS, TECHNIQUES, USUAL
+from benchmarks.card_matrix import on_machine, restart_with_libraries, with_own_caches
+from standin_gpu.machine import Machine, describe, read_catalogue
+from standin_gpu.sparse_model import write_sparse_model
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "reference" / "card_edge.csv"
+COLUMNS = (
+    "seed", "model", "base_format", "technique", "lora_r", "micro_batch", "rows", "segments", "low_bytes", "high_bytes",
+    "budget_bytes", "verdict", "outcome", "seconds",
+)  # fmt: skip
+#: Without what needs an untied head, and layers in host memory, which need more than a few layers.
+MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-4B", "google/gemma-3-4b-it")
+LEFT_OUT = ("embeddings in host memory", "layers in host memory")
+GPU = "rtx-4090"
+#: Shares of the recipes with a budget above the forecast, and with one above or between its ends.
+ABOVE, BETWEEN = 0.7, 0.9
+#: Exit statuses of a worker.
+FINISHED, OUT_OF_MEMORY = 0, 5
+
+
+@dataclass(frozen=True)
+class EdgeRecipe:
+    """A random recipe; its budget is that of `place` (in 0 to 1) among those above, between and below the forecast's ends."""
+
+    seed: int
+    model: str
+    layers: int
+    base_format: str
+    technique: str
+    rows: str
+    expandable: bool
+    place: float
+    settings: dict[str, Any]
+
+    def budget_bytes(self, low: int, high: int) -> float:
+        """The budget for a forecast with these ends."""
+        if self.place < ABOVE:
+            return high * (1 + 0.01 * self.place / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
+        if self.place < BETWEEN:
+            return low + (high - low) * (self.place - ABOVE) / (BETWEEN - ABOVE)
+        return low * (1 - 0.03 * (self.place - BETWEEN) / (1 - BETWEEN))
+
+
+def random_recipe(seed: int) -> EdgeRecipe:
+    """The recipe of this seed."""
+    rng = random.Random(seed)
+    base_format = rng.choice(list(FORMATS))
+    technique = rng.choice([name for name in TECHNIQUES if name not in LEFT_OUT])
+    settings = {
+        **USUAL, "lora_r": rng.choice([8, 16, 64, 256]), "per_device_train_batch_size": rng.choice([1, 2, 4]),
+        "effective_batch_size": rng.choice([4, 8]), "max_length": rng.choice([512, 768, 1024]), "max_steps": 4,
+        "excess_length": "truncate", "dataset.accept_findings": ["truncated"],
+        "train_on_inputs": rng.random() < 0.5, **FORMATS[base_format], **TECHNIQUES[technique],
+    }  # fmt: skip
+    return EdgeRecipe(
+        seed, rng.choice(MODELS), rng.randint(2, 6), base_format, technique, rng.choice(["even", "uneven"]), rng.random() < 0.7,
+        rng.random(), settings,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Run the recipes that are missing in the results; the exit status is 1 for a false "fits"."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="the first one's")
+    parser.add_argument("--again", action="store_true", help="also recipes that are in the results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    restart_with_libraries("benchmarks.card_edge")
+    results = {} if options.again else read_results(options.output)
+    gpus = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
+    with tempfile.TemporaryDirectory(prefix="card_edge_") as folder:
+        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(folder), describe([GPU], gpus))
+        with on_machine(machine, wsl=False):
+            _import_everything()
+        for seed in range(options.seed, options.seed + options.recipes):
+            if seed in results:
+                continue
+            results[seed] = run_recipe(random_recipe(seed), machine)
+            write_results(options.output, results)
+            print(", ".join(str(value) for value in results[seed].values()), flush=True)
+    wrong = [line for line in results.values() if line.get("verdict") == "fits" and line["outcome"] == "out of memory"]
+    print(f"{len(results)} recipes, {len(wrong)} false fits")
+    return 1 if wrong else 0
+
+
+def _import_everything() -> None:
+    """What a worker imports, so that its fork need not; torch asks NVML whether there is a GPU, and opens none."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    import bitsandbytes  # noqa: F401
+
+    import finetune.run.callbacks
+    import finetune.run.training
+    import finetune.run.worker  # noqa: F401
+
+
+def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
+    """Plan the recipe twice, first to learn where its edge is, and run it within the budget of the second plan."""
+    began = time.monotonic()
+    line: dict[str, Any] = {
+        "seed": recipe.seed, "model": f"{recipe.model}, {recipe.layers} layers", "base_format": recipe.base_format,
+        "technique": recipe.technique, "lora_r": recipe.settings["lora_r"],
+        "micro_batch": recipe.settings["per_device_train_batch_size"], "rows": recipe.rows,
+        "segments": "expandable" if recipe.expandable else "segments",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=machine.folder) as place, on_machine(machine, wsl=not recipe.expandable):
+        planned, output = Path(place) / "planned.json", Path(place) / "output.txt"
+        status = in_fork(lambda: _plan(recipe, machine.folder, Path(place)), output)
+        if status == 0:
+            line |= json.loads(planned.read_text(encoding="utf-8"))
+            status = in_fork(lambda: _train(Path(place) / "run"), output)
+        said = output.read_text(encoding="utf-8").strip()[-200:]
+    outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
+    return line | {"outcome": outcomes.get(status) or f"exit {status}: {said}", "seconds": round(time.monotonic() - began, 1)}
+
+
+def in_fork(function: Callable[[], int], output: Path) -> int:
+    """The function's result as the exit status of a fork, whose output goes to a file."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        status = function()
+    except BaseException:  # noqa: BLE001 - a fork must not go on with what the parent does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _plan(recipe: EdgeRecipe, folder: Path, place: Path) -> int:
+    """Make the run's directory, and planned.json with columns of the results."""
+    from finetune.run.prepare import create_run
+
+    with_own_caches(folder)
+    model = _write_model(recipe, folder)
+    first = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl").plan.forecast
+    budget = f"{recipe.budget_bytes(first.peak_low_bytes, first.peak_high_bytes) / GIB:.3f}GiB"
+    prepared = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl", budget)
+    plan = prepared.plan
+    create_run(prepared)
+    line = {
+        "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,
+        "budget_bytes": plan.budget_bytes, "verdict": plan.verdict.value,
+    }  # fmt: skip
+    (place / "planned.json").write_text(json.dumps(line), encoding="utf-8")
+    return 0
+
+
+def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
+    from finetune.model.catalogue import catalogue
+
+    model = folder / f"{recipe.model.replace('/', '--')}-{recipe.layers}"
+    if not model.exists():
+        values = copy.deepcopy(catalogue()[recipe.model])
+        text = values.get("text_config", values)
+        text["num_hidden_layers"] = recipe.layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][: recipe.layers]
+        write_sparse_model(model, values, ROOT / "finetune" / "bundled" / "tiny-base")
+    return str(model)
+
+
+def _prepared(recipe: EdgeRecipe, model: str, place: Path, rows: Path, budget: str = "auto") -> Any:
+    from finetune.recipe.load import load_recipe
+    from finetune.run.prepare import prepare
+
+    source = place / "recipe.yaml"
+    source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
+    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(place / "run")}
+    return prepare(load_recipe(str(source), [f"{name}={json.dumps(value)}" for name, value in values.items()]), force=True)
+
+
+def _train(run: Path) -> int:
+    import torch
+
+    from finetune.plan.plan import read_plan
+    from finetune.run.card import cards_of
+    from finetune.run.supervise import worker_environment
+    from finetune.run.worker import main as work
+
+    plan = read_plan(run / "plan.json")
+    environment = worker_environment(cards_of(plan), plan.forecast.allocator if plan.forecast else None)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # the parent counted GPUs, and opened none
+    sys.argv = ["worker", str(run)]
+    return work()
+
+
+def read_results(path: Path) -> dict[int, dict[str, Any]]:
+    """Lines of earlier results by seed."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        return {int(line["seed"]): line for line in csv.DictReader(file)}
+
+
+def write_results(path: Path, results: dict[int, dict[str, Any]]) -> None:
+    """All lines by seed."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(results[seed] for seed in sorted(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
