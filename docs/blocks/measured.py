@@ -15,6 +15,7 @@ from pathlib import Path
 from blocks.page import GIB, ROOT, block, markdown
 
 PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
+STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
 
@@ -119,3 +120,73 @@ def _peer_row(row: dict[str, str]) -> list[str]:
         row["allocated_mib"] or row["peak_rss_mib"], f"{row['first_loss']} to {row['last_loss']}",
         _percent(float(row["loss_difference"])), row["failed"] or "-",
     ]  # fmt: skip
+
+
+@functools.cache
+def _stand_in_lines(table: Path = STAND_IN) -> list[dict[str, str]]:
+    """Lines of benchmarks/card_matrix.py whose run ended and whose phase has a forecast."""
+    with table.open(newline="", encoding="utf-8") as file:
+        return [line for line in csv.DictReader(file) if line["exit_code"] == "0" and line["forecast_allocated_bytes"]]
+
+
+def _errors(lines: list[dict[str, str]], kind: str) -> list[float]:
+    """measured / forecast - 1 of `allocated` or `reserved` bytes, where both are known."""
+    pairs = [(line[f"measured_{kind}_bytes"], line[f"forecast_{kind}_bytes"]) for line in lines]
+    return [int(measured) / int(forecast) - 1 for measured, forecast in pairs if measured and forecast]
+
+
+def stand_in() -> str:
+    """The results of benchmarks/card_matrix.py: errors by phase, and by what can make reserved memory differ."""
+    lines = _stand_in_lines()
+    kinds: list[tuple[str, list[dict[str, str]]]] = [
+        (f"{phase}, {segments}", [line for line in lines if (line["phase"], line["segments"]) == (phase, kind)])
+        for kind, segments in (("expandable", "segments expand"), ("segments", "segments can't expand (Windows, WSL)"))
+        for phase in ("load", "train", "eval", "save")
+    ]
+    columns = (
+        "phase", ">runs", ">allocated: mean", ">worst", ">within 0.1 %", ">reserved: mean", ">worst", ">within 1 %",
+    )  # fmt: skip
+    return markdown(columns, [_stand_in_row(name, chosen) for name, chosen in kinds if chosen])
+
+
+def _stand_in_row(name: str, lines: list[dict[str, str]]) -> list[object]:
+    row: list[object] = [name, len(lines)]
+    for kind, least in (("allocated", 0.001), ("reserved", 0.01)):
+        errors = _errors(lines, kind)
+        mean = sum(map(abs, errors)) / len(errors)
+        within = sum(abs(error) <= least for error in errors)
+        row += [f"{mean:.3%}".replace("%", " %"), _percent(max(errors, key=abs), "+"), f"{within} of {len(errors)}"]
+    return row
+
+
+def stand_in_models() -> str:
+    """What was run, and the training step's errors by model and format."""
+    lines = [line for line in _stand_in_lines() if line["phase"] == "train"]
+    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for line in lines:
+        groups.setdefault((line["model"], line["base_format"]), []).append(line)
+    columns = ("model", "base", "GPUs", ">runs", ">allocated: worst", ">reserved: worst", ">reserved, GiB")
+    rows = []
+    for (model, base_format), chosen in groups.items():
+        gpus = ", ".join(dict.fromkeys(line["gpu"] for line in chosen))
+        reserved_gib = [int(line["measured_reserved_bytes"]) / GIB for line in chosen]
+        worst = [_percent(max(errors, key=abs), "+") if (errors := _errors(chosen, kind)) else "-" for kind in ("allocated", "reserved")]
+        rows.append(
+            [model.rpartition("/")[2], base_format, gpus, len(chosen), *worst, f"{min(reserved_gib):.1f} to {max(reserved_gib):.1f}"]
+        )
+    return markdown(columns, rows)
+
+
+def stand_in_short(
+    text: str = "{runs} runs of whole training processes on stand-in GPUs, torch's own allocator: allocated memory of a training "
+    "step off by {mean} on average, {worst} at worst; reserved {reserved_mean}, {reserved_worst}.",
+) -> str:
+    """The summary of the runs on stand-in GPUs."""
+    lines = [line for line in _stand_in_lines() if line["phase"] == "train"]
+    allocated, reserved = _errors(lines, "allocated"), _errors(lines, "reserved")
+    values = {
+        "runs": len(lines), "mean": f"{sum(map(abs, allocated)) / len(allocated):.3%}".replace("%", " %"),
+        "worst": _percent(max(allocated, key=abs), "+"), "reserved_mean": _percent(sum(map(abs, reserved)) / len(reserved)),
+        "reserved_worst": _percent(max(reserved, key=abs), "+"),
+    }  # fmt: skip
+    return f"{text.format(**values)}\n"

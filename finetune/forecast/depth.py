@@ -171,7 +171,8 @@ def _deepened(peaks: dict[Place, Peak], depth: Depth) -> dict[Place, Peak]:
     for (phase, layer), peak in peaks.items():
         if layer is not None and depth.start <= layer < depth.start + depth.period:
             if phase in ("forward", "backward"):
-                deepened[(phase, layer + depth.times * depth.period)] = _with_more_layers_before(peak, depth)
+                place, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
+                deepened[(phase, place)] = _with_more_layers_before(peak, later or peak, depth)
         else:
             at_start = layer is not None and layer < depth.start
             deepened[(phase, _place(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)
@@ -218,8 +219,11 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
     return Peak(sum(by_tag.values()), by_tag, peak.operator)
 
 
-def _with_more_layers_before(peak: Peak, depth: Depth) -> Peak:
-    """The peak with the inserted layers before the middle ones; they keep what the layers of the first period keep."""
+def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
+    """The peak with the inserted layers before the middle ones; they keep what the layers of the first period keep.
+
+    Bytes that these keep only while their neighbour runs are left out: the peak of one period `later` lacks them.
+    """
     more = depth.times * depth.period
     by_tag = {
         (part, layer if layer is None or layer < depth.start else layer + more): size
@@ -227,5 +231,6 @@ def _with_more_layers_before(peak: Peak, depth: Depth) -> Peak:
     }
     for (part, layer), size in peak.by_tag.items():
         if layer is not None and depth.start - depth.period <= layer < depth.start:
-            by_tag |= {(part, layer + time * depth.period): size for time in range(1, depth.times + 1)}
+            lasting = min(size, later.by_tag.get((part, layer), 0))
+            by_tag |= {(part, layer + time * depth.period): lasting for time in range(1, depth.times + 1)}
     return Peak(sum(by_tag.values()), by_tag, peak.operator)
