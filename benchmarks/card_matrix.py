@@ -51,7 +51,7 @@ def main() -> int:
     if options.list:
         print(*(cell.name for cell in cells), sep="\n")
         return 0
-    _restart_with_libraries()
+    restart_with_libraries("benchmarks.card_matrix")
     began, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="card_matrix_") as folder:
         _offline(Path(folder))
@@ -67,14 +67,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _restart_with_libraries() -> None:
-    """The loader reads LD_LIBRARY_PATH when a process starts, so this one starts again with the stand-in libraries."""
+def restart_with_libraries(module: str) -> None:
+    """The loader reads LD_LIBRARY_PATH when a process starts, so `module` starts again with the stand-in libraries."""
     libraries = Path(sys.prefix) / "standin_libraries"
     if not libraries.is_dir():
         sys.exit("No stand-in libraries in this environment: make setup-card, then use .venv-card-*/bin/python.")
     if str(libraries) not in os.environ.get("LD_LIBRARY_PATH", ""):
         environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(ROOT)}
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.card_matrix", *sys.argv[1:]], environment)
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
 
 
 def _offline(folder: Path) -> None:
