@@ -23,6 +23,8 @@ QUIET = {
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Exit status of this project's worker when it is out of memory.
 OUT_OF_MEMORY = 5
+#: Host memory that this project may plan with.
+HOST_BYTES = 64 * 2**30
 #: Lengths are searched to this many tokens, or this share where that is more.
 GRAIN_TOKENS, GRAIN_SHARE = 256, 0.02
 
@@ -216,7 +218,7 @@ class Watch:
 
 
 def collect(model: Any) -> None:
-    """Give back what a step has left: gradients, cycles, cached blocks."""
+    """Give back what a step has left: gradients, cycles, cached blocks of the GPU and of pinned memory."""
     import gc
 
     import torch
@@ -225,6 +227,8 @@ def collect(model: Any) -> None:
         parameter.grad = None
     gc.collect()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    torch.cuda.reset_peak_host_memory_stats()
 
 
 def bytes_by_dtype(model: Any) -> dict[str, int]:
@@ -237,11 +241,19 @@ def bytes_by_dtype(model: Any) -> dict[str, int]:
     return total
 
 
+def assume_host_memory() -> None:
+    """The planner and the worker believe that so much is free; nothing is copied, so that its pages are never touched."""
+    from finetune.card import host
+
+    host.free_for_run = lambda: HOST_BYTES
+
+
 def train_finetune(job: dict[str, Any]) -> dict[str, Any]:
     """This project: planned as `finetune run` does it, then trained by the worker in a process of its own."""
     from finetune.card.visible import hide_gpus
 
     hide_gpus()
+    assume_host_memory()
     from finetune.recipe import recipe_from
     from finetune.run.card import cards_of
     from finetune.run.prepare import create_run, prepare
@@ -275,6 +287,7 @@ def train_finetune(job: dict[str, Any]) -> dict[str, Any]:
 def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     """The worker of a planned run of this project."""
     watch = Watch(job)
+    assume_host_memory()
     from finetune.run.directory import RunDirectory
     from finetune.run.worker import Worker
 

@@ -192,9 +192,7 @@ def write_job(cell: Cell, model: Path, folder: Path) -> Path:
 def planned_tokens(cell: Cell) -> int:
     """Tokens of the longest row that this project's planner accepts on the GPU: where its search begins."""
     from benchmarks.longest_rows import longest
-    from finetune.card.visible import hide_gpus
 
-    hide_gpus()
     plan = longest(cell.gpu, {"lora_r": 16, **cell.settings})
     return plan.settings.max_length if plan and plan.settings.max_length else 1024
 
