@@ -49,7 +49,10 @@ SIZES = (
 )  # fmt: skip
 #: What differs from each peer's usual settings. Checkpointing is on by default in TRL, LLaMA-Factory and Unsloth.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "finetune": {"planned": {}, "checkpointing": {"activation_checkpointing": True}},
+    "finetune": {
+        "planned": {},
+        "checkpointing": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1},
+    },
     "trl": {"defaults": {}},
     "unsloth": {"defaults": {}, "checkpoints on the GPU": {"use_gradient_checkpointing": True}},
     "llamafactory": {"defaults": {}},
@@ -191,9 +194,13 @@ def write_job(cell: Cell, model: Path, folder: Path) -> Path:
 
 def planned_tokens(cell: Cell) -> int:
     """Tokens of the longest row that this project's planner accepts on the GPU: where its search begins."""
-    from benchmarks.longest_rows import longest
+    from benchmarks.longest_rows import longest, plan_for
+    from finetune.plan.plan import Verdict
 
-    plan = longest(cell.gpu, {"lora_r": 16, **cell.settings})
+    changes = {"lora_r": 16, **cell.settings}
+    if plan_for(cell.gpu, MOST_TOKENS, changes).verdict == Verdict.FITS:
+        return MOST_TOKENS
+    plan = longest(cell.gpu, changes)
     return plan.settings.max_length if plan and plan.settings.max_length else 1024
 
 
