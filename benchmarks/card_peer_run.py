@@ -346,7 +346,10 @@ def trained(train: Callable[[], Any], watch: Watch) -> dict[str, Any]:
 
 
 def train_unsloth(job: dict[str, Any]) -> dict[str, Any]:
-    """Unsloth as its notebooks have it: its own checkpointing and 8-bit Adam."""
+    """Unsloth as its notebooks have it: its own checkpointing and 8-bit Adam.
+
+    It cuts rows to `max_seq_length`, and moves embeddings to host memory where a row of that length would be tight.
+    """
     import unsloth  # noqa: F401, I001 - before transformers, which it patches
     from unsloth import FastLanguageModel
 
@@ -357,7 +360,7 @@ def train_unsloth(job: dict[str, Any]) -> dict[str, Any]:
     settings = dict(job["settings"])
     checkpointing = settings.pop("use_gradient_checkpointing", "unsloth")
     model, tokenizer = FastLanguageModel.from_pretrained(
-        model_name=job["model"], max_seq_length=job["tokens"], load_in_4bit=True
+        model_name=job["model"], max_seq_length=job.get("most_tokens") or job["tokens"], load_in_4bit=True
     )
     model = FastLanguageModel.get_peft_model(
         model, r=job["rank"], lora_alpha=2 * job["rank"], lora_dropout=0, bias="none", target_modules=LINEAR,

@@ -41,7 +41,8 @@ COLUMNS = (
 KEY = ("peer", "model", "gpu", "setting", "micro_batch", "tokens")
 PEERS = ("finetune", "trl", "unsloth", "llamafactory", "axolotl")
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
-GPUS = ("rtx-4060", "rtx-3060", "rtx-4060-ti-16gb", "rtx-4090")
+#: GPU -> tokens of the longest row that is tried: Llama-3.1's own limit, less where a peer's settings follow from it.
+GPUS = {"rtx-4060": 16_384, "rtx-3060": 32_768, "rtx-4060-ti-16gb": 65_536, "rtx-4090": 131_072}
 #: Largest models are searched among these, from the smallest.
 SIZES = (
     "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-4B", QWEN, LLAMA, "Qwen/Qwen3-14B", "mistralai/Mistral-Small-24B-Instruct-2501",
@@ -66,7 +67,7 @@ LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
     "llamafactory": ("defaults", {}),
     "axolotl": ("checkpointing", {"gradient_checkpointing": True}),
 }  # fmt: skip
-#: Longer rows are not tried: Llama-3.1's own limit.
+#: Llama-3.1's own limit: the longest row that is tried with this project.
 MOST_TOKENS = 131_072
 #: Seconds after which a run has hung.
 LIMIT_S = 1800
@@ -178,8 +179,8 @@ def write_job(cell: Cell, model: Path, folder: Path) -> Path:
     """What benchmarks/card_peer_run.py is told; a row's first and last token are the tokenizer's own."""
     tokens, settings, search = cell.tokens, cell.settings, {}
     if cell.kind == "longest":
-        tokens = planned_tokens(cell) if cell.peer == "finetune" else 1024
-        search = {"most_tokens": MOST_TOKENS, "start_tokens": tokens}
+        tokens, most = (planned_tokens(cell), MOST_TOKENS) if cell.peer == "finetune" else (1024, GPUS[cell.gpu])
+        search = {"most_tokens": most, "start_tokens": tokens}
     rows = folder / "rows" / "rows.jsonl"
     rows.parent.mkdir()
     rows.write_text((json.dumps({"text": " ".join(["the"] * (tokens - 2))}) + "\n") * 3 * cell.micro_batch, encoding="utf-8")
