@@ -86,6 +86,13 @@ def wanted_symbols(sites: Sequence[Path]) -> tuple[set[str], Wanted]:
     return sonames, wanted
 
 
+def runtime_of(sites: Sequence[Path], sonames: Collection[str]) -> str:
+    """Torch's libcudart; packages beside it may need others, or bring their own under a name with a hash."""
+    paths = (site / "torch" / "lib" / "libc10_cuda.so" for site in sites)
+    of_torch = {soname for path in paths if path.exists() for soname in needs(path)[0]}
+    return next(soname for soname in sorted(sonames) if soname.startswith("libcudart") and soname in (of_torch or sonames))
+
+
 def declared(header: Path, pattern: str) -> set[str]:
     """Functions that a header declares, by the names that their macros give them."""
     text = header.read_text(encoding="utf-8", errors="replace")
@@ -205,7 +212,7 @@ def build(sites: Sequence[Path], out: Path, include: Path) -> list[str]:
             f"{include} has no cuda_runtime_api.h: pip install --no-deps --target HEADERS nvidia-cuda-runtime nvidia-cuda-crt"
         )
     sonames, wanted = wanted_symbols(sites)
-    runtime = next(soname for soname in sonames if soname.startswith("libcudart"))
+    runtime = runtime_of(sites, sonames)
     out.mkdir(parents=True, exist_ok=True)
     builder = Builder(out, include)
     try:

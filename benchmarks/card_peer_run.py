@@ -1,0 +1,419 @@
+"""One peer's run of benchmarks/card_peers.py, in its own environment: `python card_peer_run.py PEER JOB.json RESULT.json`.
+
+Imports nothing of this project except for itself (`finetune`). Each peer trains QLoRA (NF4, double quantisation, all linear
+layers) through its own documented entry point on rows of a "text" column, whose tokens are all trained. The result has peaks of
+torch's allocator from the first allocation on, or why there are none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1", "UNSLOTH_DISABLE_STATISTICS": "1",
+}  # fmt: skip
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: Exit status of this project's worker when it is out of memory.
+OUT_OF_MEMORY = 5
+#: Host memory that this project may plan with.
+HOST_BYTES = 64 * 2**30
+#: Lengths are searched to this many tokens, or this share where that is more.
+GRAIN_TOKENS, GRAIN_SHARE = 256, 0.02
+
+
+def main() -> None:
+    """Train and write the figures. The exit status is 0 also for a run that is out of memory."""
+    os.environ.update(QUIET)
+    peer, job, result = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[3])
+    train = {
+        "finetune": train_finetune, "finetune-worker": train_worker, "trl": train_trl, "unsloth": train_unsloth,
+        "llamafactory": train_llamafactory, "axolotl": train_axolotl,
+    }[peer]  # fmt: skip
+    figures = {"version": version_of(peer.removesuffix("-worker")), "torch": version_of("torch"), "out_of_memory": False}
+    try:
+        figures |= train(job)
+    except Exception as error:  # noqa: BLE001 - any failure of a peer is a result
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        figures |= {"out_of_memory": is_out_of_memory(text), "failed": " ".join(text.split())[:300]}
+    result.write_text(json.dumps(figures), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a peer may wait for ever
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package; this project's own where it runs from its folder."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        import finetune
+
+        return finetune.__version__
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether an error's text says that the GPU's memory did not suffice."""
+    return "OutOfMemory" in text or "out of memory" in text.lower()
+
+
+def longest_row(peak_of: Callable[[int], int | None], limit: int, start: int, most: int) -> tuple[int, list[int]]:
+    """(the most tokens that fit, lengths that did not) by probes that approach from below, then by bisection.
+
+    `peak_of`: bytes at the peak of a step of so many tokens, None out of memory. `limit`: bytes that there are.
+    """
+    peaks: dict[int, int] = {}
+    fits, over, failures = 0, most + GRAIN_TOKENS, []
+    tokens = min(start, most)
+    while tokens > fits:
+        peak = peak_of(tokens)
+        if peak is None:
+            over = tokens
+            failures.append(tokens)
+        else:
+            fits, peaks[tokens] = tokens, peak
+        tokens = next_length(peaks, fits, over, limit)
+    return fits, failures
+
+
+def next_length(peaks: dict[int, int], fits: int, over: int, limit: int) -> int:
+    """The next length to try between `fits` and `over`; `fits` where they are closer than the grain.
+
+    A line through the last two peaks says where memory ends, and a tenth of the way there is left.
+    """
+    grain = max(GRAIN_TOKENS, round(GRAIN_SHARE * fits) // GRAIN_TOKENS * GRAIN_TOKENS)
+    if over - fits <= grain:
+        return fits
+    known = sorted(peaks)[-2:]
+    guess = 2 * fits if fits else over // 2
+    if len(known) == 2 and peaks[known[1]] > peaks[known[0]]:
+        slope = (peaks[known[1]] - peaks[known[0]]) / (known[1] - known[0])
+        guess = fits + round(0.9 * (limit - peaks[fits]) / slope)
+    if over - guess < grain:
+        guess = (fits + over) // 2
+    guess = guess // GRAIN_TOKENS * GRAIN_TOKENS
+    return min(max(guess, fits + grain), over - GRAIN_TOKENS)
+
+
+def lengthened(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """A batch as this one, of one row of so many tokens: what has a value for each token is repeated."""
+    import torch
+
+    length = inputs["input_ids"].shape[-1]
+    changed: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == length:
+            if name == "position_ids":
+                changed[name] = torch.arange(tokens, device=value.device, dtype=value.dtype).expand(*value.shape[:-1], tokens)
+            else:
+                repeated = value.repeat(*[1] * (value.ndim - 1), -(-tokens // length))
+                changed[name] = repeated[..., :tokens].contiguous()
+        elif isinstance(value, torch.Tensor) and name == "packed_seq_lengths":
+            changed[name] = torch.full_like(value, tokens)
+        else:
+            changed[name] = value
+    return changed
+
+
+class Watch:
+    """Peaks of torch's allocators over the whole process, also where a peer resets them; the largest batch, in tokens.
+
+    With `most_tokens` in the job, the second step is followed by a search for the longest row: steps of other lengths, with the
+    optimizer's state there, which leave no gradients.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+        from transformers import Trainer
+
+        self.job = job
+        self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = 0
+        self.trained: dict[str, int] = {}
+        self.search: dict[str, Any] = {}
+        self.probes: dict[int, tuple[int, int, int]] = {}
+        self.reset, self.step = torch.cuda.reset_peak_memory_stats, Trainer.training_step
+        cudart: Any = torch.cuda.cudart()
+        register = cudart.cudaHostRegister
+
+        def reset_after_reading(*arguments: Any, **named: Any) -> None:
+            self.read()
+            self.reset(*arguments, **named)
+
+        def counted_step(trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+            self.batch_tokens = max(self.batch_tokens, inputs["input_ids"].numel())
+            self.trained = bytes_by_dtype(model)
+            if self.steps == 1 and job.get("most_tokens"):
+                self.find_longest(trainer, model, inputs, *more, **named)
+            loss = self.step(trainer, model, inputs, *more, **named)
+            self.steps += 1
+            return loss
+
+        def counted_register(pointer: int, size: int, flags: int) -> Any:
+            self.registered += size
+            return register(pointer, size, flags)
+
+        torch.cuda.reset_peak_memory_stats = reset_after_reading
+        Trainer.training_step = counted_step  # type: ignore[method-assign, assignment]
+        cudart.cudaHostRegister = counted_register
+
+    def find_longest(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> None:
+        """Search for the longest row that a step can take here."""
+        import torch
+
+        def peak_of(tokens: int) -> int | None:
+            collect(model)
+            self.read()
+            self.reset()
+            try:
+                self.step(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
+                peak: int | None = torch.cuda.max_memory_allocated()
+                self.probes[tokens] = (peak or 0, torch.cuda.max_memory_reserved(), self.pinned())
+            except Exception as error:  # noqa: BLE001 - libraries raise their own when memory ends
+                if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+                    raise
+                peak = None
+            print(f"probe {tokens}: {peak}", flush=True)
+            return peak
+
+        limit = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        fits, failures = longest_row(peak_of, limit, self.job.get("start_tokens", 1024), self.job["most_tokens"])
+        collect(model)
+        allocated, reserved, pinned = self.probes.get(fits, (0, 0, 0))
+        self.search = {
+            "longest_tokens": fits, "failed_tokens": failures, "limit_bytes": limit, "allocated_bytes": allocated,
+            "reserved_bytes": reserved, "host_bytes": pinned,
+        }  # fmt: skip
+
+    def pinned(self) -> int:
+        """Bytes of pinned host memory at the peak so far."""
+        import torch
+
+        return self.registered + torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+
+    def read(self) -> None:
+        """Take the peaks so far."""
+        import torch
+
+        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+
+    def figures(self) -> dict[str, Any]:
+        """Bytes at the peak; `host_bytes` are pinned."""
+        self.read()
+        return {
+            "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "host_bytes": self.pinned(),
+            "batch_tokens": self.batch_tokens, "steps": self.steps, "trained_bytes": self.trained, **self.search,
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
+        }  # fmt: skip
+
+
+def collect(model: Any) -> None:
+    """Give back what a step has left: gradients, cycles, cached blocks of the GPU and of pinned memory."""
+    import gc
+
+    import torch
+
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    torch.cuda.reset_peak_host_memory_stats()
+
+
+def bytes_by_dtype(model: Any) -> dict[str, int]:
+    """Bytes of a model's trained parameters by their dtype."""
+    total: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            name = str(parameter.dtype).removeprefix("torch.")
+            total[name] = total.get(name, 0) + parameter.numel() * parameter.element_size()
+    return total
+
+
+def assume_host_memory() -> None:
+    """The planner and the worker believe that so much is free; nothing is copied, so that its pages are never touched."""
+    from finetune.card import host
+
+    host.free_for_run = lambda: HOST_BYTES
+
+
+def train_finetune(job: dict[str, Any]) -> dict[str, Any]:
+    """This project: planned as `finetune run` does it, then trained by the worker in a process of its own."""
+    from finetune.card.visible import hide_gpus
+
+    hide_gpus()
+    assume_host_memory()
+    from finetune.recipe import recipe_from
+    from finetune.run.card import cards_of
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.supervise import worker_environment
+
+    folder, settings = Path(job["folder"]), job["settings"]
+    prepared = prepare(recipe_from({
+        "model_name_or_path": job["model"], "dataset": {"path": job["rows"], "test_split_size": 0}, "gpu": "auto",
+        "lora_r": job["rank"], "lora_alpha": 2.0 * job["rank"], "load_in_4bit": True, "max_length": job["tokens"],
+        "packing": False, "per_device_train_batch_size": job["micro_batch"], "effective_batch_size": job["micro_batch"],
+        "max_steps": job["steps"], "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "output_dir": str(folder / "run"),
+        **settings,
+    }), force=True)  # fmt: skip
+    plan, run = prepared.plan, create_run(prepared)
+    environment = worker_environment(cards_of(plan), plan.forecast.allocator if plan.forecast else None)
+    environment.pop("PYTHONSAFEPATH", None)
+    (folder / "worker.json").write_text(json.dumps({**job, "run": str(run.path)}), encoding="utf-8")
+    files = [str(folder / "worker.json"), str(folder / "worker_result.json")]
+    subprocess.run([sys.executable, __file__, "finetune-worker", *files], env=environment, check=False)
+    figures = json.loads(Path(files[1]).read_text(encoding="utf-8"))
+    chosen = plan.settings
+    names = ("activation_checkpointing", "activation_checkpointing_every_n_layers", "activation_offloading", "layer_offloading",
+             "offload_embeddings", "mlp_tile_tokens", "optim", "lean_layers")  # fmt: skip
+    forecast = plan.forecast
+    return {
+        **figures, "plan": {name: getattr(chosen, name, None) for name in names}, "verdict": plan.verdict.value,
+        "forecast_bytes": max(forecast.peaks.values()) if forecast else None,
+    }  # fmt: skip
+
+
+def train_worker(job: dict[str, Any]) -> dict[str, Any]:
+    """The worker of a planned run of this project."""
+    watch = Watch(job)
+    assume_host_memory()
+    from finetune.run.directory import RunDirectory
+    from finetune.run.worker import Worker
+
+    code = Worker(RunDirectory(Path(job["run"]))).main()
+    failed = {"failed": f"the worker ended with {code}"} if code else {}
+    return {**watch.figures(), "out_of_memory": code == OUT_OF_MEMORY, **failed}
+
+
+def nf4() -> Any:
+    """transformers' settings of QLoRA's 4-bit weights."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+
+def sft_settings(job: dict[str, Any]) -> dict[str, Any]:
+    """What is the same for TRL and Unsloth, which trains by TRL's trainer."""
+    return {
+        "output_dir": job["folder"], "max_steps": job["steps"], "per_device_train_batch_size": job["micro_batch"],
+        "gradient_accumulation_steps": 1, "max_length": job["tokens"], "bf16": True, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **job["settings"],
+    }  # fmt: skip
+
+
+def train_trl(job: dict[str, Any]) -> dict[str, Any]:
+    """TRL's SFTTrainer with its defaults."""
+    watch = Watch(job)
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    loading = {"dtype": "bfloat16", "quantization_config": nf4()}
+    trainer = SFTTrainer(
+        model=job["model"],
+        args=SFTConfig(model_init_kwargs=loading, **sft_settings(job)),
+        train_dataset=load_dataset("json", data_files=job["rows"], split="train"),
+        peft_config=LoraConfig(
+            r=job["rank"], lora_alpha=2 * job["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+    )  # fmt: skip
+    return trained(trainer.train, watch)
+
+
+def trained(train: Callable[[], Any], watch: Watch) -> dict[str, Any]:
+    """Figures of a training, also of one that is out of memory."""
+    try:
+        train()
+    except Exception as error:  # noqa: BLE001 - peaks of a failed run are figures, too
+        text = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+        return {**watch.figures(), "out_of_memory": is_out_of_memory(text), "failed": " ".join(text.split())[:300]}
+    return watch.figures()
+
+
+def train_unsloth(job: dict[str, Any]) -> dict[str, Any]:
+    """Unsloth as its notebooks have it: its own checkpointing and 8-bit Adam.
+
+    It cuts rows to `max_seq_length`, and moves embeddings to host memory where a row of that length would be tight.
+    """
+    import unsloth  # noqa: F401, I001 - before transformers, which it patches
+    from unsloth import FastLanguageModel
+
+    watch = Watch(job)
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    settings = dict(job["settings"])
+    checkpointing = settings.pop("use_gradient_checkpointing", "unsloth")
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=job["model"], max_seq_length=job.get("most_tokens") or job["tokens"], load_in_4bit=True
+    )
+    model = FastLanguageModel.get_peft_model(
+        model, r=job["rank"], lora_alpha=2 * job["rank"], lora_dropout=0, bias="none", target_modules=LINEAR,
+        use_gradient_checkpointing=checkpointing, random_state=42,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=load_dataset("json", data_files=job["rows"], split="train"),
+        args=SFTConfig(optim="adamw_8bit", **sft_settings({**job, "settings": settings})),
+    )
+    return trained(trainer.train, watch)
+
+
+def train_llamafactory(job: dict[str, Any]) -> dict[str, Any]:
+    """LLaMA-Factory's trainer of plain text, by a configuration as its QLoRA examples have it."""
+    watch = Watch(job)
+    from llamafactory.train.tuner import run_exp
+
+    rows = Path(job["rows"])
+    described = {"rows": {"file_name": rows.name, "columns": {"prompt": "text"}}}
+    (rows.parent / "dataset_info.json").write_text(json.dumps(described), encoding="utf-8")
+    configuration = {
+        "model_name_or_path": job["model"], "stage": "pt", "do_train": True, "finetuning_type": "lora", "lora_target": "all",
+        "lora_rank": job["rank"], "lora_alpha": 2 * job["rank"], "lora_dropout": 0.0, "dataset": "rows", "template": "empty",
+        "quantization_bit": 4, "quantization_method": "bnb", "dataset_dir": str(rows.parent), "cutoff_len": job["tokens"],
+        "packing": False, "output_dir": job["folder"], "overwrite_output_dir": True, "max_steps": job["steps"],
+        "per_device_train_batch_size": job["micro_batch"], "gradient_accumulation_steps": 1, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "bf16": True, "disable_tqdm": True, **job["settings"],
+    }  # fmt: skip
+    return trained(lambda: run_exp(configuration), watch)
+
+
+def train_axolotl(job: dict[str, Any]) -> dict[str, Any]:
+    """Axolotl's training, by a configuration as its QLoRA examples have it."""
+    watch = Watch(job)
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.train import setup_model_and_trainer
+    from axolotl.utils.dict import DictDefault
+
+    rows = {"path": job["rows"], "ds_type": "json", "type": "completion", "field": "text"}
+    cfg = load_cfg(DictDefault({
+        "base_model": job["model"], "adapter": "qlora", "load_in_4bit": True, "lora_r": job["rank"],
+        "lora_alpha": 2 * job["rank"], "lora_target_linear": True, "datasets": [rows], "sequence_len": job["tokens"],
+        "sample_packing": False, "micro_batch_size": job["micro_batch"], "gradient_accumulation_steps": 1,
+        "max_steps": job["steps"], "learning_rate": 2e-4, "lr_scheduler": "cosine", "optimizer": "paged_adamw_32bit",
+        "logging_steps": 1, "output_dir": job["folder"], "save_strategy": "no", "bf16": True, "val_set_size": 0.0,
+        "dataset_prepared_path": job["folder"] + "/prepared", **job["settings"],
+    }))  # fmt: skip
+    trainer, *_ = setup_model_and_trainer(cfg, load_datasets(cfg=cfg))
+    return trained(trainer.train, watch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""benchmarks/card_peers.py: the longest row is that of the memory's end, and a run that failed has no figures."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import card_peers  # noqa: E402
+from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, is_out_of_memory, lengthened, longest_row  # noqa: E402
+from benchmarks.card_peers import Cell, all_cells, cell_values, key_of, line_of, read_lines, write_lines  # noqa: E402
+
+GIB = 2**30
+CELL = Cell("peak", "trl", card_peers.LLAMA, "rtx-4090", "defaults", 2, 2048)
+FIGURES = {"version": "1", "torch": "2", "allocated_bytes": 7 * GIB, "reserved_bytes": 8 * GIB, "host_bytes": 0}
+
+
+@pytest.mark.parametrize("weights", [0.5, 4, 6])
+@pytest.mark.parametrize("bytes_of_token", [90_000, 400_000, 3_000_000])
+@pytest.mark.parametrize("bytes_of_pair", [0, 2])
+def test_the_longest_row_is_found_to_the_grain_in_few_steps(weights, bytes_of_token, bytes_of_pair):
+    tried = []
+
+    def fitting(tokens):
+        return weights * GIB + bytes_of_token * tokens + bytes_of_pair * tokens**2 <= 8 * GIB
+
+    def peak_of(tokens):
+        tried.append(tokens)
+        return weights * GIB + bytes_of_token * tokens + bytes_of_pair * tokens**2 if fitting(tokens) else None
+
+    fits, failures = longest_row(peak_of, 8 * GIB, 1024, 131_072)
+    assert fitting(fits) and all(each > fits for each in failures)
+    assert not fitting(fits + max(GRAIN_TOKENS, round(GRAIN_SHARE * fits)) + GRAIN_TOKENS) or fits == 131_072
+    assert len(tried) == len(set(tried)) <= 20
+
+
+def test_no_row_fits_where_the_weights_alone_do_not():
+    assert longest_row(lambda tokens: None, GIB, 1024, 131_072)[0] == 0
+
+
+def test_a_batch_is_made_longer_in_all_that_has_a_value_for_each_token():
+    row = torch.arange(1, 5)[None]
+    batch = {"input_ids": row, "position_ids": row - 1, "packed_seq_lengths": torch.tensor([4]), "other": "text"}
+    longer = lengthened(batch, 10)
+    assert longer["input_ids"].tolist() == [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+    assert longer["position_ids"].tolist() == [list(range(10))]
+    assert longer["packed_seq_lengths"].tolist() == [10] and longer["other"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("figures", "failed"),
+    [
+        ({**FIGURES, "batch_tokens": 4094}, ""),
+        ({**FIGURES, "batch_tokens": 2048}, "trained on 2048 tokens in place of 4096"),
+        ({**FIGURES, "batch_tokens": 4096, "out_of_memory": True}, "out of memory"),
+        ({"failed": "ImportError: flash_attn"}, "ImportError: flash_attn"),
+    ],
+)
+def test_a_failed_run_has_a_reason_and_no_bytes(figures, failed):
+    line = line_of(CELL, figures)
+    assert line["failed"] == failed and (line["allocated_bytes"] == "") == bool(failed)
+
+
+def test_memory_errors_of_all_libraries_are_recognised():
+    assert is_out_of_memory("OutOfMemoryError: CUDA out of memory") and is_out_of_memory(
+        "RuntimeError: CUDA error: out of memory"
+    )
+    assert not is_out_of_memory("RuntimeError: shapes differ")
+
+
+def test_lines_are_kept_in_the_order_of_the_cells(tmp_path):
+    lines = {key_of(line): line for line in (line_of(cell, FIGURES) for cell in reversed(list(all_cells(["peak", "longest"]))))}
+    write_lines(tmp_path / "results.csv", lines)
+    kept = read_lines(tmp_path / "results.csv")
+    assert list(kept) == [key_of(cell_values(cell)) for cell in all_cells(["peak", "longest"])]
+
+
+def test_a_cell_without_an_environment_says_so(tmp_path):
+    assert card_peers.run_cell(CELL, None, tmp_path)["failed"] == "not run: no environment was given"
