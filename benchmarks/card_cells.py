@@ -41,6 +41,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "one row": {"per_device_train_batch_size": 1},
     "all tokens trained": {"train_on_inputs": True},
 }
+#: A technique for models whose output layer does not read the embeddings.
+UNTIED_ONLY = "embeddings in host memory"
 #: Model -> GPU on which its cells run, the largest first where 16 bit needs it.
 FAMILIES = {
     "Qwen/Qwen2.5-0.5B-Instruct": "rtx-4060",  # tied embeddings
@@ -83,6 +85,11 @@ class Cell:
         return f"{self.model}, {self.layers} layers" if self.layers else self.model
 
     @property
+    def planned(self) -> bool:
+        """Whether the planner chooses the settings."""
+        return self.base_format == "planned"
+
+    @property
     def name(self) -> str:
         """Unique among all cells."""
         segments = "expandable" if self.expandable else "segments"
@@ -90,7 +97,7 @@ class Cell:
 
     def overrides(self, rows: Path, output: Path) -> list[str]:
         """The cell as `key=value` of a recipe."""
-        usual = {name: USUAL[name] for name in ALWAYS} if self.base_format == "planned" else USUAL
+        usual = {name: USUAL[name] for name in ALWAYS} if self.planned else USUAL
         values = {**usual, **self.settings, "dataset.path": str(rows), "output_dir": str(output)}
         return [f"{name}={json.dumps(value)}" for name, value in values.items()]
 
@@ -103,6 +110,11 @@ def all_cells() -> list[Cell]:
         Cell(small, "rtx-4090", base, technique, settings={**FORMATS[base], **values})
         for base in FORMATS
         for technique, values in TECHNIQUES.items()
+        if technique != UNTIED_ONLY
+    ]
+    untied = "Qwen/Qwen2.5-7B-Instruct"
+    cells += [
+        Cell(untied, "a100-40gb", base, UNTIED_ONLY, settings={**FORMATS[base], **TECHNIQUES[UNTIED_ONLY]}) for base in FORMATS
     ]
     for model, gpu in FAMILIES.items():
         for base in FORMATS:

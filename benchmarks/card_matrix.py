@@ -1,11 +1,12 @@
 """Forecast beside what torch's own allocator took, cell by cell, on stand-in GPUs (standin_gpu/README.md).
 
     make setup-card
-    .venv-card-*/bin/python -m benchmarks.card_matrix [--only TEXT ...] [--again] [--seconds N]
+    .venv-card-*/bin/python -m benchmarks.card_matrix [--only TEXT ...] [--again | --forecast] [--seconds N]
 
 A cell is a whole run: the recipe is planned for the GPU, and the training process loads, trains three steps, evaluates and
 saves there. Weights are zeros that take no space on the disk. Results go to benchmarks/reference/card_matrix.csv, a line for
-each phase; cells that are there are left out without --again. No kernel runs: nothing here measures speed or numbers.
+each phase; cells that are there are left out without --again. --forecast plans the cells in the results again, and keeps what
+was measured. No kernel runs: nothing here measures speed or numbers.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a cell's name")
     parser.add_argument("--again", action="store_true", help="also cells that are in the results")
+    parser.add_argument("--forecast", action="store_true", help="only forecast again what is in the results")
     parser.add_argument("--list", action="store_true", help="only print the cells' names")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell after so many")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -56,10 +58,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="card_matrix_") as folder:
         _offline(Path(folder))
         for cell in cells:
-            if (cell.name in results and not options.again) or time.monotonic() - began > options.seconds:
+            known = results.get(cell.name)
+            if (cell.planned or not known) if options.forecast else (known and not options.again):
                 continue
+            if time.monotonic() - began > options.seconds:
+                break
             start = time.monotonic()
-            lines, problem = run_cell(cell, Path(folder))
+            lines, problem = run_cell(cell, Path(folder), known if options.forecast else None)
             failed += bool(problem)
             results[cell.name] = lines
             write_results(options.output, results)
@@ -87,9 +92,8 @@ def _offline(folder: Path) -> None:
         write_rows(folder / f"{kind}.jsonl", kind)
 
 
-def run_cell(cell: Cell, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """(lines of the results, what went wrong or "")."""
-    from finetune.errors import FinetuneError
+def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = None) -> tuple[list[dict[str, Any]], str]:
+    """(lines of the results, what went wrong or ""). With the lines `measured` earlier only their forecast is new."""
     from finetune.model.catalogue import catalogue
 
     values, tokenizer = dict(catalogue()[cell.model]), ROOT / "finetune" / "bundled" / "tiny-base"
@@ -105,9 +109,9 @@ def run_cell(cell: Cell, folder: Path) -> tuple[list[dict[str, Any]], str]:
         machine = Machine(Path(sys.prefix) / "standin_libraries", Path(place), describe([cell.gpu], gpus))
         with _on(machine, wsl=not cell.expandable):
             try:
-                return _train(cell, model, Path(place), folder / f"{cell.rows}.jsonl")
-            except FinetuneError as error:
-                return [], " ".join(error.problems)
+                return _train(cell, model, Path(place), folder / f"{cell.rows}.jsonl", measured)
+            except Exception as error:  # noqa: BLE001 - the other cells go on
+                return measured or [], f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -131,7 +135,9 @@ def _on(machine: Machine, *, wsl: bool) -> Iterator[None]:
         platform.release = release
 
 
-def _train(cell: Cell, model: str, place: Path, rows: Path) -> tuple[list[dict[str, Any]], str]:
+def _train(
+    cell: Cell, model: str, place: Path, rows: Path, measured: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]], str]:
     from finetune.files import cache_dir
     from finetune.recipe.load import load_recipe
     from finetune.run.card import cards_of
@@ -143,7 +149,10 @@ def _train(cell: Cell, model: str, place: Path, rows: Path) -> tuple[list[dict[s
     source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
     recipe = load_recipe(str(source), cell.overrides(rows, place / "run"))
     prepared = prepare(recipe, force=True)
-    plan, run = prepared.plan, create_run(prepared)
+    plan = prepared.plan
+    if measured is not None:
+        return [{**line, **_forecast_of(plan), **_forecast_of_phase(plan, line["phase"])} for line in measured], ""
+    run = create_run(prepared)
     environment = worker_environment(cards_of(plan), plan.forecast.allocator if plan.forecast else None)
     environment.pop("PYTHONSAFEPATH", None)
     command = [sys.executable, "-m", "finetune.run.worker", str(run.path)]
@@ -165,26 +174,34 @@ def lines_of(cell: Cell, plan: Any, run: Any, exit_code: int) -> list[dict[str, 
             measured.setdefault({"evaluate": "eval"}.get(event.phase, event.phase), []).append(event)
         elif isinstance(event, Step):
             measured.setdefault("train", []).append(event)
-    forecast = plan.forecast
     usual = {
         "model": cell.model_name, "gpu": cell.gpu, "base_format": cell.base_format, "technique": cell.technique,
         "rows": cell.rows, "segments": "expandable" if cell.expandable else "segments",
-        "verdict": plan.verdict.value, "exit_code": exit_code,
-        "torch": version("torch"), "measured_on": "stand-in",
-        "low_bytes": forecast.peak_low_bytes, "high_bytes": forecast.peak_high_bytes,
+        "exit_code": exit_code, "torch": version("torch"), "measured_on": "stand-in", **_forecast_of(plan),
     }  # fmt: skip
     context = plan.card.context_bytes
     return [
         {
-            **usual, "phase": phase,
-            "forecast_allocated_bytes": forecast.peaks.get(phase),
-            "forecast_reserved_bytes": forecast.reserved_peaks.get(phase),
+            **usual, "phase": phase, **_forecast_of_phase(plan, phase),
             "measured_allocated_bytes": max(event.peak_allocated_bytes for event in events),
             "measured_reserved_bytes": max(event.peak_reserved_bytes for event in events),
             "measured_gpu_bytes": context + max(event.peak_reserved_bytes for event in events),
         }
         for phase, events in measured.items()
     ] or [{**usual, "phase": "none"}]  # fmt: skip
+
+
+def _forecast_of(plan: Any) -> dict[str, Any]:
+    return {
+        "verdict": plan.verdict.value, "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,
+    }  # fmt: skip
+
+
+def _forecast_of_phase(plan: Any, phase: str) -> dict[str, Any]:
+    return {
+        "forecast_allocated_bytes": plan.forecast.peaks.get(phase),
+        "forecast_reserved_bytes": plan.forecast.reserved_peaks.get(phase),
+    }
 
 
 def error_of(line: dict[str, Any], kind: str) -> float | None:

@@ -19,7 +19,7 @@ def write_sparse_model(folder: Path, values: dict, tokenizer: Path) -> int:
     Weights are bfloat16. The tokenizer is that of a folder and may have fewer tokens than the model.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in TOKENIZER_FILES:
@@ -29,8 +29,9 @@ def write_sparse_model(folder: Path, values: dict, tokenizer: Path) -> int:
     special = {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     values = {**values, **special, "dtype": "bfloat16"}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
+    whole = type(config) in AutoModelForImageTextToText._model_mapping  # with the parts for pictures, as a hub's checkpoint
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = (AutoModelForImageTextToText if whole else AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(special), encoding="utf-8")

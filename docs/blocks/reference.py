@@ -119,7 +119,7 @@ def plan_json() -> str:
         names = {
             name: "plan" if name == "settings" else name
             for name in part.__annotations__
-            if name not in ("lengths", "most_trained")
+            if name not in ("lengths", "most_trained", "eval_most_trained")
         }
         rows = [(f"`{shown_name}`", _type(name, hints[name])) for name, shown_name in names.items()]
         doc = (part.__doc__ or "").replace("`settings`", "`plan`")

@@ -41,21 +41,21 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def card_semantics(trained_tokens: int) -> Iterator[None]:
+def card_semantics(trained_tokens: int) -> Iterator[CudaFunctions]:
     """Inside, CPU tensors take CUDA's code paths in torch, TRL, PEFT and bitsandbytes.
 
     `trained_tokens`: how many positions a boolean mask selects, that is, tokens that count in the loss.
     """
-    with cpu_autocast(), cuda_loss(), int8_matmul(_int8_matmul), _CudaFunctions(trained_tokens):
-        yield
+    with cpu_autocast(), cuda_loss(), int8_matmul(_int8_matmul), CudaFunctions(trained_tokens) as functions:
+        yield functions
 
 
-class _CudaFunctions(TorchFunctionMode):
+class CudaFunctions(TorchFunctionMode):
     """Redirects single torch functions; the CPU's own autocast handles all others."""
 
     def __init__(self, trained_tokens: int) -> None:
         super().__init__()
-        self._trained_tokens = trained_tokens
+        self.trained_tokens = trained_tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class _CudaFunctions(TorchFunctionMode):
         if func is torch.bincount:  # transformers before 5.23 counts a mixture's tokens by expert
             return args[0].new_empty(kwargs["minlength"])
         if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype is torch.bool:
-            return _Selected.apply(*args, self._trained_tokens)
+            return _Selected.apply(*args, self.trained_tokens)
         if torch.is_autocast_enabled("cpu"):
             if func in _FP32:
                 args = tuple(_float(value) for value in args)

@@ -7,7 +7,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from finetune.card.allocator import AllocatorSettings
+    from finetune.forecast.row_shape import RowShape
     from finetune.forecast.simulate import Batch, Simulation
     from finetune.forecast.tracker import Peak
     from finetune.recipe import Settings
@@ -81,18 +82,16 @@ def dry_run(
     settings: Settings,
     *,
     micro_batch: int,
-    tokens: int,
-    trained_share: float = 1.0,
+    rows: RowShape,
     capability: tuple[int, int] | None = USUAL_CAPABILITY,
 ) -> DryRun:
-    """Allocated bytes of a step with `micro_batch` rows of `tokens` tokens; `trained_share` of their positions count in the
-    loss.
+    """Allocated bytes of a step with `micro_batch` of the longest `rows`.
 
     `config`: a configuration or the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
     disk. Raises RecipeError for a model that can't be built.
     """
     values = config if isinstance(config, dict) else config.to_dict()
-    shape = _shape(settings, micro_batch, tokens, trained_share)
+    shape = _shape(settings, micro_batch, rows)
     key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
     known = cache.read(key)
     if known is not None:
@@ -109,8 +108,7 @@ def replayed(
     settings: Settings,
     *,
     micro_batch: int,
-    tokens: int,
-    trained_share: float = 1.0,
+    rows: RowShape,
     capability: tuple[int, int],
     expandable: bool,
     limit: int | None = None,
@@ -124,7 +122,7 @@ def replayed(
     if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
         return None
     values = config if isinstance(config, dict) else config.to_dict()
-    shape = _shape(settings, micro_batch, tokens, trained_share)
+    shape = _shape(settings, micro_batch, rows)
     key = cache.key_of(
         kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
         expandable=expandable, limit=limit,
@@ -142,11 +140,10 @@ def grown(
     config: dict[str, Any],
     settings: Settings,
     *,
-    tokens: int,
+    rows: RowShape,
     capability: tuple[int, int],
     lengths: Sequence[int],
     tried: Sequence[AllocatorSettings],
-    trained_share: float = 1.0,
     limit: int | None = None,
     seed: int = 0,
 ) -> list[Growth | None]:
@@ -156,14 +153,14 @@ def grown(
     `limit`: most bytes that torch may reserve, for settings that depend on it. `seed`: of the rows' order.
     """
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    widths = widths_of(lengths, micro, tokens, accumulation, seed)
+    widths = widths_of(lengths, micro, rows.tokens, accumulation, seed)
     key = cache.key_of(
-        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, tokens, trained_share),
+        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, rows),
         capability=capability, tried=[asdict(one) for one in tried], limit=limit, widths=widths, accumulation=accumulation,
     )  # fmt: skip
 
     def make() -> list[dict[str, Any] | None]:
-        made = _grown(config, settings, tokens, trained_share, capability, widths, tried, limit)
+        made = _grown(config, settings, rows, capability, widths, tried, limit)
         return [asdict(one) if one else None for one in made]
 
     known: list[dict[str, Any] | None] = _cached(key, make)
@@ -182,8 +179,7 @@ def _cached(key: str, make: Callable[[], Any]) -> Any:
 def _grown(
     values: dict[str, Any],
     settings: Settings,
-    tokens: int,
-    trained_share: float,
+    rows: RowShape,
     capability: tuple[int, int],
     widths: list[int],
     tried: Sequence[AllocatorSettings],
@@ -193,19 +189,17 @@ def _grown(
     from finetune.model.transformers_config import config_from
 
     config = config_from(values, settings)
-    narrow, micro = tokens // 2, settings.per_device_train_batch_size
+    narrow, micro = replace(rows, tokens=rows.tokens // 2), settings.per_device_train_batch_size
     with _collecting_nothing():
         traces = [
-            _simulated(config, settings, Batch(**_shape(settings, micro, width, trained_share)), capability, mixes=False)[
-                0
-            ].trace()
-            for width in (tokens, narrow)
+            _simulated(config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
+            for shape in (rows, narrow)
         ]
         wide, other = traces
         if wide is None or other is None:
             return []
         try:
-            known = Widths(wide, tokens, other, narrow)
+            known = Widths(wide, rows.tokens, other, narrow.tokens)
         except NotRepeated:
             return []
 
@@ -251,16 +245,24 @@ def _replay(
             return None
 
 
-def _shape(settings: Settings, micro_batch: int, tokens: int, trained_share: float) -> dict[str, Any]:
-    """The largest micro-batch: fields of `simulate.Batch`."""
-    multiple = padding_multiple(settings, micro_batch)
+def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
+    """The largest micro-batches: fields of `simulate.Batch`."""
+    eval_rows = 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size
+    eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
+    eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
     return {
-        "rows": micro_batch, "tokens": -(-tokens // multiple) * multiple,
-        "trained_tokens": round(trained_share * micro_batch * (tokens - 1)),
+        "rows": micro_batch, "tokens": _padded(settings, micro_batch, rows.tokens),
+        "trained_tokens": round(rows.trained_share * micro_batch * (rows.tokens - 1)),
         "padded": micro_batch > 1 and settings.packing is not True,
-        "documents": max(1, tokens // 256) if settings.packing is True else 1,
-        "eval_rows": 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size,
+        "documents": max(1, rows.tokens // 256) if settings.packing is True else 1,
+        "eval_rows": eval_rows, "eval_tokens": _padded(settings, eval_rows, eval_tokens) if eval_rows else 0,
+        "eval_trained_tokens": round(eval_share * eval_rows * (eval_tokens - 1)),
     }  # fmt: skip
+
+
+def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
+    multiple = padding_multiple(settings, micro_batch)
+    return -(-tokens // multiple) * multiple
 
 
 def _memory_settings(settings: Settings) -> dict[str, Any]:

@@ -104,10 +104,9 @@ def _int8_matmul(_capability: Capability) -> Rule:
         dtype = args[0].dtype if mixed else kwargs.get("dtype") or torch.float16
         shape = (*codes.shape[:-1], weight.shape[0])
         with tracker, tracker.making("workspace"):
-            sums = codes.new_empty(shape, dtype=torch.int32)
-            halves = codes.new_empty(shape, dtype=torch.float16)
+            sums = codes.new_empty(shape, dtype=torch.int32)  # held by int8_scaled_mm until it has the result
+            out = codes.new_empty(shape, dtype=torch.float16).to(dtype)
             del sums
-            out = halves.to(dtype)
         return (out, codes.new_empty((0,), dtype=dtype)) if mixed else out
 
     return rule

@@ -25,7 +25,7 @@ from finetune.compat.transformers import (
     wrap_checkpoint,
 )
 from finetune.errors import FinetuneError, RecipeError
-from finetune.forecast.card_semantics import card_semantics
+from finetune.forecast.card_semantics import CudaFunctions, card_semantics
 from finetune.forecast.compiled_layers import SplitLayers, splits
 from finetune.forecast.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
 from finetune.forecast.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
@@ -61,7 +61,8 @@ class Batch:
     """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss.
 
     `padded`: rows differ in length, so that a model that needs a mask reads it.
-    `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows.
+    `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows of `eval_tokens`
+    tokens, of which `eval_trained_tokens` count; by default as in training.
     """
 
     rows: int
@@ -70,6 +71,14 @@ class Batch:
     padded: bool = False
     documents: int = 1
     eval_rows: int = 0
+    eval_tokens: int | None = None
+    eval_trained_tokens: int | None = None
+
+    def for_evaluation(self) -> Batch:
+        """The micro-batch of an evaluation."""
+        tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
+        trained = self.trained_tokens if self.eval_trained_tokens is None else self.eval_trained_tokens
+        return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained)
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         split = SplitLayers(settings.compile_activation_budget)
         if splits(settings):
             split.replace(decoder_layers(model))
-        with _fake_tensors(settings, capability, batch, tracker), tracker:
+        with _fake_tensors(settings, capability, batch, tracker) as semantics, tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
             if True in (settings.load_in_4bit, settings.load_in_8bit):
                 round_adapters(model, tracker)
@@ -118,7 +127,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             if (offloading := offloading_of(model)) is not None:
                 offloading.recompute()
             with _explained(config):
-                _run(model, tracker, settings, batch, on_cpu=capability is None)
+                _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
         lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split
@@ -161,7 +170,9 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
         yield f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}"
 
 
-def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, *, on_cpu: bool) -> None:
+def _run(
+    model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, semantics: CudaFunctions | None, *, on_cpu: bool
+) -> None:
     model.train()
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
@@ -172,7 +183,7 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
     if settings.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
     tracker.recording.begin("micro-batch")
-    inputs = _inputs(settings, batch, batch.rows, tracker)
+    inputs = _inputs(settings, batch, tracker)
     with step_context(settings, "cpu"):
         loss = _forward(model, settings, batch, inputs, tracker, "forward")
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
@@ -194,9 +205,11 @@ def _run(model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, 
     if batch.eval_rows:
         tracker.recording.begin("eval")
         model.eval()
+        held_out = batch.for_evaluation()
+        if semantics is not None:
+            semantics.trained_tokens = held_out.trained_tokens
         with torch.no_grad():
-            inputs = _inputs(settings, batch, batch.eval_rows, tracker)
-            _forward(model, settings, batch, inputs, tracker, "eval")
+            _forward(model, settings, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
 def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -205,10 +218,10 @@ def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.T
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
 
 
-def _inputs(settings: Settings, batch: Batch, rows: int, tracker: StorageTracker) -> dict[str, Any]:
+def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
     """The batch that TRL's collator puts on the GPU."""
     tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
-    shape = (rows, batch.tokens)
+    shape = (batch.rows, batch.tokens)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
     if settings.packing is True:
         inputs["position_ids"] = torch.zeros(shape, dtype=torch.long)
@@ -225,7 +238,7 @@ def _forward(
 ) -> torch.Tensor:
     """Forward and loss, as in `RunTrainer.compute_loss`. The mask of rows of equal length has no effect."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
-    masked = batch.padded and len(inputs["input_ids"]) > 1
+    masked = batch.padded and batch.rows > 1
     with _autocast(settings):
         outputs = model(**(inputs if masked else without_mask(inputs)), use_cache=False, fused_lm_head=True)
         loss = (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
@@ -296,20 +309,23 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 
 
 @contextmanager
-def _fake_tensors(settings: Settings, capability: Capability | None, batch: Batch, tracker: StorageTracker) -> Iterator[None]:
+def _fake_tensors(
+    settings: Settings, capability: Capability | None, batch: Batch, tracker: StorageTracker
+) -> Iterator[CudaFunctions | None]:
+    semantics = None
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(fake_experts())
         stack.enter_context(forecast_for(capability))
         stack.enter_context(auxiliary_loss(functools.partial(_balance, tracker)))
         if capability is not None and sys.platform != "win32":
-            stack.enter_context(card_semantics(batch.trained_tokens))
+            semantics = stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):
             stack.enter_context(keys_repeated())
         if settings.packing is not True:
             stack.enter_context(without_packing_detection())
         stack.enter_context(fake_tensor_mode())
-        yield
+        yield semantics
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from finetune.forecast.forecast import AtLimit, Forecast
 from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
+from finetune.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.forecast.ledger import DryRun
     from finetune.forecast.reserved import Replay
+    from finetune.forecast.row_shape import RowShape
     from finetune.recipe import Settings
 
 #: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
-#: expandable segments freed pages serve any request: up to 5 %. Without: 6-14 % on 18 measured A100 rows with a fused loss.
-EXPANDABLE, SEGMENTED = (0.0, 0.02, 0.05), (0.0, 0.08, 0.14)
+#: expandable segments freed pages serve any request: up to 7.1 % (benchmarks/card_matrix.py). Without: 6-14 % on 18 measured
+#: A100 rows with a fused loss.
+EXPANDABLE, SEGMENTED = (0.0, 0.04, 0.08), (0.0, 0.08, 0.14)
+#: What torch reserved beyond the replay with expandable segments, at most: a share, or bytes where that is more
+#: (benchmarks/card_matrix.py). A page of an expandable segment has 20 MiB.
+REPLAY_ERROR, REPLAY_ERROR_BYTES = 0.02, 40 * MIB
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
@@ -44,26 +50,24 @@ def make_forecast(
     settings: Settings,
     card: Card,
     *,
-    tokens: int,
-    trained_share: float = 1.0,
+    rows: RowShape,
     budget_bytes: int | None = None,
     quick: bool = False,
 ) -> Forecast:
-    """The forecast for a run of `settings` on `card` whose longest row has `tokens` tokens.
+    """The forecast for a run of `settings` on `card` with these longest rows.
 
-    `trained_share`: the most that any micro-batch has of tokens that count in the loss, as a share of the largest one's.
     `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
     that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes a dry run of its own. Raises
     RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
-    alone = dry_run(config, settings, micro_batch=micro, tokens=tokens, trained_share=trained_share, capability=capability)
+    alone = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
     run = _sharded(config, settings, alone)
     highest = max(run.peaks.values()) + _buckets(run, settings)
     shared = run is not alone
     able = not shared and not (quick and settings.activation_checkpointing_every_n_layers > 1)
-    held = _replayed(config, settings, card, highest, tokens, trained_share) if able else None
+    held = _replayed(config, settings, card, highest, rows) if able else None
     if held is not None and held.segments:  # empty where segments can expand
         run = _with_whole_blocks(run, held)
         highest = max(run.peaks.values())
@@ -76,7 +80,7 @@ def make_forecast(
     least, most = low + max(0, context - unsure), high + context + unsure
     at_limit = None
     if held is not None and budget_bytes is not None and least <= budget_bytes < most and (even or expandable_segments()):
-        at_limit = _at_limit(config, settings, card, tokens, trained_share, held, budget_bytes - context - unsure)
+        at_limit = _at_limit(config, settings, card, rows, held, budget_bytes - context - unsure)
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
@@ -111,9 +115,8 @@ def with_growth(
     settings: Settings,
     card: Card,
     *,
-    tokens: int,
+    rows: RowShape,
     lengths: Sequence[int],
-    trained_share: float = 1.0,
     budget_bytes: int | None = None,
     lowers: bool = False,
 ) -> Forecast:
@@ -126,15 +129,14 @@ def with_growth(
     """
     expandable, read = expandable_segments(), bool(lengths)
     if lowers and not read:
-        lengths = range(LEAST_WIDTH, tokens + 1)
-    if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or tokens < LEAST_WIDTH:
+        lengths = range(LEAST_WIDTH, rows.tokens + 1)
+    if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
         return forecast
     loaded = forecast.parts["weights"] + forecast.parts["adapters"]
     tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
     limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
     steps = functools.partial(
-        grown, config, settings, tokens=tokens, capability=card.capability or USUAL_CAPABILITY, lengths=lengths,
-        trained_share=trained_share, limit=limit,
+        grown, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit,
     )  # fmt: skip
     growths = steps(tried=tried)
     if not growths:
@@ -149,7 +151,7 @@ def with_growth(
     if lowers and growth.reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
         again = (steps(tried=[tried[place]], seed=seed) for seed in OTHER_ORDERS)
         most += [other.reserved_bytes for (other,) in again if other is not None]
-    high = round(max(most) * (1 + DRY_RUN_ERROR)) + around
+    high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + around
     if not lowers:
         high = max(forecast.peak_high_bytes, high)
     share = max(most) / max(forecast.peaks.values()) - 1 if lowers else None
@@ -188,8 +190,7 @@ def _at_limit(
     config: PretrainedConfig | dict[str, Any],
     settings: Settings,
     card: Card,
-    tokens: int,
-    trained_share: float,
+    rows: RowShape,
     free: Replay,
     limit: int,
 ) -> AtLimit | None:
@@ -210,7 +211,7 @@ def _at_limit(
     tried = [free]
     for part in range(1, least + 1):
         tried_limit = round(free.reserved_bytes * (1 - part * LIMIT_STEP))
-        held = _replay_of(config, settings, card, tokens, trained_share, tried_limit)
+        held = _replay_of(config, settings, card, rows, tried_limit)
         if held is None:
             return None
         tried.append(held)
@@ -223,25 +224,24 @@ def _at_limit(
 
 
 def _replayed(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, tokens: int, trained_share: float
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, rows: RowShape
 ) -> Replay | None:
     """The replayed allocator of one process on this card; None where that shows nothing: what does not fit anyway, and copies
     of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
     if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
         return None
-    return _replay_of(config, settings, card, tokens, trained_share)
+    return _replay_of(config, settings, card, rows)
 
 
 def _replay_of(
     config: PretrainedConfig | dict[str, Any],
     settings: Settings,
     card: Card,
-    tokens: int,
-    trained_share: float,
+    rows: RowShape,
     limit: int | None = None,
 ) -> Replay | None:
     return replayed(
-        config, settings, micro_batch=settings.per_device_train_batch_size, tokens=tokens, trained_share=trained_share,
+        config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,
         capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(), limit=limit,
     )  # fmt: skip
 
@@ -249,9 +249,8 @@ def _replay_of(
 def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) -> tuple[int, int, int]:
     """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
 
-    The least is what is allocated: at the limit torch gives cached blocks back. Without expandable segments the most is what
-    the replay reserves, if its one length is that of all rows. With them no card has been measured, and uneven rows fragment
-    more than one length shows: there the replay only raises the most, never lowers it.
+    The least is what is allocated: at the limit torch gives cached blocks back. The most is what the replay reserves, with its
+    error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
     """
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
@@ -260,8 +259,15 @@ def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) ->
     low, likely, high = (round(allocated * (1 + share)) for share in shares)
     if held is not None:
         likely = held.reserved_bytes
-        high = likely if even and not expandable_segments() else max(likely, high)
+        if expandable_segments():
+            high = _with_replay_error(likely)
+        else:
+            high = likely if even else max(likely, high)
     return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
+
+
+def _with_replay_error(reserved: int) -> int:
+    return reserved + max(round(reserved * REPLAY_ERROR), REPLAY_ERROR_BYTES)
 
 
 def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:

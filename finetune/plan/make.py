@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.forecast.forecast import Forecast
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.whole_card import make_forecast, scaled_beside, with_growth
 from finetune.model.configuration import read_config
 from finetune.model.stored import stored_quantisation, trainable_bits
@@ -192,7 +193,7 @@ class _Planner:
 
     def _grown(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
         return with_growth(
-            forecast, config, settings, self.card, **self._rows(settings, width), lengths=self._lengths,
+            forecast, config, settings, self.card, rows=self._rows(settings, width), lengths=self._lengths,
             budget_bytes=self.budget, lowers=not expandable_segments(),
         )  # fmt: skip
 
@@ -281,23 +282,20 @@ class _Planner:
 
     def _made(self, config: dict[str, Any], settings: Settings, width: int, beside: Forecast | None = None) -> Forecast:
         if not self.grows or self.card.is_cpu or expandable_segments():
-            return self._with_excess(self.forecaster(config, settings, self.card, **self._rows(settings, width)))
+            return self._with_excess(self.forecaster(config, settings, self.card, rows=self._rows(settings, width)))
         return self._with_excess(self._in_segments(config, settings, width, beside))
 
     def _in_segments(self, config: dict[str, Any], settings: Settings, width: int, beside: Forecast | None) -> Forecast:
         """A forecast where segments can't expand: steps of uneven rows decide the upper end, so each strategy has them from
         the start; one that is only compared with `beside` is scaled from it, as they take time."""
         if beside is not None:
-            quick = self.forecaster(config, settings, self.card, **self._rows(settings, width), quick=True)
+            quick = self.forecaster(config, settings, self.card, rows=self._rows(settings, width), quick=True)
             return scaled_beside(quick, beside, self.card)
-        forecast = self.forecaster(config, settings, self.card, **self._rows(settings, width))
+        forecast = self.forecaster(config, settings, self.card, rows=self._rows(settings, width))
         return self._grown(forecast, config, settings, width)
 
-    def _rows(self, settings: Settings, width: int) -> dict[str, Any]:
-        """The largest micro-batch of the rows, as `make_forecast` takes it."""
-        micro, packed = settings.per_device_train_batch_size, settings.packing is True
-        share = self.data.trained_share_of(micro, width, packed=packed) if self.data and width > 1 else 1.0
-        return {"tokens": width, "trained_share": share}
+    def _rows(self, settings: Settings, width: int) -> RowShape:
+        return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
 
     def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
         """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again."""

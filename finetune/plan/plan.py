@@ -18,6 +18,7 @@ from typing import Any
 from finetune.card.card import Card
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.forecast.forecast import Forecast
+from finetune.forecast.row_shape import RowShape
 from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
 from finetune.units import format_bytes, format_seconds
@@ -62,26 +63,45 @@ class DataStatistics:
     lengths: tuple[int, ...] = ()  # sorted, one per row; empty: rows not read, max_length is assumed
     most_trained: tuple[int, ...] = ()  # trained tokens of the MOST_ROWS rows with most of them, from the largest
     densest_trained_share: float = 1.0  # largest share of trained tokens in a row
+    eval_total_tokens: int = 0
+    eval_longest: int = 0  # tokens of the longest held-out row
+    eval_most_trained: tuple[int, ...] = ()  # as most_trained, of the held-out rows
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
 
+    def row_shape(self, settings: Settings, tokens: int) -> RowShape:
+        """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
+        packed = settings.packing is True
+        share = self.trained_share_of(settings.per_device_train_batch_size, tokens, packed=packed)
+        if not self.eval_longest:
+            return RowShape(tokens, share)
+        longest = min(settings.max_length, self.eval_total_tokens if packed else self.eval_longest)
+        if packed or not self.eval_most_trained:
+            return RowShape(tokens, share, longest, share)
+        rows = min(settings.per_device_eval_batch_size, self.eval_rows)
+        return RowShape(tokens, share, longest, _share(self.eval_most_trained, self.eval_rows, rows, longest))
+
     def trained_share_of(self, rows: int, tokens: int, *, packed: bool) -> float:
         """Largest share of `rows` x (`tokens` - 1) positions that count in the loss of a micro-batch; 1 when it is unknown."""
         if packed or not self.most_trained:
             return self.densest_trained_share if self.lengths else 1.0
-        trained = [min(count, tokens - 1) for count in self.most_trained[:rows]]
-        if rows > len(self.most_trained) < self.rows:
-            return 1.0
-        return sum(trained) / (rows * (tokens - 1))
+        return _share(self.most_trained, self.rows, rows, tokens)
 
     @cached_property
     def ends(self) -> list[tuple[int, int]]:
         """Each length once, in order, with the number of rows up to it: far fewer than a million rows."""
         counts = sorted(Counter(self.lengths).items())
         return list(zip((length for length, _ in counts), accumulate(count for _, count in counts), strict=True))
+
+
+def _share(most_trained: tuple[int, ...], of_rows: int, rows: int, tokens: int) -> float:
+    """Share of `rows` x (`tokens` - 1) positions that are trained in those of `of_rows` rows which have most of them."""
+    if rows > len(most_trained) < of_rows or tokens < 2:  # noqa: PLR2004 - the first token is never predicted
+        return 1.0
+    return sum(min(count, tokens - 1) for count in most_trained[:rows]) / (rows * (tokens - 1))
 
 
 @dataclass(frozen=True)
@@ -279,7 +299,7 @@ class Plan:
         values: dict[str, Any] = to_json(self)
         settings = values.pop("settings")
         if values["data"]:
-            for name in ("lengths", "most_trained"):
+            for name in ("lengths", "most_trained", "eval_most_trained"):
                 del values["data"][name]
         return {"version": VERSION, "verdict": values["verdict"], "plan": settings, **values}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +22,9 @@ from finetune.recipe.compatibility import address_problems
 from finetune.requirements import refuse_other_versions
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike
+
     from finetune.card.card import Card
     from finetune.data import EncodedRows, SelectedRows
     from finetune.forecast.forecast import Forecast
@@ -57,17 +60,16 @@ def plan_recipe(
     return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
 
 
-def forecast_again(plan: Plan, lengths: Sequence[int]) -> Forecast:
-    """The forecast of a plan whose settings have changed since, for training rows of these lengths. Raises RecipeError."""
+def forecast_again(plan: Plan, data: DataStatistics) -> Forecast:
+    """The forecast of a plan whose settings have changed since, for these rows. Raises RecipeError."""
     from finetune.forecast.whole_card import make_forecast, with_growth
 
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
-    rows = DataStatistics(len(lengths), 0, sum(lengths), 0, tuple(sorted(lengths)))
-    width = Batches(settings.max_length, settings.packing is True, rows).longest
-    forecast = make_forecast(config, settings, card, tokens=width, budget_bytes=plan.budget_bytes)
+    rows = data.row_shape(settings, Batches(settings.max_length, settings.packing is True, data).longest)
+    forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
     if card.is_cpu or not expandable_segments():
         return forecast
-    return with_growth(forecast, config, settings, card, tokens=width, lengths=rows.lengths, budget_bytes=plan.budget_bytes)
+    return with_growth(forecast, config, settings, card, rows=rows, lengths=data.lengths, budget_bytes=plan.budget_bytes)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:
@@ -138,16 +140,32 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """The planner's statistics of the rows."""
-    ordered = selected.lengths.copy()
-    ordered.sort()
-    lengths, trained = tuple(ordered.tolist()), selected.trained_lengths
-    by_trained = trained.copy()
-    by_trained.sort()
-    return DataStatistics(
-        len(lengths), selected.eval_rows, sum(lengths), selected.trained_tokens, lengths,
-        most_trained=tuple(by_trained[: -MOST_ROWS - 1 : -1].tolist()),
-        densest_trained_share=float((trained / selected.lengths).max(initial=0.0)),
+    training, held_out = selected.splits[0], selected.splits[1] if selected.eval_rows else None
+    return statistics_of_lengths(
+        training.lengths, training.trained_lengths,
+        held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
     )  # fmt: skip
+
+
+def statistics_of_lengths(
+    lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = ()
+) -> DataStatistics:
+    """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss."""
+    import numpy as np
+
+    tokens, counts, eval_tokens, eval_counts = (
+        np.asarray(values, dtype=np.int64) for values in (lengths, trained, eval_lengths, eval_trained)
+    )
+    return DataStatistics(
+        len(tokens), len(eval_tokens), int(tokens.sum()), int(counts.sum()), tuple(np.sort(tokens).tolist()),
+        most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
+        eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
+        eval_most_trained=_largest(eval_counts),
+    )  # fmt: skip
+
+
+def _largest(counts: np.ndarray) -> tuple[int, ...]:
+    return tuple(sorted(counts.tolist(), reverse=True)[:MOST_ROWS])
 
 
 def _missing_paths(recipe: Recipe) -> list[str]:

@@ -24,7 +24,7 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.plan.plan import Plan
+    from finetune.plan.plan import DataStatistics, Plan
     from finetune.run.directory import RunDirectory
 
 
@@ -60,13 +60,10 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
     changes = _adjustments(run)
     if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
         return plan
-    from datasets import load_from_disk
-
     from finetune.plan.planning import forecast_again
-    from finetune.run.training import row_lengths
 
     try:
-        forecast = forecast_again(plan, row_lengths(load_from_disk(str(run.data / "train"))))
+        forecast = forecast_again(plan, _statistics(run))
     except Exception:  # noqa: BLE001 - the run goes on without one
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
@@ -74,6 +71,21 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
         adjusted = _AdjustedForecast(_changes_of(changes, Decides.BYTES), forecast, time.time())
         write_json(run.adjusted_forecast, to_json(adjusted))
     return dataclasses.replace(plan, forecast=forecast)
+
+
+def _statistics(run: RunDirectory) -> DataStatistics:
+    """Of the prepared rows on the disk; plan.json has no lengths."""
+    from datasets import load_from_disk
+
+    from finetune.plan.planning import statistics_of_lengths
+    from finetune.run.training import row_lengths, trained_counts
+
+    counts: list[Any] = []
+    for name in ("train", "eval"):
+        if (run.data / name).is_dir():
+            rows = load_from_disk(str(run.data / name))
+            counts += [row_lengths(rows), trained_counts(rows)]
+    return statistics_of_lengths(*counts)
 
 
 def adjusted_since_s(run: RunDirectory) -> float:

@@ -11,12 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from pyarrow import compute
 from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
 from finetune.compat.transformers import without_packing_detection
+from finetune.data.tokens import NOT_TRAINED
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
@@ -101,6 +103,14 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
 def row_lengths(rows: Any) -> list[int]:
     """Tokens of each row, from the offsets: a million rows as lists of integers would take minutes and gigabytes."""
     return compute.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
+
+
+def trained_counts(rows: Any) -> list[int]:
+    """Tokens of each row that count in the loss."""
+    labels = rows.with_format("arrow")[:]["labels"].combine_chunks()
+    ends = np.cumsum(compute.list_value_length(labels).to_numpy(zero_copy_only=False))
+    counts = np.concatenate(([0], np.cumsum(labels.flatten().to_numpy(zero_copy_only=False) != NOT_TRAINED)))
+    return np.diff(counts[ends], prepend=0).tolist()
 
 
 class LongestEarly(Sampler[int]):

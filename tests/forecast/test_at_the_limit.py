@@ -8,6 +8,7 @@ from tiny_models import config_values, settings
 from finetune.card import find_card
 from finetune.forecast import whole_card
 from finetune.forecast.forecast import AtLimit
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.whole_card import make_forecast
 from finetune.plan.plan import verdict_of
 from finetune.units import GIB, MIB
@@ -25,7 +26,7 @@ def forecast_of(request, monkeypatch, tmp_path):
     values = config_values(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, vocab_size=8192)
     recipe = settings(packing=True, per_device_train_batch_size=1)
     return lambda budget=None, **more: make_forecast(
-        values, recipe.model_copy(update=more), CARD, tokens=2048, budget_bytes=budget
+        values, recipe.model_copy(update=more), CARD, rows=RowShape(2048), budget_bytes=budget
     )
 
 

@@ -11,6 +11,7 @@ from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.forecast.compiled_layers import SplitLayers
 from finetune.forecast.fake_model import materialise
 from finetune.forecast.ledger import dry_run
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
@@ -130,10 +131,10 @@ def test_rows_of_many_lengths_are_compiled_for_once_more_than_for_one(tmp_path):
 @pytest.mark.slow
 def test_a_smaller_budget_keeps_less_in_every_layer():
     kept = [
-        dry_run(config_values(), settings(**COMPILED, compile_activation_budget=budget), micro_batch=1, tokens=TOKENS)
+        dry_run(config_values(), settings(**COMPILED, compile_activation_budget=budget), micro_batch=1, rows=RowShape(TOKENS))
         for budget in (1.0, 0.8, 0.5)
     ]
     assert all("repeated" in made.method and not any("can't be forecast" in note for note in made.notes) for made in kept)
     assert kept[0].parts["activations"] > kept[1].parts["activations"] > kept[2].parts["activations"]
-    plain = dry_run(config_values(), settings(activation_checkpointing=False), micro_batch=1, tokens=TOKENS)
+    plain = dry_run(config_values(), settings(activation_checkpointing=False), micro_batch=1, rows=RowShape(TOKENS))
     assert kept[0].parts["activations"] < 0.9 * plain.parts["activations"]

@@ -22,6 +22,7 @@ from finetune.forecast import cache
 from finetune.forecast.fake_model import _packed_8bit
 from finetune.forecast.forecast import PARTS
 from finetune.forecast.ledger import dry_run
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.tracker import StorageTracker, block_bytes
 from finetune.forecast.whole_card import make_forecast
 from finetune.units import GIB, MIB
@@ -33,7 +34,7 @@ WIDTHS = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512)
 
 def run(kind="llama", micro_batch=1, tokens=128, layers=3, capability=(8, 6), **more):
     values = config_values(kind, num_hidden_layers=layers)
-    return dry_run(values, settings(kind, **more), micro_batch=micro_batch, tokens=tokens, capability=capability)
+    return dry_run(values, settings(kind, **more), micro_batch=micro_batch, rows=RowShape(tokens), capability=capability)
 
 
 def test_adapters_gradients_and_optimizer_by_arithmetic():
@@ -84,7 +85,7 @@ def test_the_parts_sum_to_the_peak_and_the_layers_too():
 def test_fewer_trained_tokens_take_less():
     values = config_values(num_hidden_layers=2)
     some, all_of_them = (
-        dry_run(values, settings(), micro_batch=1, tokens=2048, trained_share=share).allocated_bytes for share in (0.05, 1.0)
+        dry_run(values, settings(), micro_batch=1, rows=RowShape(2048, share)).allocated_bytes for share in (0.05, 1.0)
     )
     assert some < all_of_them
 
@@ -122,7 +123,7 @@ def test_a_run_on_the_cpu_has_no_cuda_workspace():
 
 def test_attention_dropout_takes_nothing_on_a_card():
     peaks = [
-        dry_run(config_values(num_hidden_layers=2, attention_dropout=p), settings(), micro_batch=1, tokens=128).peaks
+        dry_run(config_values(num_hidden_layers=2, attention_dropout=p), settings(), micro_batch=1, rows=RowShape(128)).peaks
         for p in (0.1, 0.0)
     ]
     assert peaks[0] == peaks[1]
@@ -182,7 +183,7 @@ def test_more_of_anything_never_takes_less(tokens, rank, layers, micro, checkpoi
 )
 def test_what_can_not_be_forecast_says_why(values, words):
     with pytest.raises(RecipeError) as caught:
-        dry_run(values, settings(), micro_batch=1, tokens=64)
+        dry_run(values, settings(), micro_batch=1, rows=RowShape(64))
     assert words in "\n".join(caught.value.problems)
 
 
@@ -190,8 +191,8 @@ def test_a_second_forecast_is_read_without_torch():
     made = run()
     script = (
         "import sys, json; sys.path.insert(0, sys.argv[1]); from tiny_models import config_values, settings\n"
-        "from finetune.forecast.ledger import dry_run\n"
-        "run = dry_run(config_values(num_hidden_layers=3), settings(), micro_batch=1, tokens=128, capability=(8, 6))\n"
+        "from finetune.forecast.ledger import dry_run; from finetune.forecast.row_shape import RowShape\n"
+        "run = dry_run(config_values(num_hidden_layers=3), settings(), micro_batch=1, rows=RowShape(128), capability=(8, 6))\n"
         "print(json.dumps([run.parts, 'torch' in sys.modules]))"
     )
     folder = str(pytest.importorskip("tiny_models").__file__).rpartition("/")[0]
@@ -222,28 +223,28 @@ def test_settings_that_hold_no_memory_do_not_make_a_new_forecast(home):
 
 
 def test_the_whole_card_is_an_interval_around_allocated_and_context():
-    forecast = make_forecast(config_values(num_hidden_layers=3), settings(), CARD, tokens=128)
+    forecast = make_forecast(config_values(num_hidden_layers=3), settings(), CARD, rows=RowShape(128))
     assert forecast.allocated_bytes <= forecast.reserved_bytes < forecast.peak_bytes
     assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
     assert forecast.peak_high_bytes > forecast.allocated_bytes + CARD.context_bytes + CARD.context_uncertainty_bytes
     assert forecast.parts == run().parts and forecast.versions and "layers" in forecast.method
     adapter, merged = forecast.parts["adapters"], 2 * run().parameters
     assert forecast.host_bytes > 0 and forecast.disk_bytes == 14 * adapter + merged  # 4 x (fp32, moments), 2 adapters
-    plain = make_forecast(config_values(num_hidden_layers=3), settings(eval_steps=0), CARD, tokens=128)
+    plain = make_forecast(config_values(num_hidden_layers=3), settings(eval_steps=0), CARD, rows=RowShape(128))
     assert plain.disk_bytes == 10 * adapter + merged  # no best checkpoint and adapter beside the last
 
 
 def test_a_cpu_has_no_reserve_and_no_cuda_context():
     card = Card("cpu", 8 * GIB, 8 * GIB, source="cpu", context_bytes=0)
     recipe = settings(dtype="float32", load_in_4bit=False, optim="adamw_torch")
-    forecast = make_forecast(config_values(num_hidden_layers=2), recipe, card, tokens=64)
+    forecast = make_forecast(config_values(num_hidden_layers=2), recipe, card, rows=RowShape(64))
     assert forecast.reserved_bytes == max(forecast.peaks.values())
 
 
 def test_data_parallel_training_keeps_buckets_of_the_gradients():
     values = config_values(num_hidden_layers=2)
     many = settings(launch={"num_processes": 2})
-    one, two = (make_forecast(values, recipe, CARD, tokens=64) for recipe in (settings(), many))
+    one, two = (make_forecast(values, recipe, CARD, rows=RowShape(64)) for recipe in (settings(), many))
     assert two.peak_low_bytes - one.peak_low_bytes == pytest.approx(0.98 * one.parts["adapters"], abs=2)
 
 

@@ -8,6 +8,7 @@ from finetune.card import find_card
 from finetune.card.host import PROCESS_BYTES
 from finetune.forecast.depth import simulate_deep
 from finetune.forecast.ledger import dry_run
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.tracker import BLOCK_BYTES
 from finetune.forecast.whole_card import make_forecast
@@ -24,7 +25,7 @@ def away(layers, how="cpu"):
 
 
 def dry(layers, **changes):
-    return dry_run(config_values(num_hidden_layers=layers), settings(**changes), micro_batch=1, tokens=64)
+    return dry_run(config_values(num_hidden_layers=layers), settings(**changes), micro_batch=1, rows=RowShape(64))
 
 
 def simulated(layers, **changes):
@@ -69,7 +70,7 @@ def test_some_resident_layers_add_their_weights():
 
 def test_a_file_takes_disk_in_place_of_host_memory_and_the_same_of_the_card():
     config, card = config_values(num_hidden_layers=64), find_card("rtx-4090")
-    host, file = (make_forecast(config, settings(**away(64, how)), card, tokens=64) for how in ("cpu", "nvme"))
+    host, file = (make_forecast(config, settings(**away(64, how)), card, rows=RowShape(64)) for how in ("cpu", "nvme"))
     run = dry(64, **away(64))
     assert host.peaks == file.peaks
     assert file.disk_bytes - host.disk_bytes == run.offloaded_bytes == 64 * run.largest_offloaded_bytes

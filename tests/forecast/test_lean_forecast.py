@@ -9,6 +9,7 @@ from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.forecast.depth import at_depth
 from finetune.forecast.ledger import dry_run
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from
@@ -40,9 +41,11 @@ def test_a_layer_of_a_large_model_keeps_about_half_the_bytes(name):
     ],
 )
 def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, said):
-    made = dry_run(config_values(kind), settings(kind, lean_layers=True), micro_batch=1, tokens=64)
+    made = dry_run(config_values(kind), settings(kind, lean_layers=True), micro_batch=1, rows=RowShape(64))
     assert said in made.notes and "repeated" in made.method
-    assert not any("lean" in note for note in dry_run(config_values(kind), settings(kind), micro_batch=1, tokens=64).notes)
+    assert not any(
+        "lean" in note for note in dry_run(config_values(kind), settings(kind), micro_batch=1, rows=RowShape(64)).notes
+    )
 
 
 RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_length": 512}
@@ -74,9 +77,9 @@ def test_a_plan_from_before_there_were_any_goes_on_without(new_plan):
 @pytest.fixture
 def new_plan():
     """new_plan(changes) -> the plan of a recipe with these, by a forecaster that finds that all fits."""
-    made = dry_run(config_values(), settings(), micro_batch=1, tokens=64)
+    made = dry_run(config_values(), settings(), micro_batch=1, rows=RowShape(64))
 
-    def forecaster(_config, _settings, _card, *, tokens, trained_share):
+    def forecaster(_config, _settings, _card, *, rows):
         from finetune.forecast.forecast import Forecast
 
         return Forecast(2**30, 2**30, 2**30, 2**30, 2**30, parts=made.parts, peaks=made.peaks)

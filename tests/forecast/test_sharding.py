@@ -5,6 +5,7 @@ from tiny_models import config_values, settings
 
 from finetune.card import Card
 from finetune.forecast.ledger import DryRun, dry_run
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.shard_units import Parameter, Unit, units_of
 from finetune.forecast.sharding import shard
 from finetune.forecast.whole_card import make_forecast
@@ -115,7 +116,7 @@ def test_more_cards_never_take_more_of_each(launch):
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_the_ledger_of_a_real_model_sums_to_the_peak_of_training(launch):
     recipe = settings(launch={"num_processes": 2, **launch})
-    forecast = make_forecast(config_values(), recipe, CARD, tokens=64)
+    forecast = make_forecast(config_values(), recipe, CARD, rows=RowShape(64))
     assert sum(forecast.parts.values()) == forecast.allocated_bytes == forecast.peaks["train"]
     assert sum(forecast.per_layer_bytes.values()) == forecast.allocated_bytes
     assert min(forecast.parts.values()) >= 0 and min(forecast.per_layer_bytes.values()) >= 0
@@ -127,7 +128,8 @@ def test_fsdp_trains_in_less_than_ddp_and_offload_in_less_still():
     values = config_values(num_hidden_layers=24)
     ways = [{}, {"strategy": "fsdp"}, {"strategy": "fsdp", "offload": "cpu"}]
     ddp, fsdp, away = (
-        make_forecast(values, settings(load_in_4bit=False, launch={"num_processes": 8, **way}), CARD, tokens=64) for way in ways
+        make_forecast(values, settings(load_in_4bit=False, launch={"num_processes": 8, **way}), CARD, rows=RowShape(64))
+        for way in ways
     )
     assert away.peaks["train"] < fsdp.peaks["train"] < ddp.peaks["train"]
     assert fsdp.peaks["load"] > ddp.peaks["load"]  # every rank loads the full model first
@@ -139,12 +141,12 @@ def test_the_dry_run_is_the_same_for_every_strategy_but_zero_3_and_made_once(hom
     recipes = [settings(launch=way) for way in ways]
     runs = []
     for number, recipe in enumerate(recipes):
-        runs.append(dry_run(config_values(num_hidden_layers=4), recipe, micro_batch=1, tokens=64))
+        runs.append(dry_run(config_values(num_hidden_layers=4), recipe, micro_batch=1, rows=RowShape(64)))
         assert len(list((home / "cache" / "forecasts").glob("*.json"))) == 1, number
     assert all(run == runs[0] for run in runs)
     for kept in (home / "cache" / "forecasts").glob("*.json"):
         kept.unlink()
-    assert dry_run(config_values(num_hidden_layers=4), recipes[2], micro_batch=1, tokens=64) == runs[0]
+    assert dry_run(config_values(num_hidden_layers=4), recipes[2], micro_batch=1, rows=RowShape(64)) == runs[0]
 
 
 def test_units_are_every_parameter_once_and_are_kept(home):

@@ -6,6 +6,7 @@ from tiny_models import config_values, settings
 from finetune.forecast.depth import simulate_deep
 from finetune.forecast.ledger import _first_layer_saves_less, _shape, replayed
 from finetune.forecast.reserved import replay
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
 
@@ -56,8 +57,8 @@ def test_a_few_layers_reserve_what_all_do(more):
 def test_every_nth_layer_checkpointed_is_replayed_as_all_layers_run_where_segments_cannot_expand(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     values, recipe = config_values(num_hidden_layers=8), settings(activation_checkpointing_every_n_layers=2)
-    shape = {"micro_batch": 1, "tokens": 192, "capability": AMPERE}
-    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, 192, 1.0)), AMPERE).trace()
+    shape = {"micro_batch": 1, "rows": RowShape(192), "capability": AMPERE}
+    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, RowShape(192))), AMPERE).trace()
     assert replayed(values, recipe, expandable=False, **shape) == replay(full, expandable=False)
     assert replayed(values, recipe, expandable=True, **shape) is None
 
@@ -83,7 +84,7 @@ def test_a_limit_below_the_reserved_peak_is_met_by_freeing_cached_blocks_or_not_
 
 def test_what_cannot_be_replayed_is_not_guessed(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    shape = {"micro_batch": 1, "tokens": 64, "capability": AMPERE, "expandable": False}
+    shape = {"micro_batch": 1, "rows": RowShape(64), "capability": AMPERE, "expandable": False}
     assert replayed(config_values(), settings(activation_checkpointing="offload"), **shape) is None
     assert replayed(config_values(num_hidden_layers=4), settings(), **shape) == replayed(
         config_values(num_hidden_layers=4), settings(), **shape

@@ -12,6 +12,7 @@ from finetune.forecast import whole_card
 from finetune.forecast.allocator_choice import candidates, choose
 from finetune.forecast.ledger import _shape
 from finetune.forecast.reserved import replay
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.trace import RELEASED, NotRepeated, Trace
 from finetune.forecast.uneven import Growth, Widths, replay_uneven, widths_of
@@ -28,7 +29,7 @@ LENGTHS = [60 + 11 * number % 1300 for number in range(0, 2000, 7)] + [1900, 204
 def _cached(key):
     width, rows, more = key
     recipe = settings(per_device_train_batch_size=rows, **dict(more))
-    return simulate(config_from(VALUES, recipe), recipe, Batch(**_shape(recipe, rows, width, 1.0)), (8, 6)).trace()
+    return simulate(config_from(VALUES, recipe), recipe, Batch(**_shape(recipe, rows, RowShape(width))), (8, 6)).trace()
 
 
 def traced(width, rows=1, **more):
@@ -124,16 +125,16 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(whole_card, "expandable_segments", lambda: expandable)
     recipe = settings(per_device_train_batch_size=1)
-    before = make_forecast(VALUES, recipe, CARD, tokens=2048)
+    before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
     for _ in range(2):  # then from the cache
-        after = with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=LENGTHS)
+        after = with_growth(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=LENGTHS)
         assert after.reserved_bytes >= before.reserved_bytes and after.peak_high_bytes >= before.peak_high_bytes
         (said,) = set(after.notes) - set(before.notes)
         assert said.startswith("rows of uneven length") and ("expandable segments" in said) is expandable
         assert ("setting" in said) is not expandable and (after.allocator is None) >= expandable
     packed = recipe.model_copy(update={"packing": True})
-    assert with_growth(before, VALUES, packed, CARD, tokens=2048, lengths=LENGTHS) is before
-    assert with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=[7, 7]) is before
+    assert with_growth(before, VALUES, packed, CARD, rows=RowShape(2048), lengths=LENGTHS) is before
+    assert with_growth(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=[7, 7]) is before
 
 
 @pytest.mark.slow
@@ -141,9 +142,10 @@ def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_cov
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(whole_card, "expandable_segments", lambda: False)
     recipe = settings(per_device_train_batch_size=1)
-    before = make_forecast(VALUES, recipe, CARD, tokens=2048)
+    before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
     after, unread = (
-        with_growth(before, VALUES, recipe, CARD, tokens=2048, lengths=lengths, lowers=True) for lengths in (LENGTHS, ())
+        with_growth(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=lengths, lowers=True)
+        for lengths in (LENGTHS, ())
     )
     assert "up to 14 %" in str(before.notes) and "14 %" not in str(after.notes) + str(unread.notes)
     assert "rows were not read" in unread.notes[-1] and "rows were not read" not in after.notes[-1]

@@ -22,6 +22,7 @@ from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
 from finetune.forecast.ledger import replayed
+from finetune.forecast.row_shape import RowShape
 from finetune.model.configuration import read_config
 from finetune.plan.history import read_history
 from finetune.plan.plan import read_plan
@@ -293,8 +294,9 @@ def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_
     def held(budget):
         limit_card(dataclasses.replace(plan, budget_bytes=round(budget)))
         return replayed(
-            read_config(settings), settings, micro_batch=settings.per_device_train_batch_size, tokens=settings.max_length,
-            capability=plan.card.capability, expandable=expandable_segments(), limit=round(recorded.limit_bytes()),
+            read_config(settings), settings, rows=RowShape(settings.max_length),
+            micro_batch=settings.per_device_train_batch_size, capability=plan.card.capability,
+            expandable=expandable_segments(), limit=round(recorded.limit_bytes()),
         )  # fmt: skip
 
     assert plan.forecast.peak_low_bytes > 2 * GIB

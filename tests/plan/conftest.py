@@ -6,6 +6,7 @@ import pytest
 
 from finetune.card import Card
 from finetune.forecast.forecast import Forecast
+from finetune.forecast.row_shape import RowShape
 from finetune.plan.search import STATE_BYTES
 from finetune.plan.shape import shape_of
 from finetune.recipe import Recipe
@@ -26,24 +27,24 @@ class ArithmeticForecaster:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, tokens: int, trained_share: float) -> Forecast:
+    def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, rows: RowShape) -> Forecast:
         self.calls += 1
         shape = shape_of(config, settings)
         bits = 4 if settings.load_in_4bit else 8 if settings.load_in_8bit else 32 if settings.dtype == "float32" else 16
         adapters = settings.lora_r * shape.adapter_per_rank
-        rows = settings.per_device_train_batch_size * tokens
-        layer, entry = SAVED_BYTES * shape.hidden * rows, 2 * shape.hidden * rows
+        n_tokens = settings.per_device_train_batch_size * rows.tokens
+        layer, entry = SAVED_BYTES * shape.hidden * n_tokens, 2 * shape.hidden * n_tokens
         again = 0
         if settings.activation_checkpointing is not False:
             again = -(-shape.layers // settings.activation_checkpointing_every_n_layers)
-        kept = {"offload": 0, "selective": entry + 2 * shape.attention_width * rows}.get(
+        kept = {"offload": 0, "selective": entry + 2 * shape.attention_width * n_tokens}.get(
             settings.activation_checkpointing, entry
         )
         parts = {
             "weights": shape.weight_bytes(bits), "adapters": 4 * adapters, "gradients": 4 * adapters,
             "optimizer": round(STATE_BYTES[settings.optim] * adapters),
             "activations": round((shape.layers - again) * layer + again * kept), "recomputed": round(layer if again else 0),
-            "loss": 256 * MIB + 4 * shape.hidden * rows, "workspace": 64 * MIB,
+            "loss": 256 * MIB + 4 * shape.hidden * n_tokens, "workspace": 64 * MIB,
         }  # fmt: skip
         allocated = sum(parts.values())
         reserved = round(1.04 * allocated)

@@ -98,11 +98,11 @@ def test_the_planner_chooses_only_what_a_sharded_model_can_do(eight):
     open_recipe = {name: "auto" for name in ("load_in_4bit", "load_in_8bit", "activation_checkpointing", "optim")}
     tried = []
 
-    def forecaster(config, settings, card, *, tokens, trained_share):
+    def forecaster(config, settings, card, *, rows):
         tried.append(settings)
         from finetune.forecast.whole_card import make_forecast
 
-        return make_forecast(config, settings, card, tokens=tokens, trained_share=trained_share)
+        return make_forecast(config, settings, card, rows=rows)
 
     planned(forecaster, launch={"num_processes": 2, "strategy": "fsdp"}, **open_recipe)
     split = [settings for settings in tried if settings.launch.strategy != "ddp"]

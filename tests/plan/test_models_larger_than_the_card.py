@@ -31,8 +31,8 @@ def plan(new_forecaster):
     class Offloading(new_forecaster):
         """The same with the weights of offloaded layers in pinned memory."""
 
-        def __call__(self, config, settings, card, *, tokens, trained_share):
-            made = super().__call__(config, settings, card, tokens=tokens, trained_share=trained_share)
+        def __call__(self, config, settings, card, *, rows):
+            made = super().__call__(config, settings, card, rows=rows)
             layers = [f"layers.{number}" for number in range(shape_of(config, settings).layers)]
             made = dataclasses.replace(made, per_layer_bytes=dict.fromkeys([*layers, "outside the layers"], 0))
             if settings.layer_offloading is False:

@@ -65,10 +65,10 @@ def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(p
     """Adapters on int8 weights are not lean: they save 1.8 times the bytes, more than the weights take less."""
 
     class Lean(new_forecaster):
-        def __call__(self, config, settings, card, *, tokens, trained_share):
-            saved = 47.6 * 1536 * 28 * tokens * settings.per_device_train_batch_size
+        def __call__(self, config, settings, card, *, rows):
+            saved = 47.6 * 1536 * 28 * rows.tokens * settings.per_device_train_batch_size
             more = 0 if settings.load_in_8bit else round(-0.45 * saved)
-            whole = super().__call__(config, settings, card, tokens=tokens, trained_share=trained_share)
+            whole = super().__call__(config, settings, card, rows=rows)
             names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
             parts = {**whole.parts, "activations": whole.parts["activations"] + more}
             return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in names})

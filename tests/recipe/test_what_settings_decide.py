@@ -5,6 +5,7 @@ import json
 import pytest
 
 from finetune.card.card import Card
+from finetune.forecast.row_shape import RowShape
 from finetune.forecast.whole_card import make_forecast
 from finetune.recipe import AUTO, plainest, recipe_from
 from finetune.recipe.reference import settings_reference
@@ -105,7 +106,7 @@ def forecast_bytes(values):
     """Forecast memory of GPU and host, without the disk."""
     settings = plainest(recipe_from(values))
     tokens = min(settings.max_length, LONGEST[settings.dataset.path])
-    forecast = make_forecast(MODELS[settings.model_name_or_path], settings, CARDS[settings.gpu], tokens=tokens)
+    forecast = make_forecast(MODELS[settings.model_name_or_path], settings, CARDS[settings.gpu], rows=RowShape(tokens))
     return forecast.allocated_bytes, forecast.peak_high_bytes, forecast.peaks, forecast.parts, forecast.host_bytes
 
 

@@ -1,0 +1,18 @@
+"""The largest micro-batches of a run, as a forecast takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """Tokens of the longest row, and the largest share of a micro-batch's positions that count in the loss.
+
+    `eval_tokens` and `eval_trained_share`: the same of the held-out rows; as for training where they are not known.
+    """
+
+    tokens: int
+    trained_share: float = 1.0
+    eval_tokens: int | None = None
+    eval_trained_share: float | None = None
