@@ -34,7 +34,7 @@ struct Id { char bytes[128]; };
 struct Shared {
   std::atomic<uint32_t> arrived, generation;
   std::atomic<int32_t> pids[MOST_RANKS];
-  bool is_known[MOST_RANKS];
+  size_t known_bytes[MOST_RANKS];  // of each slot, from its beginning
   char slots[MOST_RANKS][SLOT_BYTES];
 };
 
@@ -108,21 +108,33 @@ std::string name_of(const Id& id) {
   return name;
 }
 
+size_t known_beginning(const void* source, size_t bytes) {
+  size_t known = 0, end = bytes;  // the first `known` bytes are known, the first `end + 1` are not
+  while (known < end) {
+    size_t middle = (known + end + 1) / 2;
+    if (is_known(source, middle)) known = middle;
+    else end = middle - 1;
+  }
+  return known;
+}
+
 // Every rank's bytes in its slot, until `use` of them returns.
 template <class Use>
 int exchange(Communicator& group, const void* source, size_t bytes, Use use) {
-  bool is_known_here = is_known(source, bytes);
-  group.shared->is_known[group.rank] = is_known_here;
-  if (is_known_here) memcpy(group.shared->slots[group.rank], source, bytes);
+  size_t known = known_beginning(source, bytes);
+  group.shared->known_bytes[group.rank] = known;
+  memcpy(group.shared->slots[group.rank], source, known);
   if (int error = meet(group)) return error;
   use();
   return meet(group);
 }
 
 void take(void* target, const Communicator& group, int rank, size_t offset, size_t bytes) {
-  if (!group.shared->is_known[rank]) { mark_unknown(target, bytes); return; }
-  memcpy(target, group.shared->slots[rank] + offset, bytes);
-  mark_known(target, bytes);
+  size_t known = group.shared->known_bytes[rank];
+  known = known > offset ? std::min(bytes, known - offset) : 0;
+  memcpy(target, group.shared->slots[rank] + offset, known);
+  mark_unknown(target, bytes);
+  mark_known(target, known);
 }
 
 template <class Number>
@@ -145,9 +157,10 @@ void combine(char* target, const Communicator& group, size_t offset, size_t coun
 
 // The reduction of all ranks' elements from `offset` bytes on; unknown where one of them is, and of 16-bit floats.
 void reduce(void* target, const Communicator& group, size_t offset, size_t count, int type, int operation) {
-  bool all_known = std::all_of(group.shared->is_known, group.shared->is_known + group.ranks, [](bool known) { return known; });
   char* into = static_cast<char*>(target);
   size_t bytes = count * size_of(type);
+  const size_t* known = group.shared->known_bytes;
+  bool all_known = std::all_of(known, known + group.ranks, [&](size_t size) { return size >= offset + bytes; });
   if (!all_known || type == FLOAT16 || type >= BFLOAT16 || operation > MEAN) { mark_unknown(target, bytes); return; }
   switch (type) {
     case INT8: combine<int8_t>(into, group, offset, count, operation); break;
