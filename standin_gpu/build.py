@@ -1,8 +1,9 @@
 """Build the stand-in libraries for the CUDA packages of one Python environment.
 
-By hand are libcuda (driver.cpp and what it uses), libcudart (runtime.cpp, answers.cpp), libnvidia-ml (nvml.c) and most of libnccl
-(nccl.cpp). Every other library that a binary of the environment needs is generated from the symbols it leaves undefined: each
-function answers 0, creators give a handle. So a new version of torch needs no change here. Needs gcc, g++, binutils and CUDA's headers.
+By hand are libcuda (driver.cpp and what it uses), libcudart (runtime.cpp, answers.cpp), libnvidia-ml (nvml.c) and most of
+libnccl (nccl.cpp). Every other library that a binary of the environment needs is generated from the symbols it leaves undefined:
+each function answers 0, creators give a handle. So a new version of torch needs no change here. Needs gcc, g++, binutils and
+CUDA's headers.
 """
 
 import re
@@ -177,7 +178,9 @@ class Builder:
 
     def generated(self, soname: str, wanted: Mapping[str, Collection[str]]) -> None:
         """A library of stubs for what others need of it, beside its functions by hand."""
-        by_hand = [self.compile(SOURCES / name) for library, name in PARTLY_BY_HAND.items() if soname.startswith(f"{library}.so")]
+        by_hand = [
+            self.compile(SOURCES / name) for library, name in PARTLY_BY_HAND.items() if soname.startswith(f"{library}.so")
+        ]
         names = set().union(*wanted.values()) - (defined(*by_hand) if by_hand else set())
         source = self.write(f"{soname}.c", [stub(name) for name in sorted(names)])
         versions = {version: names for version, names in wanted.items() if version}

@@ -1,7 +1,8 @@
 """Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of a single card.
 
 The dry run is the same for every strategy: sharded bytes are taken out, all-gathered parameters and buffers are added as
-`gathered`. FSDP's are held against torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), no rule on real cards. Where the moment of a peak is not certain, the higher number is taken.
+`gathered`. FSDP's rules are held against torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), none on real
+cards. Where the moment of a peak is not certain, the higher number is taken.
 """
 
 from __future__ import annotations

@@ -61,10 +61,11 @@ def measured_peaks(run, rank):
 def run_on_both(machine, tmp_path, strategy, four_bit):
     """(forecast peaks, each rank's measured ones) of a run with two processes."""
     run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
-    recipe.write_text(f"model_name_or_path: {tmp_path / 'model'}\ndataset: {{path: {tmp_path / 'rows.jsonl'}, test_split_size: 4}}\n")
+    recipe.write_text(
+        f"model_name_or_path: {tmp_path / 'model'}\ndataset: {{path: {tmp_path / 'rows.jsonl'}, test_split_size: 4}}\n"
+    )
     launch = ["launch.num_processes=2", f"launch.strategy={strategy}", f"load_in_4bit={str(four_bit).lower()}"]
     machine.run("finetune", "run", recipe, *FIXED, *launch, f"output_dir={run}")
-    print(strategy, four_bit, json.loads((run / "plan.json").read_text())["forecast"]["peaks"], [measured_peaks(run, rank) for rank in range(2)])
     forecast = json.loads((run / "plan.json").read_text())["forecast"]
     assert machine.used_bytes(0) == machine.used_bytes(1) == {}
     return forecast["peaks"], [measured_peaks(run, rank) for rank in range(2)]
