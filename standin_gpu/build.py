@@ -2,8 +2,8 @@
 
 By hand are libcuda (driver.cpp and what it uses), libcudart (runtime.cpp, answers.cpp), libnvidia-ml (nvml.c) and most of
 libnccl (nccl.cpp). Every other library that a binary of the environment needs is generated from the symbols it leaves
-undefined: each function answers 0, creators give a handle. So a new version of torch needs no change here. Needs gcc, g++, binutils
-and CUDA's headers.
+undefined: each function answers 0, creators give a handle. So a new version of torch needs no change here. Needs gcc, g++,
+binutils and CUDA's headers.
 """
 
 import re
