@@ -67,7 +67,6 @@ def run_on_both(machine, tmp_path, strategy, four_bit):
     launch = ["launch.num_processes=2", f"launch.strategy={strategy}", f"load_in_4bit={str(four_bit).lower()}"]
     machine.run("finetune", "run", recipe, *FIXED, *launch, f"output_dir={run}")
     forecast = json.loads((run / "plan.json").read_text())["forecast"]
-    assert machine.used_bytes(0) == machine.used_bytes(1) == {}
     return forecast["peaks"], [measured_peaks(run, rank) for rank in range(2)]
 
 
