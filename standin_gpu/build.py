@@ -1,8 +1,9 @@
 """Build the stand-in libraries for the CUDA packages of one Python environment.
 
-By hand are libcuda (driver.cpp and what it uses), libcudart (runtime.cpp, answers.cpp) and libnvidia-ml (nvml.c). Every other
-library that a binary of the environment needs is generated from the symbols it leaves undefined: each function answers 0,
-creators give a handle. So a new version of torch needs no change here. Needs gcc, g++, binutils and CUDA's headers.
+By hand are libcuda (driver.cpp and what it uses), libcudart (runtime.cpp, answers.cpp), libnvidia-ml (nvml.c) and most of
+libnccl (nccl.cpp). Every other library that a binary of the environment needs is generated from the symbols it leaves
+undefined: each function answers 0, creators give a handle. So a new version of torch needs no change here. Needs gcc, g++,
+binutils and CUDA's headers.
 """
 
 import re
@@ -16,6 +17,8 @@ from standin_gpu.elf import needs
 SOURCES = Path(__file__).parent / "src"
 DRIVER_SOURCES = ("driver.cpp", "machine.cpp", "memory.cpp", "trace.cpp")
 RUNTIME_SOURCES = ("runtime.cpp", "answers.cpp")
+#: Functions by hand of libraries whose others are generated.
+PARTLY_BY_HAND = {"libnccl": "nccl.cpp"}
 #: Binaries of an environment that use CUDA.
 BINARIES = (
     "torch/lib/*.so*", "torch/_C*.so", "bitsandbytes/libbitsandbytes_cuda13*.so", "xformers/*.so", "torchvision/*.so",
@@ -42,13 +45,10 @@ BODIES = {
     "cublasLtGetVersion": "(void) { return 130100; }",
     "cublasLtGetCudartVersion": "(void) { return 13000; }",
     "nvrtcVersion": "(int *major, int *minor) { *major = 13; *minor = 0; return 0; }",
-    "ncclGetVersion": "(int *version) { *version = 22907; return 0; }",
     "cuptiGetVersion": "(int *version) { *version = 130000; return 0; }",
     "cuptiGetResultString": '(int code, const char **text) { *text = "stand-in"; return 0; }',
     "cuptiActivityGetNextRecord": "(void) { return 12; }",
     "cuptiSubscribe": "(void **handle) { *handle = calloc(1, 64); return 0; }",
-    "ncclCommInitRank": "(void **handle) { *handle = calloc(1, 64); return 0; }",
-    "ncclCommInitRankConfig": "(void **handle) { *handle = calloc(1, 64); return 0; }",
 }
 CREATOR = re.compile(r"Create(_v2|Program|$)|(cusparse|cusolver\w\w|cudnn|cublas|cublasLt|curand|cufft)\w*Create\w*$")
 #: Symbols that libraries need, by version: {"libcublas.so.13": {"libcublas.so.13": {"cublasCreate_v2", ...}}}.
@@ -184,14 +184,18 @@ class Builder:
         self.link(soname, *objects, stubs, "-l:libcuda.so.1", f"-Wl,--version-script={script}")
 
     def generated(self, soname: str, wanted: Mapping[str, Collection[str]]) -> None:
-        """A library of stubs for what others need of it."""
-        source = self.write(f"{soname}.c", [stub(name) for name in sorted(set().union(*wanted.values()))])
+        """A library of stubs for what others need of it, beside its functions by hand."""
+        by_hand = [
+            self.compile(SOURCES / name) for library, name in PARTLY_BY_HAND.items() if soname.startswith(f"{library}.so")
+        ]
+        names = set().union(*wanted.values()) - (defined(*by_hand) if by_hand else set())
+        source = self.write(f"{soname}.c", [stub(name) for name in sorted(names)])
         versions = {version: names for version, names in wanted.items() if version}
         lines = [
             f"{version} {{ global: {' '.join(f'{name};' for name in sorted(names))} }};" for version, names in versions.items()
         ]
         options = [f"-Wl,--version-script={self.write(f'{soname}.map', lines)}"] if lines else []
-        self.link(soname, self.compile(source), *options)
+        self.link(soname, *by_hand, self.compile(source), *(["-l:libcuda.so.1"] if by_hand else []), *options)
 
     def nvml(self) -> None:
         """libnvidia-ml.so.1, which needs neither CUDA's headers nor torch."""

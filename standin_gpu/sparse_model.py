@@ -6,17 +6,21 @@ of its content.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "chat_template*", "vocab*", "merges*")
+#: Bytes of a file of weights, as of models on the hub.
+FILE_BYTES = 5 * 10**9
 
 
 def write_sparse_model(folder: Path, values: dict, tokenizer: Path) -> int:
-    """Write config.json, tokenizer and model.safetensors of the model with these values of its config.json; returns its bytes.
+    """Write config.json, tokenizer and weights of the model with these values of its config.json; returns the weights' bytes.
 
-    Weights are bfloat16. The tokenizer is that of a folder and may have fewer tokens than the model.
+    Weights are bfloat16, in files of up to FILE_BYTES: the kernel refuses to map one that is larger than the host's memory. The
+    tokenizer is that of a folder and may have fewer tokens than the model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -37,7 +41,28 @@ def write_sparse_model(folder: Path, values: dict, tokenizer: Path) -> int:
     (folder / "generation_config.json").write_text(json.dumps(special), encoding="utf-8")
     tied = set(getattr(model, "_tied_weights_keys", None) or {}) if config.get_text_config().tie_word_embeddings else set()
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    return write_sparse_safetensors(folder / "model.safetensors", shapes)
+    return write_sparse_weights(folder, shapes)
+
+
+def write_sparse_weights(folder: Path, shapes: dict[str, list[int]]) -> int:
+    """model.safetensors, or several files with their index; returns the weights' bytes."""
+    parts: list[dict[str, list[int]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        tensor_bytes = 2 * math.prod(shape)
+        if parts[-1] and size + tensor_bytes > FILE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = shape
+        size += tensor_bytes
+    if len(parts) == 1:
+        return write_sparse_safetensors(folder / "model.safetensors", shapes)
+    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    total = sum(write_sparse_safetensors(folder / file, part) for file, part in zip(names, parts, strict=True))
+    weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return total
 
 
 def write_sparse_safetensors(path: Path, shapes: dict[str, list[int]]) -> int:
@@ -45,9 +70,7 @@ def write_sparse_safetensors(path: Path, shapes: dict[str, list[int]]) -> int:
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        size = 2
-        for length in shape:
-            size *= length
+        size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
@@ -68,8 +91,8 @@ def write_to_hub_cache(cache: Path, model_id: str, values: dict, tokenizer: Path
         folder.mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision, encoding="utf-8")
     write_sparse_model(snapshot, values, tokenizer)
-    weights = snapshot / "model.safetensors"
-    blob = blobs / hashlib.sha256(f"{model_id} {weights.stat().st_size}".encode()).hexdigest()
-    weights.rename(blob)
-    weights.symlink_to(os.path.relpath(blob, snapshot))
+    for weights in sorted(snapshot.glob("*.safetensors")):
+        blob = blobs / hashlib.sha256(f"{model_id} {weights.name} {weights.stat().st_size}".encode()).hexdigest()
+        weights.rename(blob)
+        weights.symlink_to(os.path.relpath(blob, snapshot))
     return snapshot

@@ -1,7 +1,8 @@
 """Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of a single card.
 
 The dry run is the same for every strategy: sharded bytes are taken out, all-gathered parameters and buffers are added as
-`gathered`. No rule has been measured on several cards. Where the moment of a peak is not certain, the higher number is taken.
+`gathered`. FSDP's rules are held against torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), none on real
+cards. Where the moment of a peak is not certain, the higher number is taken.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Sharded:
     """Memory of one rank under a strategy, in bytes.
 
     `kept`: (frozen, trained) bytes of each unit on the card; `states`: share of the optimizer states on the card; `masters`:
-    fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `loading`: parameters while the
-    model is loaded and sharded; `own_rows`: no rank loads more; `host`: host memory of each rank.
+    fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `starting`: the same when the
+    forward pass begins and nothing is saved for the backward pass; `loading`: parameters while the model is loaded and sharded;
+    `own_rows`: no rank loads more; `host`: host memory of each rank.
     """
 
     kept: dict[str, tuple[int, int]]
@@ -60,6 +62,7 @@ class Sharded:
     loading: int
     host: int
     own_rows: bool = False
+    starting: int = 0
 
 
 def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
@@ -69,7 +72,8 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     shards = {unit.name: _sums(unit, lambda parameter: _shard_rows(parameter, cards)) for unit in units}
     # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
-    gathered = gathered_by_fsdp(units, cards) + 2 * max(cards * trained for _, trained in shards.values())
+    reducing = 2 * max(cards * trained for _, trained in shards.values())
+    gathered, starting = gathered_by_fsdp(units, cards) + reducing, gathered_at_start(units, cards)
     # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
     # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps what was before
     # the sharding until all is sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
@@ -77,7 +81,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
         loading = max(before + sum(map(sum, shards.values())), _quantising(units) if own_rows else 0)
-        return Sharded(shards, _share(units, shards), 0, gathered, loading, 0, own_rows)
+        return Sharded(shards, _share(units, shards), 0, gathered, loading, 0, own_rows, starting)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
@@ -85,7 +89,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     host = sum(_pinned(_shard_rows(parameter, cards)) for unit in units for parameter in unit.parameters)
     arriving = 2 * max(map(sum, shards.values()))
     loading = max(before + trained, _quantising(units)) if own_rows else before
-    return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows)
+    return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows, starting + arriving)
 
 
 def _all_bytes(units: tuple[Unit, ...]) -> int:
@@ -105,25 +109,35 @@ def _quantising(units: tuple[Unit, ...]) -> int:
 
 
 def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
-    """Peak bytes of all-gathered parameters on a card: a unit, its all-gather buffer, and the buffer of the next unit.
+    """Peak bytes of all-gathered parameters on a card, beside activations: a unit, its all-gather buffer, and the buffer of the
+    next unit.
 
     Two of them are allocated at once; the third counts because buffers belong to another stream, whose blocks the first can't
     reuse (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard). Each decoder layer, the
     embedding, the output layer and the rest is one unit; the output layer and the rest stay gathered from forward to backward,
     an embedding tied to the output layer from the start (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
     """
-    full = {unit.name: sum(_block(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
-    layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
-    embedding, head, rest = (full.get(name, 0) for name in (EMBEDDING, HEAD, REST))
+    layer, embedding, head, rest = _whole_units(units, cards)
     tied = head if not embedding else 0
     moments = {
-        "first layer is gathered": 2 * embedding + layer,
         "layers": tied + 3 * layer,
-        "loss": 2 * head + layer,
+        "loss": layer + (head if tied else 2 * head),
         "backward": head + layer + max(layer, embedding),
-        "tied embedding is gathered": 2 * tied + layer,
     }
     return max(moments.values()) + 2 * rest
+
+
+def gathered_at_start(units: tuple[Unit, ...], cards: int) -> int:
+    """Peak bytes of all-gathered parameters when the forward pass begins: the embedding, its buffer, and the first layer's."""
+    layer, embedding, head, rest = _whole_units(units, cards)
+    return 2 * (embedding or head) + layer + 2 * rest
+
+
+def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
+    """Bytes of the largest decoder layer, the embedding, the output layer and the rest, gathered."""
+    full = {unit.name: sum(_block(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
+    layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
+    return layer, full.get(EMBEDDING, 0), full.get(HEAD, 0), full.get(REST, 0)
 
 
 def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
@@ -180,10 +194,13 @@ def _applied(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: S
     parts["weights"] -= sum(frozen for frozen, _ in saved.values())
     parts["adapters"] -= sum(trained for _, trained in saved.values())
     parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.states) + sharded.masters
-    parts["gathered"] = sharded.gathered
+    passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
+    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # nothing of `passing` is there at the start
     # Bytes saved in every phase: each phase's peak falls by them.
     less = run.allocated_bytes - sum(parts.values())
     peaks = {phase: size - less if size else 0 for phase, size in run.peaks.items()}
+    if peaks["eval"]:  # which may save less than a step, so that its start has most
+        peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
     tables = run.parts["weights"] - sum(
         frozen for frozen, _ in full.values()
     )  # of 4-bit weights: no parameters, so not sharded

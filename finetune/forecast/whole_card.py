@@ -64,8 +64,9 @@ def make_forecast(
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     alone = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
     run = _sharded(config, settings, alone)
-    highest = max(run.peaks.values()) + _buckets(run, settings)
     shared = run is not alone
+    run = _with_buckets(run, settings)
+    highest = max(run.peaks.values())
     able = not shared and not (quick and settings.activation_checkpointing_every_n_layers > 1)
     held = _replayed(config, settings, card, highest, rows) if able else None
     if held is not None and held.segments:  # empty where segments can expand
@@ -284,9 +285,14 @@ def _least_peak(run: DryRun, alone: DryRun) -> int:
     return max({**least, "load": min(run.peaks["load"], alone.peaks["load"])}.values())
 
 
-def _buckets(run: DryRun, settings: Settings) -> int:
-    """Bytes of DDP's gradient buckets, a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)."""
-    return run.parts["adapters"] if settings.launch.num_processes > 1 and settings.launch.strategy == "ddp" else 0
+def _with_buckets(run: DryRun, settings: Settings) -> DryRun:
+    """The dry run with DDP's gradient buckets, a copy of all gradients from the first step to the end (reducer.cpp in
+    torch/csrc/distributed/c10d)."""
+    if settings.launch.num_processes == 1 or settings.launch.strategy != "ddp":
+        return run
+    buckets = run.parts["adapters"]
+    peaks = {phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()}
+    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + buckets})
 
 
 def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:

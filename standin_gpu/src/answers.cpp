@@ -220,8 +220,8 @@ struct Offsets {
     for (int dim = 0; dim < dims(); dim++) product *= size(dim);
     return product == count;
   }
-  size_t end(int tensor) const {  // bytes from the first to behind the last element, of 8 bytes at most
-    size_t last = 8;
+  size_t end(int tensor) const {  // bytes from the first element to behind the last one's first byte: its size is not known here
+    size_t last = 1;
     for (int dim = 0; dim < dims(); dim++) last += size_t(size(dim) - 1) * stride(dim, tensor);
     return last;
   }
@@ -271,7 +271,7 @@ void write_elements(const Functor& functor, const Elements& elements) {
     if (!all_known) break;
   }
   Type type = elements.types[0];
-  if (!all_known) { mark_block_unknown(elements.tensors[0]); return; }
+  if (!all_known) { mark_unknown(elements.tensors[0], elements.offsets ? elements.offsets->end(0) : elements.count * size_of(type)); return; }
   for (auto& [address, value] : results) { write(type, address, value); if (elements.offsets) mark_known(address, size_of(type)); }
   if (!elements.offsets) mark_known(elements.tensors[0], elements.count * size_of(type));
 }

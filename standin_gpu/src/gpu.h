@@ -52,7 +52,7 @@ void fill(void* target, int value, size_t element_bytes, size_t count);
 bool is_known(const void* address, size_t bytes);
 void mark_known(void* address, size_t bytes);
 void mark_unknown(void* address, size_t bytes);
-void mark_block_unknown(void* address);     // whatever is known from this address on, up to the next gap
+void mark_block_unknown(void* address);     // what a kernel wrote there: to the end of torch's smallest block, or of what was known
 
 // trace.cpp: what was called
 void count_launch(const char* kernel);

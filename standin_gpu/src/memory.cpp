@@ -5,6 +5,7 @@
 // Copies above STAND_IN_COPY_LIMIT (1 MiB) are not made: weights are never read.
 #include "gpu.h"
 #include <sys/mman.h>
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -176,11 +177,15 @@ void mark_known(void* address, size_t bytes) {
 
 void mark_block_unknown(void* address) {
   std::lock_guard<std::recursive_mutex> guard(memory_mutex);
-  auto interval = known.upper_bound(uintptr_t(address));
-  if (interval == known.begin()) return;
-  --interval;
-  uintptr_t end = interval->first + interval->second;
-  if (end > uintptr_t(address)) mark_unknown(address, end - uintptr_t(address));
+  if (locate(address).kind != ON_GPU) return;
+  constexpr uintptr_t BLOCK = 512;  // torch's blocks begin and end there: what is behind belongs to another tensor, or to a longer one
+  uintptr_t first = uintptr_t(address), end = (first / BLOCK + 1) * BLOCK;
+  auto interval = known.upper_bound(first);
+  if (interval != known.begin()) {
+    --interval;
+    end = std::max(end, interval->first + interval->second);
+  }
+  mark_unknown(address, end - first);
 }
 
 void copy(void* target, const void* source, size_t bytes) {

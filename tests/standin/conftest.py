@@ -12,12 +12,17 @@ from standin_gpu.machine import Machine, describe, read_catalogue
 #: Folder of the stand-in libraries; `make test-card` sets it.
 LIBRARIES = os.environ.get("STAND_IN_LIBRARIES", "")
 CATALOGUE = read_catalogue(Path(finetune.__file__).parent / "card" / "cards.json")
+ROOT = Path(finetune.__file__).parents[1]
 #: The programs that tests name, as this checkout's.
 PROGRAMS = {"finetune": [sys.executable, "-m", "finetune"], "python": [sys.executable]}
 
 
 class CheckoutMachine(Machine):
     """A machine on which `finetune` is this checkout's, run by the Python of the tests."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.environment["PYTHONPATH"] = str(ROOT)  # also for processes that a run starts without their working folder
 
     def run(self, program, *arguments, **options):
         return super().run(*PROGRAMS[program], *map(str, arguments), **options)

@@ -126,6 +126,31 @@ print(y.sum().item())
     assert standin().python(code).stdout == "499500 0\n"
 
 
+def test_what_a_kernel_writes_makes_nothing_beside_it_unknown(standin):
+    code = """
+import torch
+written = torch.empty(256, dtype=torch.bfloat16, device="cuda")  # 512 bytes, a block of torch's to its end
+beside = torch.tensor([3, 4], device="cuda")
+assert beside.data_ptr() == written.data_ptr() + 512
+torch.mul(torch.rand(256, dtype=torch.bfloat16, device="cuda").view(16, 16).t(), 2, out=written.view(16, 16))
+print((beside == 3).tolist())
+"""
+    assert standin().python(code).stdout == "[True, False]\n"
+
+
+def test_what_a_block_held_before_is_not_taken_for_a_kernels_result(standin):
+    code = """
+import torch
+held = torch.zeros(64, dtype=torch.long, device="cuda")
+for part in held.split(1):
+    part.fill_(7)
+del held
+joined = torch.cat([torch.rand(3, device="cuda").argsort(), torch.rand(5, device="cuda").argsort()])
+print(joined.tolist())
+"""
+    assert standin().python(code).stdout == "[0, 0, 0, 0, 0, 0, 0, 0]\n"
+
+
 def test_two_gpus_are_two_memories(standin):
     code = """
 import torch

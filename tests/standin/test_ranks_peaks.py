@@ -1,0 +1,86 @@
+"""DDP and FSDP on two stand-in GPUs: each rank's peaks beside the forecast of a rank.
+
+NCCL's own buffers are not allocated. Rows differ in length, and only one rank has the longest.
+"""
+
+import json
+import os
+
+import pytest
+
+from benchmarks.card_cells import write_rows
+from finetune.bundled import model_path
+from finetune.model.catalogue import catalogue
+from standin_gpu.sparse_model import write_sparse_model
+
+pytestmark = [pytest.mark.standin, pytest.mark.slow]
+
+#: Every rank's memory events, which a run keeps of one rank only.
+SITE_CUSTOMIZE = """
+import os
+if "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ:
+    from finetune.distributed import ranks
+    from finetune.events import EventWriter, Phase, Step
+
+    emit = ranks.RankEvents.emit
+
+    def emit_for_each(self, event):
+        if isinstance(event, (Phase, Step)):
+            EventWriter(self.path.with_name(f"rank-{self._rank.number}.jsonl")).emit(event)
+        emit(self, event)
+
+    ranks.RankEvents.emit = emit_for_each
+"""
+FIXED = ["effective_batch_size=4", "max_steps=3", "eval_steps=2", "save_steps=2", "sample_answers=0", "gpu=auto"]
+
+
+@pytest.fixture
+def machine(standin, tmp_path):
+    """Two stand-in RTX 4090, a model of six layers, and rows of uneven length."""
+    machine = standin("rtx-4090", "rtx-4090")
+    (tmp_path / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+    machine.environment |= {
+        "FINETUNE_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), machine.environment["PYTHONPATH"]]),
+    }  # fmt: skip
+    shape = {**catalogue()["Qwen/Qwen2.5-0.5B-Instruct"], "num_hidden_layers": 6, "vocab_size": 32000}
+    write_sparse_model(tmp_path / "model", shape, model_path("tiny"))
+    write_rows(tmp_path / "rows.jsonl", "uneven")
+    return machine
+
+
+def measured_peaks(run, rank):
+    """Allocated bytes by phase of a rank."""
+    peaks = {}
+    for event in map(json.loads, (run / f"rank-{rank}.jsonl").read_text().splitlines()):
+        phase = {"evaluate": "eval"}.get(event.get("phase", "train"), event.get("phase", "train"))
+        peaks[phase] = max(peaks.get(phase, 0), event["peak_allocated_bytes"])
+    return peaks
+
+
+def run_on_both(machine, tmp_path, strategy, four_bit):
+    """(forecast peaks, each rank's measured ones) of a run with two processes."""
+    run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {tmp_path / 'model'}\ndataset: {{path: {tmp_path / 'rows.jsonl'}, test_split_size: 4}}\n"
+    )
+    launch = ["launch.num_processes=2", f"launch.strategy={strategy}", f"load_in_4bit={str(four_bit).lower()}"]
+    machine.run("finetune", "run", recipe, *FIXED, *launch, f"output_dir={run}")
+    forecast = json.loads((run / "plan.json").read_text())["forecast"]
+    return forecast["peaks"], [measured_peaks(run, rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
+def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine, tmp_path, four_bit):
+    forecast, ranks = run_on_both(machine, tmp_path, "ddp", four_bit)
+    for phase, share in {"load": 0.001, "train": 0.005, "save": 0.002}.items():
+        assert max(peaks[phase] for peaks in ranks) == pytest.approx(forecast[phase], rel=share), phase
+    assert max(peaks["eval"] for peaks in ranks) == pytest.approx(forecast["eval"], rel=0.02)
+
+
+@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
+def test_under_fsdp_no_rank_takes_more_than_was_forecast_and_the_highest_a_tenth_less_at_most(machine, tmp_path, four_bit):
+    forecast, ranks = run_on_both(machine, tmp_path, "fsdp", four_bit)
+    for phase in ("load", "train", "eval", "save"):
+        assert max(peaks[phase] for peaks in ranks) <= 1.002 * forecast[phase], phase
+    assert max(peaks["train"] for peaks in ranks) >= 0.9 * forecast["train"]
