@@ -44,6 +44,8 @@ LEFT_OUT = ("embeddings in host memory", "layers in host memory")
 GPU = "rtx-4090"
 #: Shares of the recipes with a budget above the forecast, and with one above or between its ends.
 ABOVE, BETWEEN = 0.7, 0.9
+#: Tokens of the rows: shorter ones are cut, and may have no answer left to train on.
+LONGEST_ROW = 1024
 #: Exit statuses of a worker.
 FINISHED, OUT_OF_MEMORY = 0, 5
 
@@ -76,11 +78,12 @@ def random_recipe(seed: int) -> EdgeRecipe:
     rng = random.Random(seed)
     base_format = rng.choice(list(FORMATS))
     technique = rng.choice([name for name in TECHNIQUES if name not in LEFT_OUT])
+    max_length = rng.choice([512, 768, 1024])
     settings = {
         **USUAL, "lora_r": rng.choice([8, 16, 64, 256]), "per_device_train_batch_size": rng.choice([1, 2, 4]),
-        "effective_batch_size": rng.choice([4, 8]), "max_length": rng.choice([512, 768, 1024]), "max_steps": 4,
+        "effective_batch_size": rng.choice([4, 8]), "max_length": max_length, "max_steps": 4,
         "excess_length": "truncate", "dataset.accept_findings": ["truncated"],
-        "train_on_inputs": rng.random() < 0.5, **FORMATS[base_format], **TECHNIQUES[technique],
+        "train_on_inputs": max_length < LONGEST_ROW or rng.random() < 0.5, **FORMATS[base_format], **TECHNIQUES[technique],
     }  # fmt: skip
     return EdgeRecipe(
         seed, rng.choice(MODELS), rng.randint(2, 6), base_format, technique, rng.choice(["even", "uneven"]), rng.random() < 0.7,

@@ -18,7 +18,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from blocks.measured import accuracy, accuracy_short, gpu, gpu_short, peers, reserved
+from blocks.measured import (
+    accuracy,
+    accuracy_short,
+    card_peers,
+    gpu,
+    gpu_short,
+    peers,
+    reserved,
+    stand_in,
+    stand_in_models,
+    stand_in_short,
+)  # fmt: skip
 from blocks.page import ROOT, blocks_of, pages, replaced
 from blocks.plans import (
     fits,
@@ -48,6 +59,15 @@ QUICK: dict[str, Callable[[], str]] = {
     "model-types": model_types,
     "gpu": gpu,
     "peers": peers,
+    "card-peers": card_peers,
+    "stand-in": stand_in,
+    "stand-in-models": stand_in_models,
+    "stand-in-short": stand_in_short,
+    "stand-in-short-zh": functools.partial(
+        stand_in_short,
+        "在替身显卡上完整运行 {runs} 次（torch 自己的分配器真实分配，内核不计算）："
+        "训练步已分配显存的平均误差 {mean}，最差 {worst}；保留显存 {reserved_mean}，最差 {reserved_worst}。",
+    ),
     "gpu-short": gpu_short,
     "gpu-short-zh": functools.partial(
         gpu_short,

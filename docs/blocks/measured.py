@@ -15,6 +15,7 @@ from pathlib import Path
 from blocks.page import GIB, ROOT, block, markdown
 
 PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
+CARD_PEERS = ROOT / "benchmarks" / "reference" / "card_peers.csv"
 STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
@@ -170,16 +171,26 @@ def stand_in_models() -> str:
     for (model, base_format), chosen in groups.items():
         gpus = ", ".join(dict.fromkeys(line["gpu"] for line in chosen))
         reserved_gib = [int(line["measured_reserved_bytes"]) / GIB for line in chosen]
-        worst = [_percent(max(errors, key=abs), "+") if (errors := _errors(chosen, kind)) else "-" for kind in ("allocated", "reserved")]
+        worst = [
+            _percent(max(errors, key=abs), "+") if (errors := _errors(chosen, kind)) else "-"
+            for kind in ("allocated", "reserved")
+        ]
         rows.append(
-            [model.rpartition("/")[2], base_format, gpus, len(chosen), *worst, f"{min(reserved_gib):.1f} to {max(reserved_gib):.1f}"]
+            [
+                model.rpartition("/")[2],
+                base_format,
+                gpus,
+                len(chosen),
+                *worst,
+                f"{min(reserved_gib):.1f} to {max(reserved_gib):.1f}",
+            ]
         )
     return markdown(columns, rows)
 
 
 def stand_in_short(
-    text: str = "{runs} runs of whole training processes on stand-in GPUs, torch's own allocator: allocated memory of a training "
-    "step off by {mean} on average, {worst} at worst; reserved {reserved_mean}, {reserved_worst}.",
+    text: str = "{runs} whole runs on stand-in GPUs, where torch's own allocator allocates and no kernel computes: allocated "
+    "memory of a training step differs by {mean} on average, {worst} at worst; reserved by {reserved_mean}, {reserved_worst}.",
 ) -> str:
     """The summary of the runs on stand-in GPUs."""
     lines = [line for line in _stand_in_lines() if line["phase"] == "train"]
@@ -190,3 +201,28 @@ def stand_in_short(
         "reserved_worst": _percent(max(reserved, key=abs), "+"),
     }  # fmt: skip
     return f"{text.format(**values)}\n"
+
+
+def card_peers(table: Path = CARD_PEERS) -> str:
+    """The results of benchmarks/card_peers.py: memory of a step by tool, then the longest rows that end."""
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    steps = [row for row in rows if row["allocated_bytes"] and row["tokens"]]
+    longest = [row for row in rows if row["longest_tokens"] or (row["failed"] and not row["tokens"])]
+    columns = ("tool", "setting", "GPU", ">rows x tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
+    made = markdown(columns, [[*_peer_of(row), f"{row['micro_batch']} x {row['tokens']}", *_sizes_of(row)] for row in steps])
+    columns = ("tool", "setting", "GPU", ">longest row, tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
+    return f"{made}\n" + markdown(columns, [[*_peer_of(row), _longest_of(row), *_sizes_of(row)] for row in longest])
+
+
+def _peer_of(row: dict[str, str]) -> list[str]:
+    return [f"{row['peer']} {row['version']}", row["setting"], f"{row['gpu']}, {float(row['total_gib']):.1f} GiB"]
+
+
+def _longest_of(row: dict[str, str]) -> str:
+    return f"{int(row['longest_tokens']):,}" if row["longest_tokens"] else f"1,024: {row['failed']}"
+
+
+def _sizes_of(row: dict[str, str]) -> list[str]:
+    names = ("allocated_bytes", "reserved_bytes", "host_bytes")
+    return [f"{int(row[name]) / GIB:.2f}" if row[name] else "not measured" for name in names]
