@@ -41,6 +41,8 @@ from finetune.units import MIB
 
 #: What the driver can hand out: the T4's visible memory less the context that was measured.
 T4_LIMIT = round((14912 - 140.875) * MIB)
+#: torch of the measured rows: which of equal free blocks is taken depends on it.
+MEASURED_WITH = "2.10.0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
         accuracy.model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"})
     )
     trace = _steps(row, config)
-    allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT)
+    allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT, torch_version=MEASURED_WITH)
     player = Player(allocator, trace.kept)
     player.play([(-2 - number, size) for number, size in _loading(row, config)])
     player.play(trace.parts["step 0"])

@@ -106,7 +106,7 @@ class CachingAllocator:
     that were given back to the driver. `segments` is their number, which torch does not count where they are expandable.
     """
 
-    def __init__(self, settings: AllocatorSettings, *, limit: int | None = None) -> None:
+    def __init__(self, settings: AllocatorSettings, *, limit: int | None = None, torch_version: str | None = None) -> None:
         self.expandable, self.limit = settings.expandable_segments, limit
         self._divisions, self._most_split = settings.roundup_power2_divisions, settings.max_split_size_mb * MIB or NO_LIMIT
         self._collect_above = round(settings.garbage_collection_threshold * limit) if limit is not None else 0
@@ -115,7 +115,7 @@ class CachingAllocator:
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
         self.pools: dict[tuple[Stream, bool], Pool] = {}
-        self._ties = ties_of(version("torch"))
+        self._ties = ties_of(torch_version or version("torch"))
         self._next_address = 1 << 62
 
     def reset_peaks(self) -> None:

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from finetune.recipe import Settings
 
 #: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
-#: expandable segments freed pages serve any request: up to 7.1 % (benchmarks/card_matrix.py). Without: 6-14 % on 18 measured
-#: A100 rows with a fused loss.
-EXPANDABLE, SEGMENTED = (0.0, 0.04, 0.08), (0.0, 0.08, 0.14)
-#: What torch reserved beyond the replay with expandable segments, at most: a share, or bytes where that is more
-#: (benchmarks/card_matrix.py). A page of an expandable segment has 20 MiB.
-REPLAY_ERROR, REPLAY_ERROR_BYTES = 0.02, 40 * MIB
+#: expandable segments freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on
+#: 18 measured A100 rows with a fused loss.
+EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
+#: Two pages of expandable segments, which have 20 MiB: more than the share in small models.
+PAGES = 40 * MIB
+#: What torch reserved beyond the replay with expandable segments, at most, as a share (benchmarks/card_matrix.py).
+REPLAY_ERROR = 0.02
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
@@ -258,7 +259,9 @@ def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) ->
     else:
         shares = EXPANDABLE if expandable_segments() else SEGMENTED
     low, likely, high = (round(allocated * (1 + share)) for share in shares)
-    if held is not None:
+    if held is None:
+        high += PAGES if shares is EXPANDABLE else 0
+    else:
         likely = held.reserved_bytes
         if expandable_segments():
             high = _with_replay_error(likely)
@@ -268,7 +271,7 @@ def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) ->
 
 
 def _with_replay_error(reserved: int) -> int:
-    return reserved + max(round(reserved * REPLAY_ERROR), REPLAY_ERROR_BYTES)
+    return reserved + max(round(reserved * REPLAY_ERROR), PAGES)
 
 
 def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:
