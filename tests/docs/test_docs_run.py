@@ -31,7 +31,7 @@ exec "$PYTHON" -m finetune "$@"
 ORDER = ["README.md", "first-fine-tune.md", "after-training.md", "recipe.md", "other-tools.md", "memory.md",
          "larger-than-the-card.md",
          "out-of-memory.md", "many-cards.md", "fits.md", "models.md", "troubleshooting.md", "events.md", "plan-json.md",
-         "security.md", "accuracy.md", "glossary.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
+         "security.md", "accuracy.md", "stand-in-gpu.md", "glossary.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from importlib.util import find_spec
 
 import pytest
 import typer.main
@@ -84,6 +85,8 @@ def test_a_command_has_its_program_options_and_recipe(page, fence, command, monk
             check_finetune(arguments)
         elif program in ("python", ".venv/bin/python") and arguments[0] != "-m":
             assert (ROOT / arguments[0]).is_file()
+        elif program.endswith("python") and not fence.is_run and program not in OTHERS:
+            assert find_spec(arguments[1]), command
         elif program == "make":
             subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
         else:
