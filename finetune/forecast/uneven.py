@@ -104,6 +104,21 @@ def replay_uneven(
 
     None as soon as more than `most` bytes are reserved, or when the run does not fit `limit`.
     """
+    try:
+        return _replay_uneven(trace, known, widths, accumulation, settings, limit, most)
+    except OutOfMemory:
+        return None
+
+
+def _replay_uneven(
+    trace: Trace,
+    known: Widths,
+    widths: Sequence[int],
+    accumulation: int,
+    settings: AllocatorSettings,
+    limit: int | None,
+    most: float,
+) -> Growth | None:
     allocator = CachingAllocator(settings, limit=limit)
     player = Player(allocator, trace.kept)
     player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
@@ -122,10 +137,7 @@ def replay_uneven(
                 events = [
                     (gradients.get(number, number), size) for number, size in events if size >= 0 or number not in gradients
                 ]
-            try:
-                player.play(events)
-            except OutOfMemory:
-                return None
+            player.play(events)
             if allocator.peak_reserved > most:
                 return None
         player.play(parts["clipping"])

@@ -107,6 +107,8 @@ def test_one_segment_for_the_steps_undoes_what_a_shorter_row_first_does_to_segme
     assert after < alone < 0.8 * before.reserved_bytes
     assert replay_uneven(wide, known, widths, 4, others[0], most=before.reserved_bytes / 2) is None
     assert replay_uneven(wide, known, widths, 4, usual, limit=before.allocated_bytes) is None
+    loaded = sum(size for _, size in wide.parts["load"] if size > 0)
+    assert replay_uneven(wide, known, widths, 4, usual, limit=loaded // 2) is None  # not even the weights fit
 
 
 def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
