@@ -10,10 +10,11 @@ import json
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
+from finetune.compat.torch import fake_tensor_mode
 from finetune.compat.transformers import fake_experts
 from finetune.model.build import build_on_meta
 from finetune.model.loss import add_loss
@@ -50,7 +51,7 @@ def _reads_mask(config: PretrainedConfig) -> bool:
     try:
         model: Any = build_on_meta(config, None, dtype=torch.bfloat16, attention=_NAME, remote_code=remote_code)
         add_loss(model.train())
-        with fake_experts(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with fake_experts(), fake_tensor_mode(), torch.no_grad():
             model.to_empty(device="cpu")
             ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.long)
             model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False, fused_lm_head=True)

@@ -23,6 +23,27 @@ planner.close()
 """
 
 
+FORK = """
+import os
+from finetune.card.visible import hide_gpus
+hide_gpus()
+import torch
+from transformers import LlamaConfig
+from finetune.model.padding import needs_padding_mask
+
+def backward():
+    torch.ones(1, requires_grad=True).sum().backward()
+
+small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
+assert not needs_padding_mask(small)
+backward()
+if not (child := os.fork()):
+    backward()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
 @pytest.fixture
 def no_context(standin):
     """A machine where a process that opens a context is killed."""
@@ -44,6 +65,10 @@ def test_the_doctor_leaves_the_context_to_its_probe(no_context):
 def test_the_page_plans_and_plans_ahead_without_one(no_context, tmp_path):
     no_context.environment["FINETUNE_CACHE"] = str(tmp_path / "cache")
     no_context.python(AHEAD, str(tmp_path))
+
+
+def test_a_forecast_of_padded_rows_leaves_autograd_able_to_fork(no_context):
+    no_context.python(FORK)
 
 
 def test_a_run_has_the_gpu_for_itself(standin, tmp_path):
