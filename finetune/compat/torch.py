@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.touched import Touched, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 _READ_IN = "2.13.0"
 
 
-def _called(name: str, reason: str, used_by: str = "", needs: str = "") -> Touched:
-    return Touched(name, "private call", reason, _READ_IN, used_by, needs=needs)
+def _called(name: str, reason: str, used_by: str = "", needs: str = "") -> PrivateName:
+    return PrivateName(name, "private call", reason, _READ_IN, used_by, needs=needs)
 
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         "torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; fake tensors are on the CPU",
         _READ_IN, "peft.tuners.lora.bnb.Linear4bit.forward",
     ),
-    Touched(
+    PrivateName(
         "torch.compile", "patch", "bitsandbytes compiles two functions when it is imported; the doctor needs neither",
         _READ_IN, "bitsandbytes.backends.default.ops._try_torch_compile",
     ),
-    Touched(
+    PrivateName(
         "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "logged for the first step after the rate was lowered",
         _READ_IN, "torch.optim.lr_scheduler.LRScheduler.get_last_lr",
     ),
-    Touched(
+    PrivateName(
         "torch._C._ensureCUDADeviceGuardSet", "patch",
         "adds 8 fake GPUs where torch is built for CUDA and sees none: autograd starts a thread for each, and can't be forked",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensorMode.__enter__",
@@ -45,32 +45,32 @@ TOUCHED = (
     _called("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
     _called("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
     _called("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "cleared with the forecast's own cache"),
-    Touched(
+    PrivateName(
         "torch._subclasses.fake_tensor.FakeTensor.constant", "attribute", "data that an operator's output would depend on",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
-    Touched(
+    PrivateName(
         "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
-    Touched(
+    PrivateName(
         "torch.autograd.Function._backward_cls", "attribute", "whether the RMSNorm of this project made a tensor", _READ_IN,
     ),
-    Touched(
+    PrivateName(
         "torch.nn.Module._forward_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
         _READ_IN, "torch.nn.Module._call_impl",
     ),
-    Touched(
+    PrivateName(
         "torch.nn.Module._forward_pre_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
         _READ_IN, "torch.nn.Module._call_impl",
     ),
     _called("torch.utils._python_dispatch._disable_current_modes", "traces a layer outside the dry run's modes"),
-    Touched(
+    PrivateName(
         "torch._functorch.config.activation_memory_budget", "attribute", "share of its activations that a compiled layer keeps",
         _READ_IN,
     ),
     _called("torch._functorch.aot_autograd.aot_function", "a layer's forward and backward as the compiler splits them"),
-    Touched(
+    PrivateName(
         "torch._dynamo.config.recompile_limit", "attribute", "how often a layer's code is compiled before it runs uncompiled",
         _READ_IN,
     ),
@@ -92,11 +92,11 @@ TOUCHED = (
     _called("torch.UntypedStorage._cdata", "identity of a storage"),
     _called("torch.Tensor._base", "whether a tensor is a view of a parameter"),
     _called("torch.Tensor._version", "whether a tensor was written to since it was saved"),
-    Touched(
+    PrivateName(
         "torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
         _READ_IN, "torch.nn.Module.__getattr__",
     ),
-    Touched(
+    PrivateName(
         "torch.nn.Module._buffers", "attribute", "replaces buffers on meta without register_buffer's checks",
         _READ_IN, "torch.nn.Module.__getattr__",
     ),
@@ -118,11 +118,11 @@ def cpu_autocast() -> Iterator[None]:
 
 def disable_torch_compile() -> None:
     """Make torch.compile return functions unchanged from now on, for a process that only imports bitsandbytes."""
-    replace("torch.compile", _as_it_is)
+    replace("torch.compile", _uncompiled_function)
 
 
-def _as_it_is(function: Any = None, **_: Any) -> Any:
-    return (lambda same: same) if function is None else function
+def _uncompiled_function(function: Any = None, **_: Any) -> Any:
+    return (lambda decorated: decorated) if function is None else function
 
 
 @contextmanager
@@ -206,7 +206,7 @@ class Compilation:
     """A forward or backward graph that was compiled. `again`: a forward of code that had been, for another `reason`."""
 
     is_forward: bool
-    again: bool
+    is_recompile: bool
     seconds: float
     reason: str
 
@@ -215,16 +215,16 @@ def new_compilations() -> list[Compilation]:
     """What torch has compiled since the last call."""
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-    made = get_compilation_metrics()
+    metrics = get_compilation_metrics()
     clear_compilation_metrics()
     return [
         Compilation(
-            one.is_forward is not False,
-            one.is_forward is not False and not str(one.compile_id).endswith("/0"),
-            one.entire_frame_compile_time_s or 0.0,
-            (one.recompile_reason or "").strip(),
+            graph.is_forward is not False,
+            graph.is_forward is not False and not str(graph.compile_id).endswith("/0"),
+            graph.entire_frame_compile_time_s or 0.0,
+            (graph.recompile_reason or "").strip(),
         )
-        for one in made
+        for graph in metrics
     ]
 
 

@@ -136,7 +136,7 @@ def _fill(
             module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
         if offloading is not None and not adapters:
             with tracker.making(OFFLOADED):
-                offloading.loaded(module, name)
+                offloading.on_parameter_loaded(module, name)
     if not adapters:
         with tracker.making("weights"):
             _fill_buffers(module)

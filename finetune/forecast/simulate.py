@@ -37,7 +37,7 @@ from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.host_embedding import offload_table
 from finetune.model.layer_offloading import offloading_of
-from finetune.model.lean_layers import lean_words
+from finetune.model.lean_layers import lean_summary
 from finetune.model.loss import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype
@@ -125,11 +125,11 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             if settings.offload_embeddings is True:
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:
-                offloading.recompute()
+                offloading.wrap_checkpoints()
             with _explained(config):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
-        lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
+        lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from finetune.compat.transformers import build_modules, loading_with, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, loading_with, repeat_keys, replace_with_quantised_layers
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import resolve_model_path
@@ -39,8 +39,8 @@ def build_base(
     offloads = offloads and settings.layer_offloading is not False
     quantization = quantization_config(settings, config)
     dtype, attention = model_dtype(settings), _attention(settings, weights)
-    where = torch.device(device)
-    if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
+    torch_device = torch.device(device)
+    if weights and torch_device.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(torch_device)):
         repeat_keys()
     quantiser = quantiser_of(settings, config)
     if not weights:
@@ -67,19 +67,19 @@ def build_base(
             output_loading_info=True,
             **arguments,
         )
-    model, found = loaded
-    _refuse_other_weights(settings, model, found)
+    model, loading_info = loaded
+    _refuse_other_weights(settings, model, loading_info)
     if offloads:
         finish(model)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, model: PreTrainedModel, found: dict[str, Any]) -> None:
+def _refuse_other_weights(settings: Settings, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     outside = re.compile(outside_language_model(model) or "(?!)")
-    unexpected = [key for key in found["unexpected_keys"] if not outside.fullmatch(key)]
+    unexpected = [key for key in loading_info["unexpected_keys"] if not outside.fullmatch(key)]
     numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
     layers = text_config(model.config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
@@ -114,7 +114,7 @@ def build_on_meta(
     with _unbuildable(config), torch.device("meta"):
         model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
-        put_quantised_layers(model, quantization, dtype, quantiser)
+        replace_with_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model

@@ -1,4 +1,4 @@
-"""Compiled decoder layers: how much they keep, and what the compiler has done so far."""
+"""Compiled decoder layers: the share of activations that they save, and what torch has compiled so far."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Compilations:
     reasons: tuple[str, ...] = ()
 
     def update(self) -> bool:
-        """Add what is new; whether there is anything."""
+        """Add compilations since the last call; returns whether there are any."""
         new = new_compilations()
-        for one in new:
-            self.graphs += one.is_forward
-            self.recompiles += one.again
-            self.compile_s += one.seconds
-            self.reasons += (one.reason,) if one.reason and one.reason not in self.reasons else ()
+        for compilation in new:
+            self.graphs += compilation.is_forward
+            self.recompiles += compilation.is_recompile
+            self.compile_s += compilation.seconds
+            self.reasons += (compilation.reason,) if compilation.reason and compilation.reason not in self.reasons else ()
         self.graph_breaks = graph_breaks()
         return bool(new)

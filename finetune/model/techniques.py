@@ -28,7 +28,7 @@ CPU_OFFLOAD = "adamw_cpu_offload"
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     """Apply lean layers, gradient checkpointing, per-layer compilation and an input embedding in host memory, in place. May be
-    called again with other settings; the embedding stays where it is then.
+    called again with other settings; the embedding then stays in host memory.
 
     `model` is a transformers model or a PeftModel of one. A forecast's layers are split as the compiler would split them,
     by the forecast, and its embedding is moved once it is loaded.
@@ -39,19 +39,19 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
         undo_lean([*decoder_layers(model), *beside_layers(model)])
     if settings.offload_embeddings is True and not _is_forecasts(model):
         offload_table(model)
-    how = settings.activation_checkpointing
-    if how is False:
+    checkpointing = settings.activation_checkpointing
+    if checkpointing is False:
         keep_all(model)
     else:
         recompute(
             model,
             every_n_layers=settings.activation_checkpointing_every_n_layers,
-            selective=how == "selective",
-            offload=how == "offload" and not settings.torch_compile,
+            selective=checkpointing == "selective",
+            offload=checkpointing == "offload" and not settings.torch_compile,
             reentrant=is_zero3(settings.launch),
         )
     if (offloading := offloading_of(model)) is not None:
-        offloading.recompute()
+        offloading.wrap_checkpoints()
     if settings.lean_layers is True:
         tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
     if settings.torch_compile and not _is_forecasts(model):

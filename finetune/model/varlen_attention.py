@@ -81,23 +81,23 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
     }
     problems = [
         f"attn_implementation {NAME} does not support {name}, which this model uses"
-        for name, given in wanted.items()
-        if _is_set(given)
+        for name, value in wanted.items()
+        if _is_set(value)
     ]
     if problems:
         raise RecipeError(problems, "Set attn_implementation=eager.")
 
 
-def _is_set(given: Any) -> bool:
-    return given is not None and given is not False
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """Offsets of the rows (rows + 1, int32) in the flattened batch, and the longest row's tokens."""
     batch, _, tokens, _ = query.shape
-    given = arguments.get("cu_seq_lens_q")
-    if given is not None:
-        return given.to(query.device), int(arguments["max_length_q"])
+    boundaries = arguments.get("cu_seq_lens_q")
+    if boundaries is not None:
+        return boundaries.to(query.device), int(arguments["max_length_q"])
     positions = arguments.get("position_ids")
     if positions is not None and positions.shape == (batch, tokens) and not is_forecast(query):
         return _from_positions(positions)

@@ -152,7 +152,7 @@ class Worker:
         from finetune.data.tokenizer import run_tokenizer
         from finetune.model.adapters import attach_adapters, prepare_for_training
         from finetune.model.padding import needs_padding_mask
-        from finetune.model.put_away import load_base
+        from finetune.model.quantised_cache import load_base
         from finetune.model.quiet import quiet_libraries
         from finetune.model.sharded_loading import sharded_base
         from finetune.model.techniques import apply_techniques, optimizer_class

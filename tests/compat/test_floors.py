@@ -24,7 +24,7 @@ def missing(uses) -> list[str]:
 
 def floors() -> dict[str, str]:
     rows = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
-    return dict(found.groups() for row in rows if (found := re.match(r"([\w-]+)>=([\d.]+)", row)))
+    return dict(match.groups() for row in rows if (match := re.match(r"([\w-]+)>=([\d.]+)", row)))
 
 
 def pins() -> dict[str, str]:

@@ -3,7 +3,7 @@
 import pytest
 from registry import ROWS, problem, users
 
-from finetune.compat.touched import owner_of
+from finetune.compat.patch_registry import owner_of
 
 #: Of a class that is written in C (Py_TPFLAGS_IMMUTABLETYPE).
 IMMUTABLE = 1 << 8

@@ -161,7 +161,7 @@ def host_memory_apart(tracker: RealTracker):
     with pytest.MonkeyPatch.context() as patch:
         for home, name in (
             (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
-            (finetune.model.host_memory, "host_empty"), (finetune.model.host_memory, "host_run"),
+            (finetune.model.host_memory, "host_empty"), (finetune.model.host_memory, "host_buffer"),
             (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
             (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
         ):  # fmt: skip

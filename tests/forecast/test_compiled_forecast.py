@@ -39,7 +39,7 @@ def a_model(bits, folder=None):
     return model
 
 
-def kept_bytes(model, layer):
+def saved_bytes(model, layer):
     """Bytes of all storages that the layer saves for backward, without its weights, by the hooks on saved tensors."""
     run = a_pass(model, layer, TOKENS)
     run().sum().backward()  # compiles
@@ -99,12 +99,12 @@ def test_the_forecast_of_a_compiled_layer_is_what_a_real_one_keeps(tmp_path, bit
     torch._dynamo.reset()
     done = Compilations()
     with split_layer(bits, budget) as (model, layer):
-        forecast = kept_bytes(model, layer)
+        forecast = saved_bytes(model, layer)
     model = a_model(bits, tmp_path)
     layer = decoder_layers(model)[1]
-    uncompiled = kept_bytes(model, layer)
+    uncompiled = saved_bytes(model, layer)
     compile_layers([layer], budget)
-    real = kept_bytes(model, layer)
+    real = saved_bytes(model, layer)
     done.update()
     assert forecast == pytest.approx(real, rel=0.01)
     assert real < 0.9 * uncompiled

@@ -90,8 +90,8 @@ def test_the_host_reads_the_boundaries_once_a_micro_batch(names, monkeypatch):
     read = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or read(tensor))
     for micro_batches in (1, 2):
-        given = {name: inputs[name].clone() if name != "max_length_q" else inputs[name] for name in ("input_ids", *names)}
-        model(**given)
+        micro_batch = {name: inputs[name].clone() if name != "max_length_q" else inputs[name] for name in ("input_ids", *names)}
+        model(**micro_batch)
         assert len(reads) == micro_batches
 
 
