@@ -26,10 +26,10 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 import forecast_accuracy as accuracy
 from finetune.card.allocator import AllocatorSettings
 from finetune.compat.torch import backward
+from finetune.forecast.allocator_replay import Player
 from finetune.forecast.caching_allocator import CachingAllocator
 from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
 from finetune.forecast.fake_model import materialise
-from finetune.forecast.reserved import Player
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for
 from finetune.forecast.simulate import garbage_collection_paused, observe
 from finetune.forecast.trace import RELEASED, Event, Trace
@@ -71,7 +71,7 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
     )
     trace = _steps(row, config)
     allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT, torch_version=MEASURED_WITH)
-    player = Player(allocator, trace.kept)
+    player = Player(allocator, trace.persistent)
     player.play([(-2 - number, size) for number, size in _loading(row, config)])
     player.play(trace.parts["step 0"])
     allocator.reset_peaks()

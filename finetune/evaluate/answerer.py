@@ -19,8 +19,8 @@ from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
 from finetune.files import sha256_of
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
+from finetune.model.library_warnings import quiet_libraries
 from finetune.model.quantised_cache import load_base
-from finetune.model.quiet import quiet_libraries
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import weights_fingerprint
 from finetune.plan.plan import read_plan

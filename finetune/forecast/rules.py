@@ -75,7 +75,7 @@ def _dequantised_matmul(_capability: Capability) -> Rule:
     from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
 
     def rule(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with tracker, tracker.making("workspace"):
+        with tracker, tracker.tagging("workspace"):
             out = _gemm_4bit_default_impl(*args, **kwargs)
         tracker.retag(out, tracker.part)
         return out
@@ -86,7 +86,7 @@ def _dequantised_matmul(_capability: Capability) -> Rule:
 def _int8_quantise(_capability: Capability) -> Rule:
     def rule(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values, threshold = args[0], kwargs.get("threshold", args[1] if len(args) > 1 else 0.0)
-        with tracker, tracker.making("workspace"):
+        with tracker, tracker.tagging("workspace"):
             codes = values.new_empty(values.shape, dtype=torch.int8)
             scales = values.new_empty((values.numel() // values.shape[-1],), dtype=torch.float32)
             outliers = values.new_empty((0,), dtype=torch.int64) if threshold > 0 else None
@@ -103,7 +103,7 @@ def _int8_matmul(_capability: Capability) -> Rule:
         codes, weight = args[1:3] if mixed else args[:2]
         dtype = args[0].dtype if mixed else kwargs.get("dtype") or torch.float16
         shape = (*codes.shape[:-1], weight.shape[0])
-        with tracker, tracker.making("workspace"):
+        with tracker, tracker.tagging("workspace"):
             sums = codes.new_empty(shape, dtype=torch.int32)  # held by int8_scaled_mm until it has the result
             out = codes.new_empty(shape, dtype=torch.float16).to(dtype)
             del sums
@@ -196,8 +196,8 @@ def _varlen_backward(_capability: Capability) -> Rule:
 
 def _operator(name: str) -> Any:
     """The operator overload of a name such as `aten::_softmax.default`."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from finetune.forecast.depth import Depth
     from finetune.forecast.rules import Capability
     from finetune.forecast.trace import Recording, Trace
-    from finetune.forecast.tracker import Peak, Place
+    from finetune.forecast.tracker import Peak, PhaseKey
     from finetune.recipe import Settings
 
 
@@ -85,11 +85,11 @@ class Batch:
 class Simulation:
     """Peaks of load, forward, loss, auxiliary loss, loss backward, backward, optimizer, save and eval; host memory; notes.
 
-    `lean`: what of each decoder layer is lean, in words; empty without lean layers.
-    `recording`: the events of the layers that were run, which stand for a model of `depth`; None for a mixture of simulations.
+    `lean`: summary of each decoder layer's lean modules; empty without lean layers.
+    `recording`: the events of the layers that were run, which are repeated to `depth`; None for a mixture of simulations.
     """
 
-    peaks: dict[Place, Peak]
+    peaks: dict[PhaseKey, Peak]
     host: Peak
     notes: tuple[str, ...] = ()
     lean: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Simulation:
     depth: Depth | None = field(default=None, compare=False)
 
     def trace(self) -> Trace | None:
-        """The events of the run at full depth; None where they can't be had."""
+        """The events of the run at full depth; None where they can't be derived."""
         try:
             return self.recording.trace(self.depth) if self.recording else None
         except NotRepeated:
@@ -213,7 +213,7 @@ def _run(
 
 
 def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Note which gradient a new one is added to."""
+    """Record which gradient a new one is added to."""
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
 
@@ -287,7 +287,7 @@ def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any
 
 
 def _balance(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
-    """The router's auxiliary loss: what it makes of a layer's logits belongs to that layer, in its backward, too.
+    """The router's auxiliary loss: tensors computed from a layer's logits belong to that layer, also in backward.
 
     In training it is a phase of its own. It grows with the number of layers, so at full depth it may need more than the loss.
     """
@@ -299,11 +299,11 @@ def _balance(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
 
 
 def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
-    def observed(*again: Any) -> Any:
+    def observed(*recompute_inputs: Any) -> Any:
         if tracker.phase != "backward":
-            return function(*again)
-        with tracker.making("recomputed"):
-            return function(*again)
+            return function(*recompute_inputs)
+        with tracker.tagging("recomputed"):
+            return function(*recompute_inputs)
 
     return checkpoint(observed, *inputs)
 
@@ -330,9 +330,9 @@ def _fake_tensors(
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Inside, Python collects no reference cycles by itself: the libraries' cycles keep tensors, which would vary the peaks.
+    """Inside, automatic garbage collection is off: the libraries' cycles hold tensors, which would vary the peaks.
 
-    Objects from before are frozen, so that an explicit collection between phases scans only the dry run's own.
+    Existing objects are frozen, so that an explicit collection between phases scans only the dry run's own.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -340,7 +340,7 @@ def garbage_collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # the dry run's own cycles, before they join all others
+        gc.collect()  # the dry run's own cycles, before the other objects are unfrozen
         gc.unfreeze()
         if was_on:
             gc.enable()

@@ -176,7 +176,7 @@ def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.T
 
 def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
     """Outputs of gate and up for `x` (tokens, hidden), and x @ A.T of each."""
-    outs, lora_acts = zip(*(_forward(x, *each) for each in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
+    outs, lora_acts = zip(*(_forward(x, *pair) for pair in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
     return outs, lora_acts
 
 

@@ -47,7 +47,7 @@ class _Name:
     """A parsed name. `words`: family, version, size and date; `kind`: chat, base or nothing said."""
 
     account: str
-    words: frozenset[str]
+    terms: frozenset[str]
     optional: frozenset[str]
     kind: str
     packing: str
@@ -56,23 +56,23 @@ class _Name:
     @property
     def needed(self) -> frozenset[str]:
         """The words without date and `v0.1`, which people leave out."""
-        return self.words - self.optional
+        return self.terms - self.optional
 
     @property
     def size(self) -> float | None:
         """Billions of parameters, by the name."""
-        sizes = [_SIZE.fullmatch(word) for word in self.words]
+        sizes = [_SIZE.fullmatch(word) for word in self.terms]
         values = [(float((size[1] or "1x")[:-1]) * float(size[2])) / (1000 if size[3] == "m" else 1) for size in sizes if size]
         return max(values, default=None)
 
     @property
     def family(self) -> str:
         """The letters: `qwen`, `deepseek distill llama r`."""
-        return " ".join(sorted(word for word in self.words if word.isalpha()))
+        return " ".join(sorted(word for word in self.terms if word.isalpha()))
 
     @property
     def versions(self) -> frozenset[str]:
-        return frozenset(word for word in self.words if not word.isalpha() and not _SIZE.fullmatch(word)) - self.optional
+        return frozenset(word for word in self.terms if not word.isalpha() and not _SIZE.fullmatch(word)) - self.optional
 
 
 def resolve(typed: str) -> Match | None:
@@ -113,7 +113,7 @@ def _likeness(wanted: _Name, entry: _Name) -> float:
     )  # Qwen3-8
     if size and entry.size:
         score += 2.5 if size == entry.size else -min(2.0, abs(size - entry.size) / size)
-    return score + 0.6 * (wanted.kind == entry.kind) + 0.3 * (wanted.account == entry.account) - 0.05 * len(entry.words)
+    return score + 0.6 * (wanted.kind == entry.kind) + 0.3 * (wanted.account == entry.account) - 0.05 * len(entry.terms)
 
 
 def _candidates(typed: str) -> list[str]:
@@ -127,12 +127,12 @@ def _candidates(typed: str) -> list[str]:
         name: parsed for name, parsed in _parsed_entries().items()
         if not parsed.packing and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
     }  # fmt: skip
-    same_words = [name for name, parsed in eligible.items() if parsed.words == wanted.words]
-    loose = [name for name, parsed in eligible.items() if parsed.needed == wanted.words and parsed.words != wanted.words]
+    same_words = [name for name, parsed in eligible.items() if parsed.terms == wanted.terms]
+    loose = [name for name, parsed in eligible.items() if parsed.needed == wanted.terms and parsed.terms != wanted.terms]
     if wanted.tagged and same_words:
         return _of_kind(wanted.kind, same_words)
     matches = _of_kind(wanted.kind, same_words + loose)
-    longer = [name for name, parsed in eligible.items() if parsed.words > wanted.words and name not in loose]
+    longer = [name for name, parsed in eligible.items() if parsed.terms > wanted.terms and name not in loose]
     if same_words or not _of_kind(wanted.kind, longer):
         return matches
     return matches + _of_kind(wanted.kind, longer) if matches else []
@@ -140,11 +140,11 @@ def _candidates(typed: str) -> list[str]:
 
 def _of_kind(kind: str, names: list[str]) -> list[str]:
     """Of names with the same words, those that are the chat model, or the pretrained one, or could be either."""
-    chats = {_parsed_entries()[name].words for name in names if _parsed_entries()[name].kind == "chat"}
+    chats = {_parsed_entries()[name].terms for name in names if _parsed_entries()[name].kind == "chat"}
     plain = [name for name in names if _parsed_entries()[name].kind == ""]
     if not kind:
         return plain or names
-    pretrained = [name for name in plain if entries()[name].pretrained or _parsed_entries()[name].words in chats]
+    pretrained = [name for name in plain if entries()[name].pretrained or _parsed_entries()[name].terms in chats]
     explicit = [name for name in names if _parsed_entries()[name].kind == kind]
     return explicit + (pretrained if kind == "base" else [name for name in plain if name not in pretrained])
 
@@ -170,9 +170,9 @@ def _parsed(typed: str) -> _Name:
     text = re.sub(r"c4ai|\b\d\d-(?=20\d\d)", " ", _PACKING.sub(" ", text).replace("_", " "))
     tokens = _WORD.findall(re.sub(r"(\d)\s+([bm])\b", r"\1\2", text))
     kind = "chat" if _CHAT & set(tokens) else "base" if _BASE & set(tokens) else "chat" if tag else ""
-    words = {word.removeprefix("v") if word[1:2].isdigit() else word for word in tokens} - _IGNORED - _CHAT - _BASE
+    terms = {word.removeprefix("v") if word[1:2].isdigit() else word for word in tokens} - _IGNORED - _CHAT - _BASE
     optional = {word.removeprefix("v") for word in tokens if _OPTIONAL.fullmatch(word)}
-    return _Name(_ACCOUNTS.get(account, account), frozenset(words), frozenset(optional & words), kind, packing, bool(tag))
+    return _Name(_ACCOUNTS.get(account, account), frozenset(terms), frozenset(optional & terms), kind, packing, bool(tag))
 
 
 @cache

@@ -40,8 +40,8 @@ def save_model(kind: str, folder: Path) -> str:
     values = config_values(kind, num_hidden_layers=3, vocab_size=2048, **many)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, "<pad>"))
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
@@ -150,13 +150,13 @@ def host_memory_apart(tracker: RealTracker):
     each quantised weight.
     """
 
-    def on_host(made):
-        @wraps(made)
-        def making(*arguments, **named):
+    def on_host(function):
+        @wraps(function)
+        def tagged(*arguments, **named):
             with tracker.making_host_memory():
-                return made(*arguments, **named)
+                return function(*arguments, **named)
 
-        return making
+        return tagged
 
     with pytest.MonkeyPatch.context() as patch:
         for home, name in (

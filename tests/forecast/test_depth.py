@@ -99,11 +99,11 @@ def test_few_layers_give_the_full_models_peaks_and_ledger(checkpointing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_every_place_of_the_step_is_as_in_the_full_model(checkpointing):
+def test_every_phase_and_layer_is_as_in_the_full_model(checkpointing):
     deep, full, _ = both_ways("llama", 9, activation_checkpointing=checkpointing)
     assert {phase for phase, _ in deep.peaks} >= {"forward", "backward", "eval", "save"}
-    differences = {place: peak.total_bytes - full.peaks[place].total_bytes for place, peak in deep.peaks.items()}
-    assert {place: more for place, more in differences.items() if abs(more) > 9 * 1024} == {}  # a code book for each layer
+    differences = {key: peak.total_bytes - full.peaks[key].total_bytes for key, peak in deep.peaks.items()}
+    assert {key: more for key, more in differences.items() if abs(more) > 9 * 1024} == {}  # a code book for each layer
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from tiny_models import config_values, settings
 from finetune.card import find_card
 from finetune.card.host import PROCESS_BYTES
 from finetune.forecast.depth import simulate_deep
+from finetune.forecast.device_peak import make_forecast
 from finetune.forecast.ledger import dry_run
 from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.forecast.tracker import BLOCK_BYTES
-from finetune.forecast.whole_card import make_forecast
 from finetune.model.layer_offloading import BUFFERS
 from finetune.model.transformers_config import config_from
 
@@ -42,11 +42,11 @@ def simulated(layers, **changes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
     resident, offloaded = dry(6, **KINDS[kind]), dry(6, **KINDS[kind], **away(6))
-    one = offloaded.largest_offloaded_bytes
-    assert offloaded.offloaded_bytes == offloaded.host_bytes - resident.host_bytes == 6 * one
+    layer_bytes = offloaded.largest_offloaded_bytes
+    assert offloaded.offloaded_bytes == offloaded.host_bytes - resident.host_bytes == 6 * layer_bytes
     rounded = 6 * MOST_TENSORS * BLOCK_BYTES + 6 * 4096
     for phase in ("train", "eval", "save"):
-        assert abs(resident.peaks[phase] - offloaded.peaks[phase] - (6 - BUFFERS) * one) <= rounded
+        assert abs(resident.peaks[phase] - offloaded.peaks[phase] - (6 - BUFFERS) * layer_bytes) <= rounded
 
 
 @pytest.mark.parametrize("kind", KINDS)

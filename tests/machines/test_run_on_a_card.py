@@ -65,8 +65,8 @@ def card(tmp_path, monkeypatch):
     """card(plan) -> the plan's card, recorded."""
 
     def insert(plan, free_bytes=None, **more):
-        known = {"uuid": plan.card.uuid, "total_bytes": plan.card.total_bytes, "free_bytes": free_bytes or plan.card.free_bytes}
-        return RecordedCard(tmp_path / "calls.jsonl", **known, **more).insert(monkeypatch)
+        facts = {"uuid": plan.card.uuid, "total_bytes": plan.card.total_bytes, "free_bytes": free_bytes or plan.card.free_bytes}
+        return RecordedCard(tmp_path / "calls.jsonl", **facts, **more).insert(monkeypatch)
 
     return insert
 
@@ -83,17 +83,17 @@ def own_signals():
 
 def supervised(run, environment, tmp_path):
     """Run the real supervisor to its end; the environment that its real worker started with."""
-    told = tmp_path / "told"
-    told.mkdir()
-    (told / "sitecustomize.py").write_text(
+    folder = tmp_path / "told"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
         "import json, os, sys\n"
         "if 'finetune.run.worker' in sys.orig_argv:\n"
-        f"    open({str(told / 'environment.json')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
+        f"    open({str(folder / 'environment.json')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
     )
-    path = os.pathsep.join([str(told), *filter(None, sys.path)])
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     command = [sys.executable, "-m", "finetune.run.supervise", str(run.path)]
-    done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
-    return done.returncode, json.loads((told / "environment.json").read_text())
+    process = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    return process.returncode, json.loads((folder / "environment.json").read_text())
 
 
 def test_with_two_cards_the_worker_sees_the_planned_one_and_no_other(machine, make_run, tmp_path):
@@ -153,7 +153,7 @@ def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monke
     assert cards_of(plan) == (DESKTOP,)
 
 
-def test_a_smaller_card_in_the_place_of_the_planned_one_is_told(machine, make_run, monkeypatch, own_signals):
+def test_a_smaller_card_in_place_of_the_planned_one_is_reported(machine, make_run, monkeypatch, own_signals):
     machine("3060-and-4090")
     run = make_run()
     plan = read_plan(run.plan)
@@ -209,7 +209,7 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert train(run) == 0, run.log.read_text()[-3000:]
     names = [name for name, *_ in recorded.calls()]
     assert names[0] == "open_card" and recorded.calls()[0] == ["open_card", 0]
-    order = [names.index(name) for name in ("limit_reserved", "place_of", "release_cached")]
+    order = [names.index(name) for name in ("limit_reserved", "device_of", "release_cached")]
     assert order == sorted(order) and names.count("limit_reserved") == 1
     assert names.count("reset_peak") >= 3  # after loading, and after each step
     assert recorded.limit_bytes() == pytest.approx(plan.budget_bytes - plan.card.context_bytes)
@@ -232,7 +232,7 @@ def test_a_run_that_records_its_history_leaves_it_when_it_succeeds(machine, make
     recorded = card(read_plan(run.plan), broken={"write_history": lambda calls: Path(calls[-1][1]).touch()})
     assert train(run) == 0, run.log.read_text()[-3000:]
     names = [name for name, *_ in recorded.calls()]
-    assert names.index("start_history") < names.index("place_of") and list(run.snapshots) == ["peak", "end"]
+    assert names.index("start_history") < names.index("device_of") and list(run.snapshots) == ["peak", "end"]
 
 
 def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(machine, make_run, card, tmp_path, monkeypatch):
@@ -256,9 +256,9 @@ def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(m
 def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machine, make_run, card):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
-    held = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
+    blocks = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
     recorded = card(plan)
-    recorded.answers["snapshot"] = {"segments": [{"stream": 0, "segment_type": "large", "blocks": held}], "device_traces": []}
+    recorded.answers["snapshot"] = {"segments": [{"stream": 0, "segment_type": "large", "blocks": blocks}], "device_traces": []}
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
     tight = dataclasses.replace(plan, budget_bytes=RESERVED + plan.card.context_bytes + 100 * MIB)
     event = describe(error, "evaluate", tight, MemorySampler(on_cuda=True))
@@ -392,9 +392,9 @@ def test_a_run_that_was_forced_needs_no_more_than_its_budget(machine, make_run, 
 
 
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
-    held, context = 3000 * MIB, 300 * MIB
-    used = f"used_mib = {(held + RESERVED + context) // MIB}"
-    machine("h200", used, f"graphics = 1 {held // MIB}", f"compute = self {(RESERVED + context) // MIB}")
+    others, context = 3000 * MIB, 300 * MIB
+    used = f"used_mib = {(others + RESERVED + context) // MIB}"
+    machine("h200", used, f"graphics = 1 {others // MIB}", f"compute = self {(RESERVED + context) // MIB}")
     run = make_run()
     recorded = card(read_plan(run.plan))
     for variable in ("before", "after"):
@@ -475,7 +475,7 @@ def test_without_a_compiler_the_run_is_planned_and_trained_without_triton(machin
     assert "try_kernel" not in [name for name, *_ in recorded.calls()]
 
 
-def test_with_a_compiler_a_kernel_is_tried_and_its_error_is_told(machine, make_run, card, with_triton):
+def test_with_a_compiler_a_kernel_is_tried_and_its_error_is_reported(machine, make_run, card, with_triton):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
     assert plan.forecast.notes == () or not any("Triton" in note for note in plan.forecast.notes)

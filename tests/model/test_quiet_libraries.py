@@ -5,7 +5,7 @@ import logging
 import torch
 from bitsandbytes.nn import Linear8bitLt
 
-from finetune.model.quiet import quiet_libraries
+from finetune.model.library_warnings import quiet_libraries
 
 
 def test_int8_says_once_that_it_casts_its_inputs_to_fp16(caplog):

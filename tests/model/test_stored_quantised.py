@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from finetune.errors import RecipeError
 from finetune.model.build import build_base
-from finetune.model.stored import stored_quantisation, trainable_bits
+from finetune.model.prequantised import stored_quantisation, trainable_bits
 from finetune.model.transformers_config import load_config
 from finetune.recipe import plainest, recipe_from
 

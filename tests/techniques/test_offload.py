@@ -43,8 +43,8 @@ class Careless(LateCopies):
 class Hasty(Offload):
     """Frees a tensor on the card before it has been copied."""
 
-    def _let_go(self, most_bytes):
-        self._leaving.clear()
+    def _free_copied(self, most_bytes):
+        self._departing.clear()
 
 
 def gradients(settings, hooks) -> torch.Tensor:
