@@ -64,13 +64,13 @@ class EdgeRecipe:
     place: float
     settings: dict[str, Any]
 
-    def budget_bytes(self, low: int, high: int) -> float:
+    def budget_bytes(self, lower: int, upper: int) -> float:
         """The budget for a forecast with these ends."""
         if self.place < ABOVE:
-            return high * (1 + 0.01 * self.place / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
+            return upper * (1 + 0.01 * self.place / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
         if self.place < BETWEEN:
-            return low + (high - low) * (self.place - ABOVE) / (BETWEEN - ABOVE)
-        return low * (1 - 0.03 * (self.place - BETWEEN) / (1 - BETWEEN))
+            return lower + (upper - lower) * (self.place - ABOVE) / (BETWEEN - ABOVE)
+        return lower * (1 - 0.03 * (self.place - BETWEEN) / (1 - BETWEEN))
 
 
 def random_recipe(seed: int) -> EdgeRecipe:
@@ -139,15 +139,15 @@ def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
         "micro_batch": recipe.settings["per_device_train_batch_size"], "rows": recipe.rows,
         "segments": "expandable" if recipe.expandable else "segments",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=machine.folder) as place, on_machine(machine, wsl=not recipe.expandable):
-        planned, output = Path(place) / "planned.json", Path(place) / "output.txt"
-        status = in_fork(lambda: _plan(recipe, machine.folder, Path(place)), output)
+    with tempfile.TemporaryDirectory(dir=machine.folder) as run_folder, on_machine(machine, wsl=not recipe.expandable):
+        planned, output = Path(run_folder) / "planned.json", Path(run_folder) / "output.txt"
+        status = in_fork(lambda: _plan(recipe, machine.folder, Path(run_folder)), output)
         if status == 0:
             line |= json.loads(planned.read_text(encoding="utf-8"))
-            status = in_fork(lambda: _train(Path(place) / "run"), output)
-        said = output.read_text(encoding="utf-8").strip()[-200:]
+            status = in_fork(lambda: _train(Path(run_folder) / "run"), output)
+        error = output.read_text(encoding="utf-8").strip()[-200:]
     outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
-    return line | {"outcome": outcomes.get(status) or f"exit {status}: {said}", "seconds": round(time.monotonic() - began, 1)}
+    return line | {"outcome": outcomes.get(status) or f"exit {status}: {error}", "seconds": round(time.monotonic() - began, 1)}
 
 
 def in_fork(function: Callable[[], int], output: Path) -> int:
@@ -169,22 +169,22 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
         os._exit(status)
 
 
-def _plan(recipe: EdgeRecipe, folder: Path, place: Path) -> int:
+def _plan(recipe: EdgeRecipe, folder: Path, run_folder: Path) -> int:
     """Make the run's directory, and planned.json with columns of the results."""
     from finetune.run.prepare import create_run
 
     with_own_caches(folder)
     model = _write_model(recipe, folder)
-    first = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl").plan.forecast
+    first = _prepared(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl").plan.forecast
     budget = f"{recipe.budget_bytes(first.peak_low_bytes, first.peak_high_bytes) / GIB:.3f}GiB"
-    prepared = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl", budget)
+    prepared = _prepared(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl", budget)
     plan = prepared.plan
     create_run(prepared)
     line = {
         "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,
         "budget_bytes": plan.budget_bytes, "verdict": plan.verdict.value,
     }  # fmt: skip
-    (place / "planned.json").write_text(json.dumps(line), encoding="utf-8")
+    (run_folder / "planned.json").write_text(json.dumps(line), encoding="utf-8")
     return 0
 
 
@@ -202,13 +202,13 @@ def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
     return str(model)
 
 
-def _prepared(recipe: EdgeRecipe, model: str, place: Path, rows: Path, budget: str = "auto") -> Any:
+def _prepared(recipe: EdgeRecipe, model: str, run_folder: Path, rows: Path, budget: str = "auto") -> Any:
     from finetune.recipe.load import load_recipe
     from finetune.run.prepare import prepare
 
-    source = place / "recipe.yaml"
+    source = run_folder / "recipe.yaml"
     source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
-    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(place / "run")}
+    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(run_folder / "run")}
     return prepare(load_recipe(str(source), [f"{name}={json.dumps(value)}" for name, value in values.items()]), force=True)
 
 

@@ -125,10 +125,10 @@ def _loading(row: accuracy.Row, config: PretrainedConfig) -> Iterator[Event]:
     numbers = _Numbers()
     yield from _load_4bit(base, numbers) if row.four_bit else _load_16bit(base, numbers)
     # PEFT makes adapters in the base's dtype, then casts them to fp32; beside 4-bit weights they are fp32 from the start.
-    made = [(numbers(), elements) for elements in adapters]
-    yield from ((number, elements * (4 if row.four_bit else 2)) for number, elements in made)
+    adapter_blocks = [(numbers(), elements) for elements in adapters]
+    yield from ((number, elements * (4 if row.four_bit else 2)) for number, elements in adapter_blocks)
     if not row.four_bit:
-        for number, elements in made:
+        for number, elements in adapter_blocks:
             yield numbers(), 4 * elements
             yield number, RELEASED
     yield numbers(), row.micro_batch * row.tokens * 8

@@ -99,7 +99,7 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let LoRA adapt parameters that are stored as 4-bit codes, from now on.
 
-    `logical(parameter)` has the shape, dtype and device of the weight that the codes stand for, or is the parameter itself.
+    `logical(parameter)` has the shape, dtype and device of the weight that the codes encode, or is the parameter itself.
     During a forward, the parameter's `lora_weights` has (A, B, scaling) of each active adapter.
     """
     from peft.tuners.lora.layer import ParamWrapper

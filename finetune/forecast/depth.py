@@ -74,7 +74,7 @@ def simulate_deep(
 
 
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
-    """The fewest layers that stand for these: the leading ones that don't repeat (at least `lead`), then three periods."""
+    """The fewest layers that represent these: the leading ones that don't repeat (at least `lead`), then three periods."""
     full = len(kinds)
     fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):
@@ -197,7 +197,7 @@ def _full_index(layer: int | None, depth: Depth) -> int | None:
 
 
 def _shallow_index(layer: int, depth: Depth) -> int:
-    """Index in the shallow model of the layer that stands for a layer of the full one."""
+    """Index in the shallow model of the layer that represents a layer of the full one."""
     if layer < depth.start:
         return layer
     repeated = depth.times * depth.period
@@ -205,7 +205,7 @@ def _shallow_index(layer: int, depth: Depth) -> int:
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
-    """The peak with the inserted layers, which keep what the middle ones keep.
+    """The peak with the inserted layers, which save what the middle ones save.
 
     Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
     """
@@ -220,7 +220,7 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
 
 
 def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
-    """The peak with the inserted layers before the middle ones; they keep what the layers of the first period keep.
+    """The peak with the inserted layers before the middle ones; they save what the layers of the first period save.
 
     Bytes that these keep only while their neighbour runs are left out: the peak of one period `later` lacks them.
     """

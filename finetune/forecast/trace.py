@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Instead of a size: the allocation of this number is released.
 RELEASED = -1
-#: Phases whose layers run one after another; elsewhere an event belongs to the layer of its tensor.
+#: Phases whose layers run one after another; otherwise an event belongs to the layer of its tensor.
 _RUNNING = ("forward", "backward", "eval")
 #: (number of the allocation, its bytes or RELEASED)
 Event = tuple[int, int]

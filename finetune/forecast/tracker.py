@@ -57,7 +57,7 @@ def block_bytes(size: int) -> int:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Sums the live storages of all tensors made inside it. Tensors on `meta` stand for host memory and count separately.
+    """Sums the live storages of all tensors made inside it. Tensors on `meta` represent host memory and count separately.
 
     New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
     peak of each phase and layer, `host` that of host memory. Works on real and fake tensors. `rules` change allocations.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def compile_layers(layers: list[torch.nn.Module], budget: float) -> None:
-    """Compile each layer by itself; equal ones share their code. `budget`: share of the activations that they keep.
+    """Compile each layer separately; equal ones share their code. `budget`: share of the activations that they save.
 
     A second length of rows makes the code one for any length. The compiler's settings are those of the process.
     """

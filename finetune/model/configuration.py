@@ -75,7 +75,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
 
 
 def vocabulary_size(settings: Recipe) -> int | None:
-    """Rows of the model's embedding by its config.json; None where that doesn't say it. Raises RecipeError."""
+    """Rows of the model's embedding by its config.json; None where that lacks it. Raises RecipeError."""
     values = read_config(settings)
     parts = [values, *(values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict))]
     sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import carry, random_model, report, rows  # noqa: E402
+from benchmarks.gpu import random_model, report, rows, wheels  # noqa: E402
 from benchmarks.gpu.cells import CELLS, FINISHED  # noqa: E402
 from benchmarks.gpu.measure import NEEDS_CARD, _cap_problem  # noqa: E402
 from benchmarks.gpu.results import read_results  # noqa: E402
@@ -128,11 +128,11 @@ def test_a_pruned_wheel_has_one_cuda_library_and_a_record_of_what_is_left(tmp_pa
         for name in names:
             file.writestr(name, "x")
         file.writestr("bitsandbytes-1.dist-info/RECORD", "".join(f"{name},,\n" for name in names))
-    carry.prune(wheel, binary)
+    wheels.prune(wheel, binary)
     with zipfile.ZipFile(wheel) as file:
         assert file.namelist() == [*names[:3], "bitsandbytes-1.dist-info/RECORD"]
         assert file.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines() == [f"{name},," for name in names[:3]]
 
 
 def test_each_carried_package_is_pinned():
-    assert all("==" in name for name in carry.pinned(list(carry.PACKAGES)))
+    assert all("==" in name for name in wheels.pinned(list(wheels.PACKAGES)))

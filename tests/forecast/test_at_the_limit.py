@@ -1,4 +1,4 @@
-"""Between fits and tight: the allocator, replayed with the budget as its limit, gives cached blocks back and goes on."""
+"""Between fits and tight: the allocator, replayed with the budget as its limit, returns cached blocks and continues."""
 
 import dataclasses
 

@@ -29,7 +29,7 @@ def dry(layers, **changes):
 
 
 def simulated(layers, **changes):
-    """The simulation at full depth, and that of a few layers which stand for all."""
+    """The simulation at full depth, and that of a few layers, repeated."""
     wanted, batch = settings(**changes), Batch(1, 64, 63, eval_rows=1)
     config = config_from(config_values(num_hidden_layers=layers), wanted)
 

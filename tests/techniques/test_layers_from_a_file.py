@@ -13,7 +13,7 @@ from finetune.model.quantised_files import complete_files, folder
 
 @pytest.fixture
 def messages(monkeypatch):
-    """What a run is told while it loads its base as runs do."""
+    """Messages of loading the base as runs do."""
     messages = []
     monkeypatch.setattr(
         tiny_training, "build_base", lambda settings, config, **_: load_base(settings, config, "cpu", messages.append)

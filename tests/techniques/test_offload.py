@@ -68,7 +68,7 @@ def test_without_a_wait_the_gradients_would_be_garbage(base, wrong):
 
 
 class Stream:
-    """A CUDA stream that writes down what it is told."""
+    """A CUDA stream that logs its calls."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
