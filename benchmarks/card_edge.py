@@ -4,9 +4,9 @@
 
 A recipe gets a random model of few layers, format, technique, rank, micro-batch, lengths and share of trained tokens, and a
 memory budget: of ten recipes seven within 1 % above the upper end of the forecast ("fits", just so), two between the ends, and
-one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps,
-evaluates and saves within that budget. Results go to benchmarks/reference/card_edge.csv, a line for each recipe; those that are
-there are left out without --again. Runs are forks of this process, which has imported everything and opened no GPU.
+one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps, evaluates and saves within that budget.
+Results go to benchmarks/reference/card_edge.csv, a line for each recipe. Recipes in it are left out without --again.
+Runs are forks of this process, which has imported everything and opened no GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FINISHED, OUT_OF_MEMORY = 0, 5
 
 @dataclass(frozen=True)
 class EdgeRecipe:
-    """A random recipe; its budget is that of `place` (in 0 to 1) among those above, between and below the forecast's ends."""
+    """A random recipe; its budget is at `budget_position` (0 to 1) among those above, between and below the forecast's ends."""
 
     seed: int
     model: str
@@ -61,16 +61,16 @@ class EdgeRecipe:
     technique: str
     rows: str
     expandable: bool
-    place: float
+    budget_position: float
     settings: dict[str, Any]
 
     def budget_bytes(self, low: int, high: int) -> float:
         """The budget for a forecast with these ends."""
-        if self.place < ABOVE:
-            return high * (1 + 0.01 * self.place / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
-        if self.place < BETWEEN:
-            return low + (high - low) * (self.place - ABOVE) / (BETWEEN - ABOVE)
-        return low * (1 - 0.03 * (self.place - BETWEEN) / (1 - BETWEEN))
+        if self.budget_position < ABOVE:
+            return high * (1 + 0.01 * self.budget_position / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
+        if self.budget_position < BETWEEN:
+            return low + (high - low) * (self.budget_position - ABOVE) / (BETWEEN - ABOVE)
+        return low * (1 - 0.03 * (self.budget_position - BETWEEN) / (1 - BETWEEN))
 
 
 def random_recipe(seed: int) -> EdgeRecipe:
@@ -139,15 +139,18 @@ def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
         "micro_batch": recipe.settings["per_device_train_batch_size"], "rows": recipe.rows,
         "segments": "expandable" if recipe.expandable else "segments",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=machine.folder) as place, on_machine(machine, wsl=not recipe.expandable):
-        planned, output = Path(place) / "planned.json", Path(place) / "output.txt"
-        status = in_fork(lambda: _plan(recipe, machine.folder, Path(place)), output)
+    with tempfile.TemporaryDirectory(dir=machine.folder) as run_folder, on_machine(machine, wsl=not recipe.expandable):
+        planned, output = Path(run_folder) / "planned.json", Path(run_folder) / "output.txt"
+        status = in_fork(lambda: _plan(recipe, machine.folder, Path(run_folder)), output)
         if status == 0:
             line |= json.loads(planned.read_text(encoding="utf-8"))
-            status = in_fork(lambda: _train(Path(place) / "run"), output)
-        said = output.read_text(encoding="utf-8").strip()[-200:]
+            status = in_fork(lambda: _train(Path(run_folder) / "run"), output)
+        messages = output.read_text(encoding="utf-8").strip()[-200:]
     outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
-    return line | {"outcome": outcomes.get(status) or f"exit {status}: {said}", "seconds": round(time.monotonic() - began, 1)}
+    return line | {
+        "outcome": outcomes.get(status) or f"exit {status}: {messages}",
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def in_fork(function: Callable[[], int], output: Path) -> int:
@@ -161,7 +164,7 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         status = function()
-    except BaseException:  # noqa: BLE001 - a fork must not go on with what the parent does
+    except BaseException:  # noqa: BLE001 - a fork must not return into the parent's code
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -169,22 +172,22 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
         os._exit(status)
 
 
-def _plan(recipe: EdgeRecipe, folder: Path, place: Path) -> int:
+def _plan(recipe: EdgeRecipe, folder: Path, run_folder: Path) -> int:
     """Make the run's directory, and planned.json with columns of the results."""
     from finetune.run.prepare import create_run
 
     with_own_caches(folder)
     model = _write_model(recipe, folder)
-    first = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl").plan.forecast
+    first = _prepared(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl").plan.forecast
     budget = f"{recipe.budget_bytes(first.peak_low_bytes, first.peak_high_bytes) / GIB:.3f}GiB"
-    prepared = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl", budget)
+    prepared = _prepared(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl", budget)
     plan = prepared.plan
     create_run(prepared)
     line = {
         "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,
         "budget_bytes": plan.budget_bytes, "verdict": plan.verdict.value,
     }  # fmt: skip
-    (place / "planned.json").write_text(json.dumps(line), encoding="utf-8")
+    (run_folder / "planned.json").write_text(json.dumps(line), encoding="utf-8")
     return 0
 
 
@@ -202,13 +205,13 @@ def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
     return str(model)
 
 
-def _prepared(recipe: EdgeRecipe, model: str, place: Path, rows: Path, budget: str = "auto") -> Any:
+def _prepared(recipe: EdgeRecipe, model: str, run_folder: Path, rows: Path, budget: str = "auto") -> Any:
     from finetune.recipe.load import load_recipe
     from finetune.run.prepare import prepare
 
-    source = place / "recipe.yaml"
+    source = run_folder / "recipe.yaml"
     source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
-    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(place / "run")}
+    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(run_folder / "run")}
     return prepare(load_recipe(str(source), [f"{name}={json.dumps(value)}" for name, value in values.items()]), force=True)
 
 
