@@ -4,9 +4,9 @@
 
 A recipe gets a random model of few layers, format, technique, rank, micro-batch, lengths and share of trained tokens, and a
 memory budget: of ten recipes seven within 1 % above the upper end of the forecast ("fits", just so), two between the ends, and
-one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps,
-evaluates and saves within that budget. Results go to benchmarks/reference/card_edge.csv, a line for each recipe; those that are
-there are left out without --again. Runs are forks of this process, which has imported everything and opened no GPU.
+one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps, evaluates and saves within that budget.
+Results go to benchmarks/reference/card_edge.csv, a line for each recipe. Recipes in it are left out without --again.
+Runs are forks of this process, which has imported everything and opened no GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FINISHED, OUT_OF_MEMORY = 0, 5
 
 @dataclass(frozen=True)
 class EdgeRecipe:
-    """A random recipe; its budget is that of `place` (in 0 to 1) among those above, between and below the forecast's ends."""
+    """A random recipe; its budget is at `budget_position` (0 to 1) among those above, between and below the forecast's ends."""
 
     seed: int
     model: str
@@ -61,16 +61,16 @@ class EdgeRecipe:
     technique: str
     rows: str
     expandable: bool
-    place: float
+    budget_position: float
     settings: dict[str, Any]
 
     def budget_bytes(self, lower: int, upper: int) -> float:
         """The budget for a forecast with these ends."""
-        if self.place < ABOVE:
-            return upper * (1 + 0.01 * self.place / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
-        if self.place < BETWEEN:
-            return lower + (upper - lower) * (self.place - ABOVE) / (BETWEEN - ABOVE)
-        return lower * (1 - 0.03 * (self.place - BETWEEN) / (1 - BETWEEN))
+        if self.budget_position < ABOVE:
+            return upper * (1 + 0.01 * self.budget_position / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
+        if self.budget_position < BETWEEN:
+            return lower + (upper - lower) * (self.budget_position - ABOVE) / (BETWEEN - ABOVE)
+        return lower * (1 - 0.03 * (self.budget_position - BETWEEN) / (1 - BETWEEN))
 
 
 def random_recipe(seed: int) -> EdgeRecipe:
@@ -145,9 +145,12 @@ def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
         if status == 0:
             line |= json.loads(planned.read_text(encoding="utf-8"))
             status = in_fork(lambda: _train(Path(run_folder) / "run"), output)
-        error = output.read_text(encoding="utf-8").strip()[-200:]
+        messages = output.read_text(encoding="utf-8").strip()[-200:]
     outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
-    return line | {"outcome": outcomes.get(status) or f"exit {status}: {error}", "seconds": round(time.monotonic() - began, 1)}
+    return line | {
+        "outcome": outcomes.get(status) or f"exit {status}: {messages}",
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def in_fork(function: Callable[[], int], output: Path) -> int:
@@ -161,7 +164,7 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         status = function()
-    except BaseException:  # noqa: BLE001 - a fork must not go on with what the parent does
+    except BaseException:  # noqa: BLE001 - a fork must not return into the parent's code
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -101,8 +101,8 @@ class Pool:
 class CachingAllocator:
     """One card's allocator. Requests have names, so that they can be released; all sizes are bytes.
 
-        `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
-        None: no limit. `retries` counts how often a request was met only after all cached blocks were freed, `returned` the bytes
+    `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
+    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed, `returned` the bytes
     returned to the driver. `segments` is their number, which torch does not count where they are expandable.
     """
 

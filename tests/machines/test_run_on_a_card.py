@@ -493,9 +493,8 @@ def test_torch_compile_without_a_compiler_is_refused_before_anything_is_loaded(
     card(plan)
     monkeypatch.setenv("CC", "/nowhere/gcc")
     compiled = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"torch_compile": True}))
-    with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
-        prepare(load_recipe("tiny-cpu", ["gpu=auto", "torch_compile=true"]))
-    assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix
-    with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
-        kernel_problem(compiled)
-    assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix
+    recipe = load_recipe("tiny-cpu", ["gpu=auto", "torch_compile=true"])
+    for refuse in (lambda: prepare(recipe), lambda: kernel_problem(compiled)):
+        with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
+            refuse()
+        assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix
