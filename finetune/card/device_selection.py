@@ -15,7 +15,7 @@ from finetune.units import format_bytes
 
 _NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 #: Cards are alike with this share of the most free memory, and of the highest speed: one model's clocks differ a little.
-ALIKE = 0.9
+SIMILAR = 0.9
 LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
 
 
@@ -54,10 +54,10 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
     candidates = [device for device in allowed if wanted is None or wanted(device)]
     if not candidates:
         raise NoCard(*_no_card(gpu, devices, lost_cards, allowed, [device for device in devices if wanted and wanted(device)]))
-    least_free = ALIKE * max(device.free_bytes for device in candidates)
+    least_free = SIMILAR * max(device.free_bytes for device in candidates)
     emptiest = [device for device in candidates if device.free_bytes >= least_free]
     fastest = max(device.speed for device in emptiest)
-    chosen = max((device for device in emptiest if device.speed >= ALIKE * fastest), key=lambda device: device.free_bytes)
+    chosen = max((device for device in emptiest if device.speed >= SIMILAR * fastest), key=lambda device: device.free_bytes)
     reason = _reason(chosen, allowed, devices, lost_cards)
     if processes > 1:
         used = for_processes(allowed)[:processes]

@@ -22,9 +22,9 @@ from finetune.units import GIB, format_bytes
 #: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
 ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
-SAME_MEMORY = 0.08
+MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
-_HERE = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
+_DEVICE_ID = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
@@ -38,11 +38,11 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
     wanted = gpu.strip().lower()
     if wanted == "cpu":
         card = host_card()
-    elif wanted == "auto" or _HERE.fullmatch(wanted):
+    elif wanted == "auto" or _DEVICE_ID.fullmatch(wanted):
         accepts = None if wanted == "auto" else lambda device: _is_device(device, wanted)
-        card = _measured(choose_device(gpu, accepts, processes))
+        card = _measured_card(choose_device(gpu, accepts, processes))
     else:
-        card = _named(gpu)
+        card = _catalogue_card(gpu)
         if here:
             card = _on_this_machine(card, processes)
     if here and card.problem:
@@ -85,7 +85,7 @@ def _catalogue_reason(total: int, used: int, source: str) -> str:
     return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
 
 
-def _measured(choice: Choice) -> Card:
+def _measured_card(choice: Choice) -> Card:
     """The card as the driver reports it; its rates are the catalogue's if listed there, else unknown."""
     device = choice.device
     entry_name = _entry_of(device)
@@ -118,20 +118,20 @@ def _entry_of(device: Device) -> str | None:
     wanted = plain(device.name)
     same_name = [name for name, entry in _entries().items() if plain(entry["device"]) == wanted]
     distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same_name}
-    same_memory = [name for name in same_name if distance[name] <= SAME_MEMORY]
+    same_memory = [name for name in same_name if distance[name] <= MEMORY_TOLERANCE]
     return min(same_memory, key=lambda name: distance[name], default=None)
 
 
 def _on_this_machine(wanted: Card, processes: int) -> Card:
     """The named card in this machine. Raises RecipeError when it is not there."""
     try:
-        return _measured(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
+        return _measured_card(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
     except RecipeError as error:
         plan = f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}"
         raise NoCard(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
 
 
-def _named(gpu: str) -> Card:
+def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
     entries = _entries()
     sizes = {name: entry["box_gb"] for name, entry in entries.items()}

@@ -261,7 +261,7 @@ def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, qua
 
 
 @contextmanager
-def loading_in_order(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
+def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
     """Inside, weights are loaded one after another, without threads that read ahead to the card, and without allocator warm-up.
 
     `loaded(model, module, name)` is called after each parameter.

@@ -197,7 +197,7 @@ class CachingAllocator:
         block = self._new_block(pool, size)
         if block is None and self._most_split < NO_LIMIT and self._free_oversize(pool, size):
             block = self._new_block(pool, size)
-        return block or self._after_freeing_all(pool, size)
+        return block or self._retry_after_freeing(pool, size)
 
     def _collect(self) -> None:
         """`garbage_collect_cached_blocks`: free whole segments at least as old as their mean, until enough is free."""
@@ -235,7 +235,7 @@ class CachingAllocator:
         self.segments -= 1
         self._return(block.size)
 
-    def _after_freeing_all(self, pool: Pool, size: int) -> Block:
+    def _retry_after_freeing(self, pool: Pool, size: int) -> Block:
         self.retries += 1
         self.empty_cache()
         block = self._new_block(pool, size)
@@ -249,7 +249,7 @@ class CachingAllocator:
         if self.limit is not None and self.reserved + segment > self.limit:
             return None
         if self.expandable:
-            return self._expanded(pool, size)
+            return self._expand_segment(pool, size)
         self.segments += 1
         self.peak_segments = max(self.peak_segments, self.segments)
         self._reserve(segment)
@@ -289,7 +289,7 @@ class CachingAllocator:
             if block.next is not None:
                 block.next.prev = block
 
-    def _expanded(self, pool: Pool, size: int) -> Block:
+    def _expand_segment(self, pool: Pool, size: int) -> Block:
         """`try_allocate_expandable_block`: memory for the lowest addresses at which free space of this size follows."""
         block = self._growable(pool, size)
         if not block.mapped:

@@ -63,7 +63,7 @@ def simulate_deep(
         except Exception:  # noqa: BLE001 - the configuration's class may refuse another depth; all layers show its own errors
             break
         if _repeats(shallow.peaks, depth):
-            peaks = _deepened(shallow.peaks, depth)
+            peaks = _peaks_at_full_depth(shallow.peaks, depth)
             growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
             host = _with_more_states(_with_more_layers(shallow.host, depth), growth)
             peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
@@ -162,7 +162,7 @@ def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
     return max(differences) <= _ONE_OFF_BYTES
 
 
-def _deepened(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
+def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
     """Insert the repeated layers after the middle ones. While a middle layer runs, insert them before it: it is the last.
 
     Outside forward and backward the middle layers' peaks are dropped: they lie between those of the first and last layers.

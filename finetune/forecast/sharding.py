@@ -42,7 +42,7 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
         sharded = _deepspeed(units, settings)
     else:
         return run
-    return _applied(run, units, sharded, settings)
+    return _apply(run, units, sharded, settings)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sharded:
     `own_rows`: no rank loads more; `host`: host memory of each rank.
     """
 
-    kept: dict[str, tuple[int, int]]
+    resident: dict[str, tuple[int, int]]
     states: float
     masters: int
     gathered: int
@@ -186,9 +186,9 @@ def _hidden_size(units: tuple[Unit, ...]) -> int:
     return max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
 
 
-def _applied(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
+def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
     full = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
-    shards = sharded.kept
+    shards = sharded.resident
     saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
     parts = dict(run.parts)
     parts["weights"] -= sum(frozen for frozen, _ in saved.values())

@@ -126,7 +126,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:
                 offloading.wrap_checkpoints()
-            with _explained(config):
+            with _step_errors(config):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
@@ -135,7 +135,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 
 @contextmanager
-def _explained(config: PretrainedConfig) -> Iterator[None]:
+def _step_errors(config: PretrainedConfig) -> Iterator[None]:
     """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
     try:
         yield
@@ -176,7 +176,7 @@ def _run(
     model.train()
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
-        parameter.register_hook(functools.partial(_accumulates, tracker, parameter))
+        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
@@ -212,7 +212,7 @@ def _run(
             _forward(model, settings, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
-def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
     """Record which gradient a new one is added to."""
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
@@ -270,11 +270,11 @@ def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tup
 def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
     hidden = output[0] if isinstance(output, tuple) else output
     if hidden.requires_grad:
-        hidden.register_hook(functools.partial(_backward_reaches, tracker, number))
+        hidden.register_hook(functools.partial(_enter_backward, tracker, number))
     tracker.layer = None
 
 
-def _backward_reaches(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
+def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
     tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
 
 
@@ -283,10 +283,10 @@ def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any
     if tracker.phase == "forward":
         tracker.phase = "loss"
         if output.last_hidden_state.requires_grad:  # its gradient ends the loss's backward
-            output.last_hidden_state.register_hook(functools.partial(_backward_reaches, tracker, None))
+            output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
 
 
-def _balance(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
+def _tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
     """The router's auxiliary loss: tensors computed from a layer's logits belong to that layer, also in backward.
 
     In training it is a phase of its own. It grows with the number of layers, so at full depth it may need more than the loss.
@@ -317,7 +317,7 @@ def _fake_tensors(
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(fake_experts())
         stack.enter_context(forecast_for(capability))
-        stack.enter_context(auxiliary_loss(functools.partial(_balance, tracker)))
+        stack.enter_context(auxiliary_loss(functools.partial(_tag_auxiliary_loss, tracker)))
         if capability is not None and sys.platform != "win32":
             semantics = stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):

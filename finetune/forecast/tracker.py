@@ -111,22 +111,22 @@ class StorageTracker(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
         if self._phase in _UPDATES and args and isinstance(args[0], torch.Tensor):
-            self._comes_from(args[0])
+            self._set_source(args[0])
         elif self.inherits:
             tensors = (value for value in reversed(args) if isinstance(value, torch.Tensor))
             self._source = next((layer for value in tensors if (layer := self.layer_of(value)) is not None), None)
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
-            self.follow(out)
+            self.track(out)
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):
             for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
-                self._comes_from(source)
-                self.follow(leaf, layer=self.layer_of(source))
+                self._set_source(source)
+                self.track(leaf, layer=self.layer_of(source))
         else:
             for leaf in tree_iter(out):
                 if isinstance(leaf, torch.Tensor):
-                    self.follow(leaf)
+                    self.track(leaf)
         self.record(func)
         if self._workspace_bytes and func in _MATMULS:
             self._workspace(func is _ADDMM or (func is _LINEAR and len(args) > 2 and args[2] is not None))
@@ -178,7 +178,7 @@ class StorageTracker(TorchDispatchMode):
                 self._workspaces.add((backward, lt))
                 self.recording.keep(size)
 
-    def _comes_from(self, tensor: torch.Tensor) -> None:
+    def _set_source(self, tensor: torch.Tensor) -> None:
         """Tag what is allocated next with the layer of this parameter, gradient or state."""
         layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
         self._source = self._source if layer is None else layer
@@ -187,7 +187,7 @@ class StorageTracker(TorchDispatchMode):
         """The layer that a tensor's storage is tagged with."""
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
-    def follow(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
+    def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
         """Count a tensor's storage, once, until it is released; tagged with `layer` when given, else the current layer."""
         storage = tensor.untyped_storage()
         key = storage._cdata

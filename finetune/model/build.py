@@ -51,10 +51,10 @@ def build_base(
             model.layer_offloading = offload_layers(model, settings, weights=False)
         return model
     if quantiser is not None and getattr(config, "quantization_config", None):
-        config = _as_stored_in_16_bit(config)  # the quantiser reads the codes itself
+        config = _without_quantization(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     finish: Any
-    with _explained(settings), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
+    with _load_errors(settings), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
         loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
@@ -68,14 +68,14 @@ def build_base(
             **arguments,
         )
     model, loading_info = loaded
-    _refuse_other_weights(settings, model, loading_info)
+    _check_weights_match(settings, model, loading_info)
     if offloads:
         finish(model)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
+def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
     missing = sorted(loading_info["missing_keys"])
     outside = re.compile(outside_language_model(model) or "(?!)")
@@ -101,7 +101,7 @@ def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     return dtype == torch.float32 or capability < (8, 0)
 
 
-def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
+def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
 
 
@@ -110,8 +110,8 @@ def build_on_meta(
     quantiser: type | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
-    bare = _as_stored_in_16_bit(config)
-    with _unbuildable(config), torch.device("meta"):
+    bare = _without_quantization(config)
+    with _build_errors(config), torch.device("meta"):
         model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
         replace_with_quantised_layers(model, quantization, dtype, quantiser)
@@ -126,7 +126,7 @@ def _class_to_build(config: PretrainedConfig) -> Any:
 
 
 @contextmanager
-def _unbuildable(config: PretrainedConfig) -> Iterator[None]:
+def _build_errors(config: PretrainedConfig) -> Iterator[None]:
     """Turn any error of transformers while it builds modules from a configuration into a RecipeError."""
     try:
         yield
@@ -155,7 +155,7 @@ def _attention(settings: Settings, weights: bool) -> str:
 
 
 @contextmanager
-def _explained(settings: Settings) -> Iterator[None]:
+def _load_errors(settings: Settings) -> Iterator[None]:
     """Turn errors of transformers and the hub about a model that can't be built into a RecipeError."""
     name = settings.model_name_or_path
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.compat.torch import graph_breaks, keep_share, new_compilations
+from finetune.compat.torch import graph_breaks, new_compilations, set_activation_budget
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ def compile_layers(layers: list[torch.nn.Module], budget: float) -> None:
 
     A second length of rows makes the code one for any length. The compiler's settings are those of the process.
     """
-    keep_share(budget)
+    set_activation_budget(budget)
     for layer in layers:
         layer.compile()
 

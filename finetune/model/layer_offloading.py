@@ -21,7 +21,7 @@ import torch
 
 from finetune.compat.peft import before_magnitudes
 from finetune.compat.torch import without_modes
-from finetune.compat.transformers import loading_in_order, wrap_checkpoint
+from finetune.compat.transformers import sequential_loading, wrap_checkpoint
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
 from finetune.model import host_memory
@@ -403,7 +403,7 @@ def layers_offloaded(settings: Settings) -> Iterator[Callable[[Any], None]]:
         offloadings[0].finish()
         model.layer_offloading = offloadings[0]
 
-    with loading_in_order(loaded):
+    with sequential_loading(loaded):
         yield finish
 
 

@@ -16,7 +16,7 @@ _TOKENS = 16
 MOST_CHANGE = 0.02
 
 
-def require_rows_apart(model: PeftModel, collate: Callable[[Any], Any]) -> None:
+def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> None:
     """Raise RecipeError where a packed row sees another row: attention masks or a layer's state cross its boundary.
 
     The base model is tried, without its adapters. `collate` is the run's own collator, which packs rows.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.compat.transformers import loading_in_order, quantised_on
+from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull
 from finetune.files import free_disk_bytes, write_text
 from finetune.model import build
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 #: Called with messages for the user.
 Log = Callable[[str], None]
-_CLEAR = "`finetune cache clear` deletes the files of other models; FINETUNE_CACHE names a folder on another disk"
+_FREE_SPACE_HINT = "`finetune cache clear` deletes the files of other models; FINETUNE_CACHE names a folder on another disk"
 #: Libraries that decide which bytes a weight becomes.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
@@ -165,10 +165,10 @@ def _quantise_to_file(
     needed, free = file_bytes(parts), free_disk_bytes(path.parent)
     if needed > free:
         raise DiskFull(
-            f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there", f"Free some space: {_CLEAR}."
+            f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there", f"Free some space: {_FREE_SPACE_HINT}."
         )
     with _disk_errors(path), StoreWriter(path, parts) as writer:
-        with quantised_on(device), loading_in_order(_LayerWriter(writer)):
+        with quantised_on(device), sequential_loading(_LayerWriter(writer)):
             base = build.build_base(settings, config, device="cpu", weights=True)
         for part in writer.missing:
             writer.write(part, {name: value_of(base, name) for name in part.parameters})
@@ -182,7 +182,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_CLEAR}.") from None
+        raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_FREE_SPACE_HINT}.") from None
     except (KeyError, AttributeError) as error:
         raise LayoutMismatch(f"this model can't be kept in {path}: {type(error).__name__}: {error}") from error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.transformers import checkpointing_name
-from finetune.model.checkpointing import beside_layers, decoder_layers, keep_all, recompute, recomputed_layers
+from finetune.model.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
 from finetune.model.compiled import compile_layers
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_embedding import offload_table
@@ -34,14 +34,14 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     by the forecast, and its embedding is moved once it is loaded.
     """
     if settings.lean_layers is True:
-        make_lean([*decoder_layers(model), *beside_layers(model)])
+        make_lean([*decoder_layers(model), *outside_layers(model)])
     else:
-        undo_lean([*decoder_layers(model), *beside_layers(model)])
+        undo_lean([*decoder_layers(model), *outside_layers(model)])
     if settings.offload_embeddings is True and not _is_forecasts(model):
         offload_table(model)
     checkpointing = settings.activation_checkpointing
     if checkpointing is False:
-        keep_all(model)
+        turn_off_checkpointing(model)
     else:
         recompute(
             model,

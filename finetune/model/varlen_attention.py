@@ -157,10 +157,10 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
         capability = _FORECAST_FOR[-1]
     else:
         capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else _NO_CARD
-    return capability >= (8, 0) and flash_trains(head_dim, capability)
+    return capability >= (8, 0) and flash_supports_backward(head_dim, capability)
 
 
-def flash_trains(head_dim: int, capability: tuple[int, int]) -> bool:
+def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
     """Whether flash attention's backward, without dropout, supports `head_dim` (at most 256) at this compute capability.
 
     Widths over 192 and up to 224 need more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a kernel of its own

@@ -16,7 +16,7 @@ from finetune.model.configuration import resolve_model_path
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
-_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
+_DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
 
 
 def check_weights(folder: Path) -> None:
@@ -26,7 +26,7 @@ def check_weights(folder: Path) -> None:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
     problems = [f"{folder / name}: {problem}" for name in names if (problem := _problem(folder / name))]
     if problems:
-        raise ModelError(problems, _AGAIN)
+        raise ModelError(problems, _DOWNLOAD_AGAIN)
 
 
 def weights_fingerprint(settings: Settings) -> str | None:
@@ -70,7 +70,7 @@ def _files(folder: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _AGAIN) from None
+        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _DOWNLOAD_AGAIN) from None
 
 
 def _problem(path: Path) -> str:

@@ -103,9 +103,9 @@ class Worker:
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
-            from finetune.model.packed_rows import require_rows_apart
+            from finetune.model.packed_rows import require_isolated_rows
 
-            require_rows_apart(trainer.model, trainer.data_collator)
+            require_isolated_rows(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"

@@ -102,15 +102,15 @@ class RealTracker(StorageTracker):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self.follow(leaf)
+                self.track(leaf)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     on_host = False
 
-    def follow(self, tensor, *, layer=None):
+    def track(self, tensor, *, layer=None):
         if isinstance(tensor, FakeTensor):  # of code that tries a layer without its values
             return
-        super().follow(tensor, layer=layer)
+        super().track(tensor, layer=layer)
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if self.on_host and size:
@@ -123,7 +123,7 @@ class RealTracker(StorageTracker):
 
     def arrives(self, tensor):
         """Count a tensor from now on, also one that was made as host memory."""
-        self.follow(tensor)
+        self.track(tensor)
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if size == 0:
@@ -265,7 +265,7 @@ def measured(run) -> dict[str, int]:
             stack.enter_context(experts_merged_on_host(tracker))
         trainer, callback = worker._build()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
-            tracker.follow(tensor)
+            tracker.track(tensor)
         watch(trainer, tracker)
         trainer.train()
         trainer.finish_sealing()

@@ -57,7 +57,7 @@ def trained(recipe, folder):
     trainer = Trainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     prepare_for_training(trainer.model, recipe)
     for tensor in (*model.parameters(), *model.buffers()):
-        tracker.follow(tensor)  # those read from a file are not made by an operator
+        tracker.track(tensor)  # those read from a file are not made by an operator
     loaded, tracker.phase = tracker.live_bytes, "train"
     with tracker:
         trainer.train()

@@ -9,7 +9,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
-from finetune.model.varlen_attention import flash_trains, register, varlen_attention
+from finetune.model.varlen_attention import flash_supports_backward, register, varlen_attention
 
 LENGTHS = [5, 17, 1, 30, 12]  # 65 tokens, unlike any dimension of the model
 
@@ -97,9 +97,9 @@ def test_the_host_reads_the_boundaries_once_a_micro_batch(names, monkeypatch):
 
 def test_flash_trains_every_head_dimension_but_some_that_small_chips_have_no_room_for():
     consumer, data_centre = [(8, 6), (8, 9), (12, 0), (12, 1)], [(8, 0), (9, 0), (10, 0), (10, 3)]
-    assert all(flash_trains(head, capability) for head in (64, 192, 256) for capability in consumer + data_centre)
-    assert not any(flash_trains(head, capability) for head in (200, 224) for capability in consumer)
-    assert all(flash_trains(head, capability) for head in (200, 224) for capability in data_centre)
+    assert all(flash_supports_backward(head, capability) for head in (64, 192, 256) for capability in consumer + data_centre)
+    assert not any(flash_supports_backward(head, capability) for head in (200, 224) for capability in consumer)
+    assert all(flash_supports_backward(head, capability) for head in (200, 224) for capability in data_centre)
 
 
 def test_a_later_row_does_not_see_an_earlier_one():

@@ -104,7 +104,7 @@ def saved_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
     apply_techniques(model, settings)
     inputs, tracker = batch(0), StorageTracker()
     for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
-        tracker.follow(tensor)
+        tracker.track(tensor)
     before = tracker.live_bytes
     with tracker, step_context(settings, "cpu"), autocast(settings):
         loss = model(**inputs).loss
