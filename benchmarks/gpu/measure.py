@@ -99,7 +99,7 @@ class Session:
         self.on_cpu = options.gpu == "cpu"
         self.deadline = time.monotonic() + 60 * options.minutes
         self.matmul_flops: float | None = None
-        self.grown: list[int] = []
+        self.card_growth: list[int] = []
         self.as_expected = True
         wanted = [name for name in options.only.split(",") if name]
         self.cells = [cell for cell in CELLS if not wanted or cell.name in wanted]
@@ -218,7 +218,7 @@ class Session:
         environment = {**cards, **self.environment, **cell.environment}
         with CardWatch() as watch:
             code, _ = self._process([module, str(run.path), str(result), *cast], cell.name, limit_s, environment)
-        self.grown = [max(pair) for pair in zip(watch.grown, self.grown or watch.grown, strict=True)]
+        self.card_growth = [max(pair) for pair in zip(watch.growth, self.card_growth or watch.growth, strict=True)]
         own = json.loads(result.read_text()) if result.exists() else {}
         outcome = (
             _of_trl(own, self.on_cpu) if cell.plain_trl else of_events(read_events(run.events) if run.events.exists() else [])
@@ -232,7 +232,7 @@ class Session:
             peaks["card_bytes"] = used - watch.before[0] if used and len(watch.before) == 1 else None
         outcome["allocator"] = own.get("allocator", {})
         measured = outcome.get("measured", {})
-        measured["card_bytes"] = max(watch.grown, default=None)
+        measured["card_bytes"] = max(watch.growth, default=None)
         measured.update(self._utilisation(measured, plan))
         outcome["wrong"] = _cap_problem(outcome["allocator"], plan) if cell.cap else None
         return outcome
@@ -251,12 +251,12 @@ class Session:
         """Runs on one card leave every other one empty."""
         if self.options.only:
             return
-        used = [size for size in self.grown if size > 64 * MIB]
+        used = [size for size in self.card_growth if size > 64 * MIB]
         state, error = "finished" if len(used) == 1 else "failed", None
-        if len(self.grown) < 2:
+        if len(self.card_growth) < 2:
             state, error = "skipped", NEEDS_CARD if self.on_cpu else "there is one card"
         self.as_expected &= state != "failed"
-        self.results.add("second card", state=state, error=error, grown_bytes=self.grown)
+        self.results.add("second card", state=state, error=error, grown_bytes=self.card_growth)
 
     def _process(
         self, command: list[str], log: str, limit_s: float, environment: dict[str, str] | None = None

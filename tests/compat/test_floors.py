@@ -59,7 +59,7 @@ def test_the_lowest_versions_are_those_of_the_project():
         "from peft import LoraConfig\nclass C(LoraConfig):\n    pass\nC(r=1, no_such_setting=2)",
     ],
 )
-def test_what_the_lowest_versions_lack_is_found_out(code):
+def test_what_the_lowest_versions_lack_is_detected(code):
     assert missing(used_in(code))
 
 

@@ -73,7 +73,7 @@ def test_compute_dtype_is_the_recipes(folder):
         assert build_base(recipe, load_config(recipe), device="cpu", weights=True).dtype == dtype
 
 
-def test_master_precision_comes_back_after_a_cast_to_bf16():
+def test_master_precision_is_restored_after_a_cast_to_bf16():
     recipe = settings()
     model = attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
     for _, parameter in trainable_parameters(model):
@@ -146,7 +146,7 @@ def test_other_names_of_the_needed_fields_count():
     assert (config.hidden_size, config.num_hidden_layers) == (64, 2)
 
 
-def test_unknown_target_names_the_layers_there_are():
+def test_an_unknown_target_lists_the_models_layers():
     recipe = settings(target_modules=["qkv_proj"])
     with pytest.raises(RecipeError) as caught:
         attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
@@ -161,7 +161,7 @@ def test_one_unknown_name_among_targets_is_refused():
     assert "v_proj" in caught.value.fix
 
 
-def test_dora_for_experts_is_refused_with_the_way_out():
+def test_dora_for_experts_is_refused_with_a_hint():
     recipe = settings(target_modules="all-linear", use_dora=True)
     values = {**TINY, "model_type": "mixtral", "num_local_experts": 4}
     with pytest.raises(RecipeError, match="use_dora") as caught:

@@ -40,7 +40,7 @@ def test_a_stop_ends_the_answer_at_the_next_token(model_and_tokenizer, after):
     assert (answer.tokens, answer.stopped) == (after, True) and "".join(pieces) == answer.text
 
 
-def test_letters_of_several_tokens_come_whole_and_nothing_is_taken_back(model_and_tokenizer):
+def test_characters_of_several_tokens_are_emitted_whole_and_nothing_is_retracted(model_and_tokenizer):
     chance = torch.Generator().manual_seed(3)
     drawn = [torch.randint(0, len(model_and_tokenizer[1]), (30,), generator=chance).tolist() for _ in range(20)]
     text = "Grüße 🙂 für 3 €"

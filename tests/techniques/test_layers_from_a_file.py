@@ -25,23 +25,23 @@ def nf4(base, **changes):
     return settings_for(base, **RECOMPUTED | {"dtype": "bfloat16", "load_in_4bit": True} | changes)
 
 
-def away(settings, how):
-    return settings.model_copy(update={"layer_offloading": how, "offloaded_layers": 2})
+def offloaded(settings, storage):
+    return settings.model_copy(update={"layer_offloading": storage, "offloaded_layers": 2})
 
 
-@pytest.mark.parametrize("how", ["cpu", "nvme"])
-def test_losses_and_adapters_are_those_of_resident_layers_at_the_first_start_and_the_second(tmp_path, messages, how):
+@pytest.mark.parametrize("storage", ["cpu", "nvme"])
+def test_losses_and_adapters_are_those_of_resident_layers_at_the_first_start_and_the_second(tmp_path, messages, storage):
     settings = nf4(save_base(tmp_path, layers=3))
     resident = trace_of(built(settings), settings)
     assert messages == [] and complete_files() == []
     for _ in ("first", "second"):
-        model = built(away(settings, how), Late())
+        model = built(offloaded(settings, storage), Late())
         assert equal_traces(trace_of(model, settings), resident)
     assert len(messages) == len(complete_files()) == 1
 
 
 def test_with_nvme_a_layer_is_read_from_its_part_of_the_file(tmp_path, messages):
-    settings = away(nf4(save_base(tmp_path, layers=3), use_dora=True), "nvme")
+    settings = offloaded(nf4(save_base(tmp_path, layers=3), use_dora=True), "nvme")
     model = built(settings)
     offloading = offloading_of(model)
     assert type(offloading._storage) is QuantisedFileStorage
@@ -59,5 +59,5 @@ def test_without_disk_space_for_the_file_layers_come_from_the_checkpoint(tmp_pat
     settings = nf4(save_base(tmp_path, layers=3))
     resident = trace_of(built(settings), settings)
     monkeypatch.setattr(quantised_cache, "free_disk_bytes", lambda path: 0)
-    assert equal_traces(trace_of(built(away(settings, "cpu"), Late()), settings), resident)
+    assert equal_traces(trace_of(built(offloaded(settings, "cpu"), Late()), settings), resident)
     assert complete_files() == [] and "0 B are free" in messages[0] and "quantised again at every start" in messages[0]

@@ -185,7 +185,7 @@ def test_backward_may_run_twice_or_after_another_forward(nf4):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("lora", 0.75), ("nf4", 0.7)])
-def test_fewer_bytes_are_kept_and_the_forecast_keeps_those_of_the_run(base, kind, most):
+def test_fewer_bytes_are_saved_and_the_forecast_saves_those_of_the_run(base, kind, most):
     eager = {"attn_implementation": "eager"}  # a CPU's fused attention keeps other tensors than a card's
     lean, ordinary = (
         saved_bytes(settings_for(base, **BASES[kind], **eager, lean_layers=lean_layers)) for lean_layers in (True, False)
@@ -283,5 +283,5 @@ def test_what_computes_the_same_is_recognised_whatever_its_names():
 
 
 @pytest.mark.parametrize("module", [Norm(power=3), Mlp(torch.nn.ReLU()), Mlp(torch.nn.SiLU(), limit=7.0)], ids=str)
-def test_what_computes_otherwise_is_not(module):
+def test_what_computes_otherwise_is_not_recognised(module):
     assert norm_form(module) is None and gated_parts(module) is None

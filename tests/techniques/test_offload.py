@@ -139,7 +139,7 @@ def test_at_most_two_of_the_largest_tensor_are_in_flight_in_each_direction():
     assert all(tensor() is None for tensor in alive)
 
 
-def test_a_tensor_used_thrice_goes_out_and_comes_back_once():
+def test_a_tensor_used_three_times_is_copied_out_and_back_once():
     copies = LateCopies()
     with SavedActivations(offload=Offload(copies, pinned=False)):
         x = torch.randn(64, 128, requires_grad=True) * 1

@@ -41,7 +41,7 @@ def result(function, heads, turns, dim):
 
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_it_computes_what_the_models_own_function_does(kind, dim):
+def test_lean_rope_computes_what_the_models_own_function_does(kind, dim):
     lean, own = functions_of(ATTENTIONS[kind])
     arguments = inputs(ATTENTIONS[kind], dim)
     ours, theirs = result(lean, *arguments, dim), result(own, *arguments, dim)

@@ -122,7 +122,7 @@ def test_int8_leaves_masks_and_softmax_statistics_exact(base):
     assert {(2, 1, 64, 64), (2, 4, 64), (2, 64, 1)} <= exact_shapes  # mask, log-sum-exp of attention, variance of a norm
 
 
-def test_a_tensor_kept_by_several_operations_is_stored_once():
+def test_a_tensor_saved_by_several_operations_is_stored_once():
     x = torch.randn(8, 64, 128, requires_grad=True) * 1
     with SavedActivations(int8=True) as hooks:
         handles = [hooks._pack(view) for view in (x, x.view(4, 128, 128), x.transpose(0, 1), x)]
@@ -152,7 +152,7 @@ def test_a_freed_storage_is_not_mistaken_for_a_new_one_at_its_address():
         assert all((hooks._unpack(handle) == value).all() for value, handle in pairs)
 
 
-def test_nothing_stays_behind_after_the_backward():
+def test_nothing_stays_allocated_after_the_backward():
     with SavedActivations(offload=at_once(), int8=True) as hooks:
         x = torch.randn(64, 64, 128, requires_grad=True)
         (x * 1).sin().sum().backward()
@@ -170,7 +170,7 @@ def test_the_error_is_at_most_one_part_in_254_of_the_block(dtype, count):
     assert (error <= limit * 1.001 + values.float().abs() * torch.finfo(dtype).eps).all()
 
 
-def test_blocks_of_zeros_and_infinities_come_back_without_nan():
+def test_blocks_of_zeros_and_infinities_are_restored_without_nan():
     values = torch.zeros(3 * BLOCK)
     values[BLOCK + 1], values[2 * BLOCK] = 5.0, float("-inf")
     back = dequantise(quantise(values))

@@ -77,7 +77,7 @@ def test_packed_padded_and_alone_agree(form):
     assert summed_loss(model, padded()).item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_boundaries_are_found_from_the_positions_when_the_collator_gave_none():
+def test_boundaries_are_derived_from_the_positions_when_the_collator_gave_none():
     model, inputs = model_for("torch_varlen"), packed()
     expected = summed_loss(model, inputs).item()
     bare = {name: inputs[name] for name in ("input_ids", "labels", "position_ids")}
