@@ -132,8 +132,8 @@ def replayed(
         replay = _replay(values, settings, shape, capability, expandable, limit)
         return asdict(replay) if replay else None
 
-    values = _cached(key, make)
-    return Replay(**values) if values else None
+    cached = _cached(key, make)
+    return Replay(**cached) if cached else None
 
 
 def replay_rows(

@@ -44,7 +44,7 @@ class Match:
 
 @dataclass(frozen=True)
 class _Name:
-    """A parsed name. `words`: family, version, size and date; `kind`: chat, base or nothing said."""
+    """A parsed name. `terms`: family, version, size and date; `kind`: chat, base or nothing said."""
 
     account: str
     terms: frozenset[str]
@@ -55,7 +55,7 @@ class _Name:
 
     @property
     def needed(self) -> frozenset[str]:
-        """The words without date and `v0.1`, which people leave out."""
+        """The terms without date and `v0.1`, which people leave out."""
         return self.terms - self.optional
 
     @property
