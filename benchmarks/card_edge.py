@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.card_cells import FORMATS, TECHNIQUES, USUAL
 from benchmarks.card_matrix import on_machine, restart_with_libraries, with_own_caches
@@ -32,6 +32,11 @@ from standin_gpu.machine import Machine, describe, read_catalogue
 from standin_gpu.sparse_model import write_sparse_model
 
 GIB = 1 << 30
+if TYPE_CHECKING:
+    from finetune.forecast.forecast import Forecast
+
+    BudgetOf = Callable[[Forecast], float]
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "reference" / "card_edge.csv"
 COLUMNS = (
@@ -42,6 +47,7 @@ COLUMNS = (
 MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-4B", "google/gemma-3-4b-it")
 LEFT_OUT = ("embeddings in host memory", "layers in host memory")
 GPU = "rtx-4090"
+CATALOGUE = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
 #: Shares of the recipes with a budget above the forecast, and with one above or between its ends.
 ABOVE, BETWEEN = 0.7, 0.9
 #: Tokens of the rows: shorter ones are cut, and may have no answer left to train on.
@@ -64,10 +70,11 @@ class EdgeRecipe:
     budget_position: float
     settings: dict[str, Any]
 
-    def budget_bytes(self, lower: int, upper: int) -> float:
-        """The budget for a forecast with these ends."""
+    def budget_bytes(self, forecast: Forecast) -> float:
+        """The budget for this forecast."""
+        lower, upper = forecast.peak_low_bytes, forecast.peak_high_bytes
         if self.budget_position < ABOVE:
-            return upper * (1 + 0.01 * self.budget_position / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
+            return upper * (1 + 0.01 * self.budget_position / ABOVE) + GIB / 100
         if self.budget_position < BETWEEN:
             return lower + (upper - lower) * (self.budget_position - ABOVE) / (BETWEEN - ABOVE)
         return lower * (1 - 0.03 * (self.budget_position - BETWEEN) / (1 - BETWEEN))
@@ -101,11 +108,10 @@ def main() -> int:
     options = parser.parse_args()
     restart_with_libraries("benchmarks.card_edge")
     results = {} if options.again else read_results(options.output)
-    gpus = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
     with tempfile.TemporaryDirectory(prefix="card_edge_") as folder:
-        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(folder), describe([GPU], gpus))
+        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(folder), describe([GPU], CATALOGUE))
         with on_machine(machine, wsl=False):
-            _import_everything()
+            import_worker()
         for seed in range(options.seed, options.seed + options.recipes):
             if seed in results:
                 continue
@@ -117,7 +123,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _import_everything() -> None:
+def import_worker() -> None:
     """What a worker imports, so that its fork need not; torch asks NVML whether there is a GPU, and opens none."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
@@ -130,7 +136,7 @@ def _import_everything() -> None:
     import finetune.run.worker  # noqa: F401
 
 
-def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
+def run_recipe(recipe: EdgeRecipe, machine: Machine, budget_of: BudgetOf | None = None) -> dict[str, Any]:
     """Plan the recipe twice, first to learn where its edge is, and run it within the budget of the second plan."""
     began = time.monotonic()
     line: dict[str, Any] = {
@@ -141,10 +147,10 @@ def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=machine.folder) as run_folder, on_machine(machine, wsl=not recipe.expandable):
         planned, output = Path(run_folder) / "planned.json", Path(run_folder) / "output.txt"
-        status = in_fork(lambda: _plan(recipe, machine.folder, Path(run_folder)), output)
+        status = in_fork(lambda: _plan(recipe, machine.folder, Path(run_folder), budget_of or recipe.budget_bytes), output)
         if status == 0:
             line |= json.loads(planned.read_text(encoding="utf-8"))
-            status = in_fork(lambda: _train(Path(run_folder) / "run"), output)
+            status = in_fork(lambda: train_run(Path(run_folder) / "run"), output)
         messages = output.read_text(encoding="utf-8").strip()[-200:]
     outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
     return line | {
@@ -172,15 +178,15 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
         os._exit(status)
 
 
-def _plan(recipe: EdgeRecipe, folder: Path, run_folder: Path) -> int:
+def _plan(recipe: EdgeRecipe, folder: Path, run_folder: Path, budget_of: BudgetOf) -> int:
     """Make the run's directory, and planned.json with columns of the results."""
     from finetune.run.prepare import create_run
 
     with_own_caches(folder)
-    model = _write_model(recipe, folder)
-    first = _prepared(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl").plan.forecast
-    budget = f"{recipe.budget_bytes(first.peak_low_bytes, first.peak_high_bytes) / GIB:.3f}GiB"
-    prepared = _prepared(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl", budget)
+    model = write_model(recipe, folder)
+    first = prepare_recipe(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl").plan.forecast
+    budget = f"{budget_of(first) / GIB:.6f}GiB"
+    prepared = prepare_recipe(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl", budget)
     plan = prepared.plan
     create_run(prepared)
     line = {
@@ -191,7 +197,8 @@ def _plan(recipe: EdgeRecipe, folder: Path, run_folder: Path) -> int:
     return 0
 
 
-def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
+def write_model(recipe: EdgeRecipe, folder: Path) -> str:
+    """The path of the recipe's model of few layers, in sparse files."""
     from finetune.model.catalogue import catalogue
 
     model = folder / f"{recipe.model.replace('/', '--')}-{recipe.layers}"
@@ -205,7 +212,8 @@ def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
     return str(model)
 
 
-def _prepared(recipe: EdgeRecipe, model: str, run_folder: Path, rows: Path, budget: str = "auto") -> Any:
+def prepare_recipe(recipe: EdgeRecipe, model: str, run_folder: Path, rows: Path, budget: str = "auto") -> Any:
+    """The recipe planned for this machine, with its run in `run_folder`, also where it does not fit."""
     from finetune.recipe.load import load_recipe
     from finetune.run.prepare import prepare
 
@@ -215,7 +223,8 @@ def _prepared(recipe: EdgeRecipe, model: str, run_folder: Path, rows: Path, budg
     return prepare(load_recipe(str(source), [f"{name}={json.dumps(value)}" for name, value in values.items()]), force=True)
 
 
-def _train(run: Path) -> int:
+def train_run(run: Path) -> int:
+    """The exit status of the run's worker in this process."""
     import torch
 
     from finetune.plan.plan import read_plan
@@ -228,6 +237,8 @@ def _train(run: Path) -> int:
     os.environ.clear()
     os.environ.update(environment)
     torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # the parent counted GPUs, and opened none
+    if settings := environment.get("PYTORCH_ALLOC_CONF"):  # torch read its variable when the parent imported it
+        torch._C._accelerator_setAllocatorSettings(settings)
     sys.argv = ["worker", str(run)]
     return work()
 

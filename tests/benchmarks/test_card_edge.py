@@ -1,16 +1,18 @@
 """Random recipes at the edge of their GPU: where a budget lies, and which recipes are left."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.card_edge import ABOVE, BETWEEN, random_recipe, read_results, write_results
 
 LOW, HIGH = 10 * 2**30, 12 * 2**30
+ENDS = SimpleNamespace(peak_low_bytes=LOW, peak_high_bytes=HIGH)
 
 
 def budget_at(position):
-    return dataclasses.replace(random_recipe(0), budget_position=position).budget_bytes(LOW, HIGH)
+    return dataclasses.replace(random_recipe(0), budget_position=position).budget_bytes(ENDS)
 
 
 def test_a_seed_gives_one_recipe():
