@@ -8,10 +8,12 @@ from pathlib import Path
 
 from app.web.server import serve
 from finetune.errors import FinetuneError
+from finetune.system import let_waiting_threads_sleep
 
 
 def main() -> int:
     """Parse the command line and serve. Returns the exit status."""
+    let_waiting_threads_sleep()
     parser = argparse.ArgumentParser(prog="finetune ui", description="Serve the web page and print its link, with the token.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the token is always required")
     parser.add_argument("--port", type=int, default=7860, help="port; the next free one when it is taken; 0: any free port")

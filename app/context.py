@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from app.background.queue import Queue
+from app.background.tasks import Tasks
 from app.chat.chats import Chats
 from app.live import LiveRuns
 from app.planning.draft import Draft
 from app.planning.planner import Planner
-from app.starts.tasks import Tasks
-from app.starts.waiting import Queue
 from app.workspace import Workspace
 
 

@@ -1,4 +1,4 @@
-"""What a run's events say so far, kept up to date by reading only what is new. Shared by every tab that shows the run."""
+"""State of a run from its events, updated by reading only what is new. Shared by every tab that shows the run."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class Digest:
         for name in PHASE_PEAKS:
             value = getattr(memory, name)
             if value is not None:
-                known = self.phases.setdefault(phase, {})
-                known[name] = max(known.get(name, 0), value)
+                peaks = self.phases.setdefault(phase, {})
+                peaks[name] = max(peaks.get(name, 0), value)
 
     def _take_step(self, event: Step) -> None:
         if "loss" not in self.series:
@@ -161,19 +161,19 @@ class Digest:
 class LiveRun:
     """One run, followed. `refresh` is what a tick calls; it costs what is new, and never more than TICK_BYTES."""
 
-    def __init__(self, run: RunDirectory, keep: Path) -> None:
-        self.run, self._keep = run, keep
+    def __init__(self, run: RunDirectory, digest_path: Path) -> None:
+        self.run, self._digest_path = run, digest_path
         self.digest, self.version = Digest(), 0
         self._reader = EventReader(run.events)
         self._lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None
-        self._kept = 0
+        self._saved_offset = 0
         self._plan: tuple[tuple[int, ...], Plan] | None = None
 
     def refresh(self) -> bool:
         """Read what is new. True when everything is read; False while a long history is still being read in the background."""
         with self._lock:
-            self._begin_again_if_replaced()
+            self._restart_if_replaced()
             behind = self._size() - self._reader.offset
             if self._catching_up:
                 return False
@@ -207,7 +207,7 @@ class LiveRun:
         """Read everything there is now, however much: for pages that compare runs, and tests."""
         while True:
             with self._lock:
-                self._begin_again_if_replaced()
+                self._restart_if_replaced()
                 if not self._read(2**20):
                     return
 
@@ -217,7 +217,7 @@ class LiveRun:
             with self._lock:
                 if not self._read(2**20) or self._size() - self._reader.offset <= TICK_BYTES:
                     self._catching_up = False
-                    self._keep_digest()
+                    self._save_digest()
                     return
 
     def _read(self, most_bytes: int) -> bool:
@@ -226,8 +226,8 @@ class LiveRun:
             self.digest.take(event)
         if self._reader.offset != before:
             self.version += 1
-            if self._reader.offset - self._kept > DIGEST_BYTES:
-                self._keep_digest()
+            if self._reader.offset - self._saved_offset > DIGEST_BYTES:
+                self._save_digest()
         return self._reader.offset != before
 
     def _size(self) -> int:
@@ -236,7 +236,7 @@ class LiveRun:
         except FileNotFoundError:
             return 0
 
-    def _begin_again_if_replaced(self) -> None:
+    def _restart_if_replaced(self) -> None:
         """A file that is another one, or shorter than what was read, is read from its beginning."""
         try:
             stat = self.run.events.stat()
@@ -247,38 +247,38 @@ class LiveRun:
             self._file = identity
             self._restore_digest()
         if identity != self._file or stat.st_size < self._reader.offset:
-            self._file, self._reader.offset, self._kept = identity, 0, 0
+            self._file, self._reader.offset, self._saved_offset = identity, 0, 0
             self.digest, self.version = Digest(), self.version + 1
 
-    def _keep_digest(self) -> None:
-        if self._reader.offset - self._kept < DIGEST_BYTES:
+    def _save_digest(self) -> None:
+        if self._reader.offset - self._saved_offset < DIGEST_BYTES:
             return
-        self._kept = self._reader.offset
-        write_json(self._keep, {"file": self._file, "offset": self._kept, "digest": self.digest.as_json()})
+        self._saved_offset = self._reader.offset
+        write_json(self._digest_path, {"file": self._file, "offset": self._saved_offset, "digest": self.digest.as_json()})
 
     def _restore_digest(self) -> None:
         try:
-            values = json.loads(self._keep.read_text(encoding="utf-8"))
+            values = json.loads(self._digest_path.read_text(encoding="utf-8"))
             if values["file"] != list(self._file or ()) or values["offset"] > self._size():
                 return
             self.digest = Digest.from_json(values["digest"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or of another version: the events are there
             return
-        self._reader.offset = self._kept = values["offset"]
+        self._reader.offset = self._saved_offset = values["offset"]
 
 
 class LiveRuns:
     """The followed runs by path: one reader for each, however many tabs look."""
 
-    def __init__(self, keep: Path) -> None:
-        self._keep, self._lock = keep, threading.Lock()
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, threading.Lock()
         self._runs: dict[Path, LiveRun] = {}
 
     def of(self, run: RunDirectory) -> LiveRun:
         """The one follower of this run."""
         with self._lock:
             if run.path not in self._runs:
-                self._runs[run.path] = LiveRun(run, self._keep / f"{run.path.name}.json")
+                self._runs[run.path] = LiveRun(run, self._folder / f"{run.path.name}.json")
             return self._runs[run.path]
 
     def forget(self, run: RunDirectory) -> None:

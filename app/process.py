@@ -30,7 +30,7 @@ def detach(workspace: Workspace, module: str, *arguments: str, log: Path) -> int
         return start_detached(command(module, *arguments), file, cwd=workspace.root, env=environment()).pid
 
 
-def converse(workspace: Workspace, module: str, *arguments: str, log: Path) -> subprocess.Popen[str]:
+def start_helper(workspace: Workspace, module: str, *arguments: str, log: Path) -> subprocess.Popen[str]:
     """Start a process that reads and writes lines of JSON and ends with the app, when its standard input closes."""
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -39,7 +39,7 @@ def converse(workspace: Workspace, module: str, *arguments: str, log: Path) -> s
         )  # fmt: skip
 
 
-def claim_stdout() -> IO[str]:
+def redirect_stdout() -> IO[str]:
     """Reserve standard output for the answers: what libraries print goes to standard error."""
     ours: Any = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""A run, or several beside each other, as one HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
+"""A run, or a comparison of several, as one HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
 
 It has no script and fetches nothing. Its numbers are those of the run directories.
 """
@@ -18,13 +18,13 @@ from app.views import plan as plan_view
 from app.views import run as run_view
 from app.views.compare import comparison
 from app.views.markup import inert, note, table
-from app.views.scores import saved, saved_lost, scores, what_was_lost
+from app.views.scores import forgetting_table, read_evaluations, read_forgetting, scores
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import write_output
+from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
-from finetune.run.origin import origin_of
 from finetune.units import format_bytes
 
 _ROWS_SHOWN = 5
@@ -54,26 +54,26 @@ def main() -> int:
 
 def page(runs: list[RunDirectory]) -> str:
     """The whole page: a report of one run, or a comparison of several."""
-    with tempfile.TemporaryDirectory() as keep:
-        lives = [LiveRun(run, Path(keep) / f"{number}.json") for number, run in enumerate(runs)]
+    with tempfile.TemporaryDirectory() as folder:
+        lives = [LiveRun(run, Path(folder) / f"{number}.json") for number, run in enumerate(runs)]
         for live in lives:
             live.wait()
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
-    made = time.strftime("%Y-%m-%d %H:%M")
+    created = time.strftime("%Y-%m-%d %H:%M")
     style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + _STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
         f'<body class="gradio-container"><h1 class="ft-title">{inert(title)}</h1>'
-        f"{note(f'Made {made} by finetune.')}{body}</body></html>\n"
+        f"{note(f'Made {created} by finetune.')}{body}</body></html>\n"
     )
 
 
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
     parts = {
-        "How it went": run_view.headline(live, live.state()) + _origin(live.run) + _result(live),
+        "How it went": run_view.headline(live, live.state()) + _base_adapter(live.run) + _result(live),
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_view.memory(digest, plan),
         "Scores": _evaluations(live.run),
@@ -98,10 +98,10 @@ def _several(lives: list[LiveRun]) -> str:
     )
 
 
-def _origin(run: RunDirectory) -> str:
-    """The adapter from which training went on."""
-    origin = origin_of(run)
-    return note(f"Trained on from the adapter of {origin.in_words()}.") if origin else ""
+def _base_adapter(run: RunDirectory) -> str:
+    """The adapter from which training continued."""
+    origin = base_adapter_of(run)
+    return note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
 
 
 def _result(live: LiveRun) -> str:
@@ -109,12 +109,12 @@ def _result(live: LiveRun) -> str:
     result = live.digest.newest.get(Result.kind)
     if not isinstance(result, Result):
         return "" if live.run.adapter.is_dir() else note("The run has no result yet.")
-    words = f"The adapter is of step {result.step:,}"
-    words += f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
+    summary = f"The adapter is of step {result.step:,}"
+    summary += f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     if result.last_path is not None:
-        words += f"; the last step, {result.last_step:,}, is in {result.last_path}"
-        words += f" with {result.last_eval_loss:.4f}" if result.last_eval_loss is not None else ""
-    return note(f"{words}.")
+        summary += f"; the last step, {result.last_step:,}, is in {result.last_path}"
+        summary += f" with {result.last_eval_loss:.4f}" if result.last_eval_loss is not None else ""
+    return note(f"{summary}.")
 
 
 def _best(live: LiveRun) -> str:
@@ -138,34 +138,34 @@ def _checks(live: LiveRun) -> str:
 
 
 def _evaluations(run: RunDirectory) -> str:
-    found = saved(run)
-    if not found:
+    evaluations = read_evaluations(run)
+    if not evaluations:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
-    shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in found.items())
-    return shown + what_was_lost(saved_lost(run))
+    shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in evaluations.items())
+    return shown + forgetting_table(read_forgetting(run))
 
 
 def _paired(runs: list[RunDirectory]) -> str:
     """Each two runs on the rows that both were scored on."""
-    found, rows = {run.path.name: saved(run) for run in runs}, []
-    for (one, of_one), (other, of_other) in itertools.combinations(found.items(), 2):
-        for name in of_one.keys() & of_other.keys():
-            first, second = of_one[name], of_other[name]
-            same = all(first[key] == second[key] for key in ("prompts", "references"))
-            if same and len(first["tuned"]["scores"]) > 1:
-                rows.append([name, _told(one, other, first["tuned"]["scores"], second["tuned"]["scores"], 1.0)])
+    evaluations, rows = {run.path.name: read_evaluations(run) for run in runs}, []
+    for (run_name, of_run), (other_name, of_other) in itertools.combinations(evaluations.items(), 2):
+        for name in of_run.keys() & of_other.keys():
+            first, second = of_run[name], of_other[name]
+            same_rows = all(first[key] == second[key] for key in ("prompts", "references"))
+            if same_rows and len(first["tuned"]["scores"]) > 1:
+                rows.append([name, _gap_text(run_name, other_name, first["tuned"]["scores"], second["tuned"]["scores"], 1.0)])
             tokens = first["tuned"]["row_tokens"]
-            if same and tokens == second["tuned"]["row_tokens"] and len(tokens) > 1 and any(tokens):
+            if same_rows and tokens == second["tuned"]["row_tokens"] and len(tokens) > 1 and any(tokens):
                 losses = first["tuned"]["row_losses"], second["tuned"]["row_losses"]
-                rows.append([f"{name}: loss", _told(one, other, *losses, 0.0, tokens)])
+                rows.append([f"{name}: loss", _gap_text(run_name, other_name, *losses, 0.0, tokens)])
     if not rows:
         return note("The runs were not scored on the same rows: finetune eval RUN for each, then again.")
     return table(["score", "difference of the tuned models"], sorted(rows), "Paired scores", hidden_caption=True)
 
 
-def _told(one: str, other: str, first: list[float], second: list[float], span: float, weights: Any = None) -> str:
-    made: Difference = difference(first, second, weights, span=span)
-    return format_difference(made, names=f"{other} - {one}")
+def _gap_text(run_name: str, other_name: str, first: list[float], second: list[float], span: float, weights: Any = None) -> str:
+    gap: Difference = difference(first, second, weights, span=span)
+    return format_difference(gap, names=f"{other_name} - {run_name}")
 
 
 def _data(run: RunDirectory) -> str:

@@ -40,17 +40,17 @@ class Workspace:
 
     def newest(self) -> RunDirectory | None:
         """The run that a page shows when none is named: a live one, else the newest."""
-        found = self.list_runs()
-        return next((run for run in found if is_alive(run)), found[0] if found else None)
+        runs = self.list_runs()
+        return next((run for run in runs if is_alive(run)), runs[0] if runs else None)
 
     def rename(self, run: RunDirectory, name: str) -> RunDirectory:
         """Give a run another name. Raises RecipeError when the name is invalid or taken, or the run is alive."""
-        from finetune.run.keeping import rename_run
+        from finetune.run.rename_delete import rename_run
 
         return rename_run(run, name)
 
     def discard(self, run: RunDirectory) -> Path:
         """Delete a run by moving it to .trash; returns its path there. Raises RecipeError when it is alive."""
-        from finetune.run.keeping import discard
+        from finetune.run.rename_delete import delete_run
 
-        return discard(run)
+        return delete_run(run)

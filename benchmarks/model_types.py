@@ -114,7 +114,7 @@ def outcome_of(kind: str, layers: int | None = LAYERS) -> Outcome:
 def planned(values: dict[str, object], **more: object):  # type: ignore[no-untyped-def]
     """The plan of a model with this config.json for a card of unlimited memory."""
     from finetune.card.card import Card
-    from finetune.plan.make import make_plan
+    from finetune.plan.planner import make_plan
     from finetune.recipe import recipe_from
 
     with tempfile.TemporaryDirectory() as folder:

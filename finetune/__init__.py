@@ -1,9 +1,30 @@
-"""finetune: LoRA fine-tuning on the card you own, with a memory forecast you can trust."""
+"""finetune: LoRA fine-tuning on the GPU you own, with a memory forecast you can trust.
 
-import os
+For other programs: `fits`, `forecast`, `track`, `MemoryCallback`, `lean` and `offload_layers` (docs/library.md).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.api.callback import MemoryCallback
+    from finetune.api.forecasts import Fit, fits, forecast
+    from finetune.api.memory_techniques import lean, offload_layers
+    from finetune.api.tracking import track
 
 __version__ = "0.1.0"
+__all__ = ["Fit", "MemoryCallback", "fits", "forecast", "lean", "offload_layers", "track"]
 
-# Before torch is imported: OpenMP's threads sleep while they wait. By default they spin for milliseconds; on a processor that
-# other programs use, too, small operators then take twenty times as long (benchmarks/waiting_threads.py).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+_MODULES = {
+    "Fit": "forecasts", "MemoryCallback": "callback", "fits": "forecasts", "forecast": "forecasts", "lean": "memory_techniques",
+    "offload_layers": "memory_techniques", "track": "tracking",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, whose module is imported when it is first asked for: `import finetune` takes milliseconds."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    return getattr(import_module(f"finetune.api.{_MODULES[name]}"), name)

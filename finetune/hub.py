@@ -31,8 +31,8 @@ def is_switched_off() -> bool:
     """Whether the user has switched the hub off (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
     from huggingface_hub import constants
 
-    given = constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1"
-    return bool(given) and not _switched_off_here
+    offline = constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1"
+    return bool(offline) and not _switched_off_here
 
 
 def is_reachable() -> bool:

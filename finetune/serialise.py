@@ -41,7 +41,7 @@ def from_json(cls: type[T], values: Any) -> T:
     try:
         return _adapter(cls).validate_python(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_said(fault) for fault in error.errors(include_url=False, include_context=False))) from None
+        raise ValueError("; ".join(_text(fault) for fault in error.errors(include_url=False, include_context=False))) from None
 
 
 def readable(cls: type[T], text: bytes) -> T | None:
@@ -69,6 +69,6 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return _adapters[cls]
 
 
-def _said(fault: Any) -> str:
-    place = ".".join(str(part) for part in fault["loc"])
-    return f"{place}: {fault['msg']}" if place else fault["msg"]
+def _text(fault: Any) -> str:
+    location = ".".join(str(part) for part in fault["loc"])
+    return f"{location}: {fault['msg']}" if location else fault["msg"]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 WINDOWS = sys.platform == "win32"
 #: Seconds for which Windows may refuse to rename what a reader or a virus scanner has open.
 _IN_USE_S = 5.0
-#: Seconds for which somebody who only looks may hold a lock.
+#: Seconds for which a process that only checks a lock may hold it.
 _LOOK_S = 0.05
-#: Held by the thread that moves a file's place, where reading moves it.
+#: Locked by the thread that moves a file's position, where reading moves it.
 _READING = threading.Lock()
 
 
@@ -38,8 +38,8 @@ def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subpro
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **options)
 
 
-def become(command: list[str]) -> int:
-    """Run a command in place of this process; returns its exit status only on Windows, which has no exec."""
+def exec_command(command: list[str]) -> int:
+    """Replace this process with a command; returns its exit status only on Windows, which has no exec."""
     sys.stdout.flush()
     if sys.platform == "win32":
         process = subprocess.Popen(command)
@@ -48,8 +48,8 @@ def become(command: list[str]) -> int:
     return os.execv(command[0], command)
 
 
-def outlive_terminal() -> None:
-    """Go on when the terminal is closed."""
+def ignore_hangup() -> None:
+    """Continue when the terminal is closed."""
     if sys.platform != "win32":
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -114,16 +114,16 @@ def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
 
 def replace(source: Path, target: Path) -> None:
     """Rename a file over another one. Raises OSError."""
-    _again_while_in_use(source.replace, target)
+    _retry_while_in_use(source.replace, target)
 
 
 def rename(source: Path, target: Path) -> Path:
     """Rename a folder or file to a free name; returns the name. Raises OSError."""
-    _again_while_in_use(source.rename, target)
+    _retry_while_in_use(source.rename, target)
     return target
 
 
-def _again_while_in_use(move: Any, target: Path) -> None:
+def _retry_while_in_use(move: Any, target: Path) -> None:
     end = time.monotonic() + (_IN_USE_S if WINDOWS else 0.0)
     while True:
         try:
@@ -144,22 +144,22 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_at(descriptor: int, begin: int, into: memoryview) -> int:
-    """Fill `into` with a file's bytes from `begin`; returns how many there were. Raises OSError."""
-    done = 0
-    while done < len(into):
-        if sys.platform == "win32":  # which has no read at a place; a duplicate would share it, too
+def read_at(descriptor: int, begin: int, buffer: memoryview) -> int:
+    """Fill `buffer` with a file's bytes from `begin`; returns how many there were. Raises OSError."""
+    n_read = 0
+    while n_read < len(buffer):
+        if sys.platform == "win32":  # which has no positioned read; a duplicate would share the position
             with _READING:
-                os.lseek(descriptor, begin + done, os.SEEK_SET)
-                data = os.read(descriptor, min(len(into) - done, 2**24))
-            into[done : done + len(data)] = data
+                os.lseek(descriptor, begin + n_read, os.SEEK_SET)
+                data = os.read(descriptor, min(len(buffer) - n_read, 2**24))
+            buffer[n_read : n_read + len(data)] = data
             count = len(data)
         else:
-            count = os.preadv(descriptor, [into[done:]], begin + done)
+            count = os.preadv(descriptor, [buffer[n_read:]], begin + n_read)
         if not count:
             break
-        done += count
-    return done
+        n_read += count
+    return n_read
 
 
 def sync_folder(path: Path) -> None:
@@ -178,12 +178,21 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def port_socket(family: int = socket.AF_INET) -> socket.socket:
     """A socket for a port of a server that ended a moment ago; on Windows SO_REUSEADDR would share it with another program."""
-    found = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     if not WINDOWS:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return found
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return listener
 
 
-def typed(words: list[str]) -> str:
-    """Words as they are typed in the shell."""
-    return subprocess.list2cmdline(words) if WINDOWS else shlex.join(words)
+def shell_join(arguments: list[str]) -> str:
+    """Arguments quoted for the shell."""
+    return subprocess.list2cmdline(arguments) if WINDOWS else shlex.join(arguments)
+
+
+def let_waiting_threads_sleep() -> None:
+    """OpenMP's threads sleep while they wait; to be called before torch is imported, by a process of this program.
+
+    By default they spin for milliseconds. On a processor that other programs use, too, small operators then take twenty times
+    as long (benchmarks/waiting_threads.py).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -16,10 +16,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 from warm import CLIENT, warm_server  # noqa: E402
 
-from finetune.garbage import collect_rarely, leave_all  # noqa: E402
+from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit  # noqa: E402
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its words would come after pytest's closing line
-collect_rarely()  # each of four processes imports all that a run does
+raise_gc_thresholds()  # each of four processes imports all that a run does
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +130,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_unconfigure():
-    leave_all()
+    skip_gc_at_exit()
 
 
 @pytest.fixture(scope="session")

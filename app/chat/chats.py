@@ -1,4 +1,4 @@
-"""Conversations with a run's base and tuned model: a separate process generates, a file keeps what was said.
+"""Conversations with a run's base and tuned model: a separate process generates, a file has the messages.
 
 The page sends a question to the process, which writes it and the answers to RUNS/.app/chat/<run>.jsonl; every tab reads the
 same file, and closing a tab loses nothing.
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.chat.said import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
-from app.process import converse
+from app.chat.events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
+from app.process import start_helper
 from app.workspace import Workspace
 from finetune.events import read_events
 from finetune.run.directory import RunDirectory
@@ -37,7 +37,7 @@ class Turn:
     notes: dict[Model, str] = field(default_factory=dict)
 
     def take(self, event: Piece | Answer | Failure | Done) -> None:
-        """Add what was said to it."""
+        """Add an event to the turn."""
         match event:
             case Piece():
                 self.partial[event.model] = self.partial.get(event.model, "") + event.text
@@ -68,23 +68,23 @@ class Chats:
         `how`: `models`, `system`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
         """
         with self._lock:
-            self._tell(self._running(run), {"question": question, "max_new_tokens": max_new_tokens, **how})
+            self._send(self._process_of(run), {"question": question, "max_new_tokens": max_new_tokens, **how})
 
     def stop(self, run: RunDirectory) -> None:
-        """End the answers that are being made; what was said of them stays."""
+        """End the answers that are being generated; their text so far stays."""
         with self._lock:
             if self._process is not None and self.at_work(run):
-                self._tell(self._process, {"stop": True})
+                self._send(self._process, {"stop": True})
 
     def turns(self, run: RunDirectory) -> list[Turn]:
-        """What was said so far, oldest first."""
-        found: dict[str, Turn] = {}
+        """The turns so far, oldest first."""
+        turns: dict[str, Turn] = {}
         for event in read_events(self.path(run), KINDS):
             if isinstance(event, Question):
-                found[event.id] = Turn(event.text, models=event.models)
-            elif isinstance(event, (Piece, Answer, Failure, Done)) and event.id in found:
-                found[event.id].take(event)
-        return list(found.values())
+                turns[event.id] = Turn(event.text, models=event.models)
+            elif isinstance(event, (Piece, Answer, Failure, Done)) and event.id in turns:
+                turns[event.id].take(event)
+        return list(turns.values())
 
     def clear(self, run: RunDirectory) -> None:
         """Start a new conversation; the old file is kept under a name that ends in .old."""
@@ -107,16 +107,16 @@ class Chats:
             self._end()
 
     @staticmethod
-    def _tell(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
+    def _send(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
         assert process.stdin is not None
         process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
 
-    def _running(self, run: RunDirectory) -> subprocess.Popen[str]:
+    def _process_of(self, run: RunDirectory) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None or self._name != run.path.name:
             self._end()
             log = self._folder / "log.txt"
-            self._process = converse(self._workspace, "app.chat.process", str(run.path), str(self.path(run)), log=log)
+            self._process = start_helper(self._workspace, "app.chat.process", str(run.path), str(self.path(run)), log=log)
             self._name = run.path.name
         return self._process
 

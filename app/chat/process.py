@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from app.chat.chats import IDLE_S
-from app.chat.said import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
-from app.process import claim_stdout
+from app.chat.events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
+from app.process import redirect_stdout
 from finetune.errors import FinetuneError
 from finetune.events import EventWriter, read_events
-from finetune.garbage import collect_rarely
+from finetune.gc_settings import raise_gc_thresholds
 from finetune.run.directory import RunDirectory
 
 #: Seconds between two pieces of an answer in the file.
@@ -30,15 +30,15 @@ _PIECE_S = 0.2
 def main() -> int:
     """Load the model at the first question, answer until idle."""
     run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
-    collect_rarely()
-    claim_stdout()
-    writer, chat, asked = EventWriter(path), Conversation(run, path), Asked()
-    while message := asked.next():
+    raise_gc_thresholds()
+    redirect_stdout()
+    writer, chat, requests = EventWriter(path), Conversation(run, path), RequestReader()
+    while message := requests.next():
         identity = uuid.uuid4().hex
         models = tuple(model for model in MODELS if model in message.get("models", MODELS))
         writer.emit(Question(id=identity, text=message["question"], models=models))
         try:
-            chat.answer(message, writer, identity, asked.is_stopped)
+            chat.answer(message, writer, identity, requests.is_stopped)
             writer.emit(Done(id=identity))
         except FinetuneError as error:
             writer.emit(Failure(id=identity, text=" ".join([*error.problems, error.fix])))
@@ -50,7 +50,7 @@ def main() -> int:
     return 0
 
 
-class Asked:
+class RequestReader:
     """Questions from standard input, read by a thread, so that a stop arrives while an answer is made."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Conversation:
         self._messages: dict[str, list[dict[str, Any]]] = {model: [] for model in MODELS}
         self._restore(path)
 
-    def answer(self, asked: dict[str, Any], writer: EventWriter, identity: str, stopped: Callable[[], bool]) -> None:
+    def answer(self, request: dict[str, Any], writer: EventWriter, identity: str, stopped: Callable[[], bool]) -> None:
         """The answers, written as they are made, each from the same seed."""
         from finetune.model.generate import Sampling
 
@@ -100,30 +100,30 @@ class Conversation:
 
             self._answerer = Answerer(self._run)  # type: ignore[assignment]
         answerer: Any = self._answerer
-        sampling = Sampling(float(asked.get("temperature", 0)), float(asked.get("top_p", 1)), int(asked.get("seed", 0)))
-        system = [{"role": "system", "content": asked["system"]}] if asked.get("system") else []
-        for model in (model for model in MODELS if model in asked.get("models", MODELS)):
-            messages = [*self._messages[model], {"role": "user", "content": asked["question"]}]
+        sampling = Sampling(float(request.get("temperature", 0)), float(request.get("top_p", 1)), int(request.get("seed", 0)))
+        system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
+        for model in (model for model in MODELS if model in request.get("models", MODELS)):
+            messages = [*self._messages[model], {"role": "user", "content": request["question"]}]
             pieces = _Pieces(writer, identity, model)
             with answerer.using(model):
-                made = answerer.stream(
-                    answerer.prompt_ids([*system, *messages]), max_new_tokens=int(asked["max_new_tokens"]),
+                reply = answerer.stream(
+                    answerer.prompt_ids([*system, *messages]), max_new_tokens=int(request["max_new_tokens"]),
                     sampling=sampling, say=pieces.add, stopped=stopped,
                 )  # fmt: skip
-            self._messages[model] = [*messages, {"role": "assistant", "content": made.text}]
+            self._messages[model] = [*messages, {"role": "assistant", "content": reply.text}]
             writer.emit(
                 Answer(
                     id=identity,
                     model=model,
-                    text=made.text,
-                    tokens=made.tokens,
-                    tokens_per_s=made.tokens_per_s,
-                    stopped=made.stopped,
+                    text=reply.text,
+                    tokens=reply.tokens,
+                    tokens_per_s=reply.tokens_per_s,
+                    stopped=reply.stopped,
                 )  # fmt: skip
             )
 
     def _restore(self, path: Path) -> None:
-        """Go on with the conversation that the page shows."""
+        """Restore the conversation that the page shows."""
         events = read_events(path, KINDS)
         questions = {event.id: event.text for event in events if isinstance(event, Question)}
         for event in events:
@@ -133,14 +133,14 @@ class Conversation:
 
 
 class _Pieces:
-    """Writes an answer's words, a few times a second."""
+    """Writes an answer's pieces, a few times a second."""
 
     def __init__(self, writer: EventWriter, identity: str, model: Model) -> None:
         self._writer, self._identity, self._model = writer, identity, model
         self._waiting, self._written = "", time.monotonic()
 
     def add(self, text: str) -> None:
-        """Write it, with the words that wait, unless something was written just now."""
+        """Write the text with the pieces that wait, unless something was written just now."""
         self._waiting += text
         now = time.monotonic()
         if now - self._written >= _PIECE_S:

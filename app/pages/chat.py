@@ -7,9 +7,9 @@ from typing import Any
 import gradio as gr
 
 from app.chat.chats import Turn
-from app.chat.said import MODELS, Model
+from app.chat.events import MODELS, Model
 from app.context import Context
-from app.views.binding import BUTTON, QUIET, mark, show, stands_for
+from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from app.views.markup import inert, note, problem
 from finetune.errors import CommandError
 from finetune.run.directory import RunDirectory
@@ -23,7 +23,7 @@ _WHO: dict[str, tuple[Model, ...]] = {"Base and tuned": MODELS, "Tuned": ("tuned
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components, and how they are kept up to date."""
+    """Components and their updates."""
     view = _View(context)
     show('<h1 class="ft-title" data-title="Chat">Chat</h1>')
     with gr.Row(elem_classes="ft-controls"):
@@ -45,17 +45,17 @@ def build(context: Context, page: gr.Blocks) -> None:
         question = gr.Textbox(label="Your message", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-question", scale=5)
         send = gr.Button("Send", variant="primary", elem_id="chat-send")
         stop = gr.Button("Stop", variant="stop", elem_id="chat-stop", interactive=False)
-    said = show(elem_id="chat-said")
-    changed = mark()
+    status = show(elem_id="chat-status")
+    changed = change_trigger()
     asked = [name, question, most, who, system, temperature, top_p, seed]
     page.load(view.choose, None, name, **QUIET).then(view.tick, name, changed, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, name, changed, **QUIET)
     name.input(view.tick, name, changed, **QUIET)
     changed.change(view.show, name, [turns, warning, stop], **QUIET)
-    send.click(view.ask, asked, [question, said], **BUTTON)
-    question.submit(view.ask, asked, [question, said], **BUTTON)
-    stop.click(view.stop, name, said, **BUTTON)
-    clear.click(view.clear, name, said, **BUTTON)
+    send.click(view.ask, asked, [question, status], **BUTTON)
+    question.submit(view.ask, asked, [question, status], **BUTTON)
+    stop.click(view.stop, name, status, **BUTTON)
+    clear.click(view.clear, name, status, **BUTTON)
 
 
 class _View:
@@ -72,8 +72,8 @@ class _View:
         return gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None)
 
     def tick(self, name: str | None) -> str:
-        """What stands for all that is shown."""
-        return stands_for(name, self._shown(name))
+        """A fingerprint of all that is shown."""
+        return fingerprint(name, self._shown(name))
 
     def show(self, name: str | None) -> list[Any]:
         """The conversation, the current memory warning, and whether there is an answer to stop."""
@@ -87,7 +87,7 @@ class _View:
             return empty, "", False
         turns = self.context.chats.turns(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.at_work(run)
-        return _conversation(turns), self._price(run) + self._warning(run), answering
+        return _conversation(turns), self._offloading_note(run) + self._warning(run), answering
 
     def ask(  # None: a field of the closed panel
         self, name: str | None, question: str, most: float | None, who: str, system: str | None,
@@ -126,17 +126,17 @@ class _View:
             self.context.chats.clear(run)
         return ""
 
-    def _price(self, run: RunDirectory) -> str:
-        """What a token of an answer moves, where layers are offloaded; a plan that can't be read says so in the chat itself."""
+    def _offloading_note(self, run: RunDirectory) -> str:
+        """What a token of an answer copies, where layers are offloaded; an unreadable plan is reported in the chat itself."""
         try:
             copies = self.context.lives.of(run).plan().layer_copies
         except (CommandError, OSError):
             return ""
-        return note(copies.price_of_answers, "warn") if copies else ""
+        return note(copies.generation_summary, "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
-        """Forecast of whether this model fits beside the run that is training; empty when none is."""
-        busy = next((one for one in self.context.workspace.list_runs() if is_alive(one)), None)
+        """Forecast of whether this model fits together with the run that is training; empty when none is."""
+        busy = next((other for other in self.context.workspace.list_runs() if is_alive(other)), None)
         if busy is None or self.context.chats.at_work(run):
             return ""
         training, ours = self.context.lives.of(busy).plan(), self.context.lives.of(run).plan()
@@ -164,7 +164,7 @@ def _conversation(turns: list[Turn]) -> str:
         return note("Send a message: the base and the tuned model both answer it.")
     shown = []
     for turn in turns:
-        sides = "".join(_side(turn, model) for model in turn.models)
+        sides = "".join(_answer_column(turn, model) for model in turn.models)
         error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
         shown.append(
             f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn.question, 10_000)}</p></div>'
@@ -174,9 +174,9 @@ def _conversation(turns: list[Turn]) -> str:
     return f'<ol class="ft-chat" aria-live="polite" aria-busy="{busy}">{"".join(shown)}</ol>'
 
 
-def _side(turn: Turn, model: Model) -> str:
-    said = f'<small class="ft-note">{inert(turn.notes[model])}</small>' if model in turn.notes else ""
-    return f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p>{said}</div>'
+def _answer_column(turn: Turn, model: Model) -> str:
+    caption = f'<small class="ft-note">{inert(turn.notes[model])}</small>' if model in turn.notes else ""
+    return f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p>{caption}</div>'
 
 
 def _answer(turn: Turn, model: Model) -> str:

@@ -147,7 +147,7 @@ class _View:
         """Set one field under Advanced."""
         if field.text(self.context.draft.read()) == str(text).strip():
             return gr.skip()
-        edited = self.context.draft.change(**recipe_form.typed(field, text))
+        edited = self.context.draft.change(**recipe_form.as_settings(field, text))
         shown, plan = self._shown(edited, price or 0.0)
         return [*shown, edited.text, *self._form(edited, plan)]
 
@@ -195,7 +195,7 @@ class _View:
 
     def tick(self, mine: str, stamp: int) -> list[Any]:
         """Progress of the requested start, and whether the draft has changed."""
-        self.context.queue.ensure()
+        self.context.queue.ensure_starter()
         now = self.context.draft.stamp
         return [self._progress(mine), gr.skip() if now == stamp else now]
 
@@ -213,8 +213,8 @@ class _View:
         if status["state"] == "started":
             link, name = f"/run?run={quote(status['run'])}", inert(status["run"])
             return f'<p class="ft-note ok" role="status">Started. <a href="{link}" data-go="{link}">Watch {name}</a></p>'
-        words = f"{inert(status['state'])}: {inert(status['message'])}"
-        return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {words}</p>'
+        message = f"{inert(status['state'])}: {inert(status['message'])}"
+        return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'
 
     def compare(self, price: float | None) -> list[Any]:
         """Forecast the alternatives of this recipe: that takes seconds, so only on request."""

@@ -37,10 +37,10 @@ def build(context: Context, page: gr.Blocks) -> None:
                 elem_id="model-name",
             )
             with gr.Row(elem_classes="ft-controls"):
-                words = gr.Textbox(label="Search Hugging Face", max_length=100, elem_id="model-search", scale=3)
+                query = gr.Textbox(label="Search Hugging Face", max_length=100, elem_id="model-search", scale=3)
                 search = gr.Button("Search", elem_id="model-search-go", size="sm", scale=1)
                 check = gr.Button("Check which fit", elem_id="model-check", size="sm", scale=1)
-            found = show(elem_id="model-found")
+            listed = show(elem_id="model-list")
         with gr.Column(min_width=320):
             show("<h2>Data</h2>")
             data = gr.Dropdown(
@@ -68,13 +68,13 @@ def build(context: Context, page: gr.Blocks) -> None:
             conversations = show(elem_id="data-conversations")
     gr.Timer(_TICK_S).tick(view.progress, None, progress, **QUIET)
     shown = [trouble, report, lengths, marked, conversations]
-    page.load(view.choose, None, [model, data, found], **QUIET).then(view.look, None, shown, **QUIET)
+    page.load(view.choose, None, [model, data, listed], **QUIET).then(view.look, None, shown, **QUIET)
     model.input(view.set_model, model, trouble, **QUIET).then(view.look, None, shown, **QUIET)
     data.input(view.set_data, data, trouble, **QUIET).then(view.look, None, shown, **QUIET)
     upload.upload(view.upload, upload, [data, trouble], **BUTTON).then(view.look, None, shown, **QUIET)
-    search.click(view.search, words, [found, model], **BUTTON)
-    words.submit(view.search, words, [found, model], **BUTTON)
-    check.click(view.check, words, found, **BUTTON)
+    search.click(view.search, query, [listed, model], **BUTTON)
+    query.submit(view.search, query, [listed, model], **BUTTON)
+    check.click(view.check, query, listed, **BUTTON)
 
 
 class _View:
@@ -139,23 +139,23 @@ class _View:
 
     def progress(self) -> str:
         """How far the reading of the rows is."""
-        words = self.context.planner.progress
-        return note(words) if words else ""
+        message = self.context.planner.progress
+        return note(message) if message else ""
 
-    def search(self, words: str) -> list[Any]:
+    def search(self, query: str) -> list[Any]:
         """Models that the hub finds; local models when nothing is searched for."""
         here = local_models(self.context.workspace)
-        if not words.strip():
+        if not query.strip():
             return [_models(here, {}), gr.Dropdown([model.name for model in here])]
         try:
-            models = search_models(words)
+            models = search_models(query)
         except FinetuneError as error:
             return [problem("Offline", error.problems, error.fix) + _models(here, {}), gr.skip()]
         if not models:
             return [note("Hugging Face has no model with this name."), gr.skip()]
         return [_models(models, self._badges(models)), gr.Dropdown([model.name for model in [*models, *here]])]
 
-    def check(self, words: str) -> str:
+    def check(self, query: str) -> str:
         """Badges for the local models."""
         models = local_models(self.context.workspace)
         return _models(models, self._badges(models))

@@ -9,16 +9,16 @@ from urllib.parse import quote
 
 import gradio as gr
 
+from app.background.tasks import Task
 from app.context import Context
 from app.planning.catalogue import local_datasets
-from app.starts.tasks import Task
-from app.views.binding import BUTTON, QUIET, mark, show, stands_for
+from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from app.views.markup import inert, note, problem, table
-from app.views.scores import rows_of, saved, saved_lost, scores, what_was_lost
+from app.views.scores import forgetting_table, read_evaluations, read_forgetting, rows_of, scores
 from finetune.errors import FinetuneError
 from finetune.hub import require_repo
+from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
-from finetune.run.origin import origin_of
 from finetune.units import format_bytes
 
 _TICK_S = 1.0
@@ -26,7 +26,7 @@ _SCORES = {
     "Exact match": "exact", "Contains the expected answer": "contains", "Regular expression": "regex",
     "JSON, field by field": "json", "Last number": "numeric", "Loss only, no answers": "loss",
 }  # fmt: skip
-_HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it went on from"
+_HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it continued"
 _TYPES = {"16 bit": "f16", "Q8_0": "q8_0", "Q4_K_M": "q4_k_m"}
 _KINDS = {"Adapter": "adapter", "Merged model": "merged"}
 _ORDERS = {"Where they differ": "differ", "Tuned model's worst": "worst", "Tuned model's best": "best"}
@@ -39,8 +39,8 @@ def build(context: Context, page: gr.Blocks) -> None:
     show('<h1 class="ft-title" data-title="Result">Result</h1>')
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="result-run", scale=3)
-    changed = mark()
-    said = show(elem_id="result-said")
+    changed = change_trigger()
+    status = show(elem_id="result-status")
     show("<h2>Base against tuned</h2>")
     with gr.Row(elem_classes="ft-controls"):
         score = gr.Dropdown(list(_SCORES), value="Exact match", label="Score", elem_id="result-score", scale=2)
@@ -86,8 +86,8 @@ def build(context: Context, page: gr.Blocks) -> None:
     exported = show(elem_id="result-gguf-shown")
     show("<h2>Serve with OpenAI's interface</h2>")
     with gr.Row(elem_classes="ft-controls"):
-        beside = gr.Dropdown([], label="Together with", info="other runs of the same base model", multiselect=True,
-                             elem_id="result-beside", scale=3)  # fmt: skip
+        together = gr.Dropdown([], label="Together with", info="other runs of the same base model", multiselect=True,
+                             elem_id="result-together", scale=3)  # fmt: skip
         serve = gr.Button("Serve", elem_id="result-serve", size="sm")
         end = gr.Button("End", variant="stop", elem_id="result-serve-end", size="sm")
     served = show(elem_id="result-serve-shown")
@@ -100,16 +100,16 @@ def build(context: Context, page: gr.Blocks) -> None:
         push = gr.Button("Push", elem_id="result-push", size="sm")
     pushed = show(elem_id="result-push-shown")
     score.change(view.fields, score, [pattern, tolerance], **QUIET)
-    evaluate.click(view.evaluate, [name, score, pattern, tolerance, rows, most, last], said, **BUTTON)
-    export.click(view.merge, [name, folder], said, **BUTTON)
-    gguf.click(view.export, [name, precision, apart], said, **BUTTON)
-    serve.click(view.serve, [name, beside], said, **BUTTON)
-    end.click(view.end, name, said, **BUTTON)
-    report.click(view.report, name, said, **BUTTON)
-    compare.click(view.compare, [name, others], said, **BUTTON)
-    look.click(view.dry_run, [name, repo, kind, public], said, **BUTTON)
-    push.click(view.push, [name, repo, kind, public], said, **BUTTON)
-    name.change(view.depending, name, [rows, others, kind, beside], **QUIET)
+    evaluate.click(view.evaluate, [name, score, pattern, tolerance, rows, most, last], status, **BUTTON)
+    export.click(view.merge, [name, folder], status, **BUTTON)
+    gguf.click(view.export, [name, precision, apart], status, **BUTTON)
+    serve.click(view.serve, [name, together], status, **BUTTON)
+    end.click(view.end, name, status, **BUTTON)
+    report.click(view.report, name, status, **BUTTON)
+    compare.click(view.compare, [name, others], status, **BUTTON)
+    look.click(view.dry_run, [name, repo, kind, public], status, **BUTTON)
+    push.click(view.push, [name, repo, kind, public], status, **BUTTON)
+    name.change(view.depending, name, [rows, others, kind, together], **QUIET)
     page.load(view.choose, None, [name, rows], **QUIET).then(view.tick, [name, order], changed, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, [name, order], changed, **QUIET)
     name.input(view.tick, [name, order], changed, **QUIET)
@@ -187,10 +187,10 @@ class _View:
         to = ["--to=gguf-adapter"] if apart else []
         return self._start(name, "export", [f"--type={_TYPES.get(precision, 'f16')}", *to])
 
-    def serve(self, name: str | None, beside: list[str] | None) -> str:
+    def serve(self, name: str | None, together: list[str] | None) -> str:
         """Start serving the run, with others of the same base model, at a free port."""
-        found = [self.context.workspace.run(other) for other in beside or []]
-        return self._start(name, "serve", [*(str(other.path) for other in found if other is not None), "--port=0"])
+        runs = [self.context.workspace.run(other) for other in together or []]
+        return self._start(name, "serve", [*(str(other.path) for other in runs if other is not None), "--port=0"])
 
     def end(self, name: str | None) -> str:
         """End the server of the run."""
@@ -201,7 +201,7 @@ class _View:
     def depending(self, name: str | None) -> list[Any]:
         """What can be chosen for a run: its rows, other runs, and what it can push."""
         run, workspace = self.context.workspace.run(name), self.context.workspace
-        before = [_BEFORE] if run is not None and origin_of(run) is not None else []
+        before = [_BEFORE] if run is not None and base_adapter_of(run) is not None else []
         names = [other.path.name for other in workspace.list_runs() if other.path.name != name]
         kinds = [*_KINDS, *(_gguf_files(run) if run is not None else [])]
         return [
@@ -215,9 +215,9 @@ class _View:
         return self._start(name, "report", [])
 
     def compare(self, name: str | None, others: list[str] | None) -> str:
-        """Write the comparison with other runs, beside the report."""
-        run, found = self.context.workspace.run(name), [self.context.workspace.run(other) for other in others or []]
-        paths = [str(other.path) for other in found if other is not None]
+        """Write the comparison with other runs, together the report."""
+        run, other_runs = self.context.workspace.run(name), [self.context.workspace.run(other) for other in others or []]
+        paths = [str(other.path) for other in other_runs if other is not None]
         if not paths:
             return note("Choose the runs to compare with.")
         return self._start(name, "compare", [*paths, f"--output={run.path / 'comparison.html'}"] if run else [])
@@ -260,8 +260,8 @@ class _View:
         return ""
 
     def tick(self, name: str | None, order: str) -> str:
-        """What stands for all that is shown."""
-        return stands_for(name, self.show(name, order))
+        """A fingerprint of all that is shown."""
+        return fingerprint(name, self.show(name, order))
 
     def show(self, name: str | None, order: str) -> list[str]:
         """Each command's progress or result."""
@@ -279,34 +279,34 @@ class _View:
 
 
 def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
-    """How the evaluation goes that was started here, and every one that the run has, the newest first and in full."""
-    status, found = task.status(), saved(run)
-    going = "" if status is None or (status["state"] == "done" and found) else _task("eval", task)
-    if not found:
-        return going or note("Not evaluated yet.")
-    written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in found}
-    first, *others = sorted(found, key=lambda name: -written[name])
-    shown = [f"<h3>{inert(_titled(found[first]))}</h3>", scores(found[first], order), what_was_lost(saved_lost(run))]
+    """Progress of the evaluation that was started here, and all that the run has, the newest first and in full."""
+    status, results = task.status(), read_evaluations(run)
+    progress = "" if status is None or (status["state"] == "done" and results) else _task("eval", task)
+    if not results:
+        return progress or note("Not evaluated yet.")
+    written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}
+    first, *others = sorted(results, key=lambda name: -written[name])
+    shown = [f"<h3>{inert(_title(results[first]))}</h3>", scores(results[first], order), forgetting_table(read_forgetting(run))]
     shown += [
-        f"<details><summary>{inert(_titled(found[name]))}</summary>{scores(found[name], order)}</details>" for name in others
+        f"<details><summary>{inert(_title(results[name]))}</summary>{scores(results[name], order)}</details>" for name in others
     ]
-    return going + "".join(shown)
+    return progress + "".join(shown)
 
 
-def _titled(result: dict[str, Any]) -> str:
+def _title(result: dict[str, Any]) -> str:
     return f"{result['score']}, {result['rows']:,} {rows_of(result)}"
 
 
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
-    """How writing them goes, and links to those that are there."""
+    """Progress of writing them, and links to those that exist."""
     going = "".join(
         _task(verb, task) for verb, task in (("report", report), ("compare", compare))
         if (status := task.status()) is not None and status["state"] != "done"
     )  # fmt: skip
     files = {"report.html": "Download the report", "comparison.html": "Download the comparison"}
     links = [
-        f'<a href="/ft/report/{quote(run.path.name)}/{file}" download>{words}</a>'
-        for file, words in files.items()
+        f'<a href="/ft/report/{quote(run.path.name)}/{file}" download>{label}</a>'
+        for file, label in files.items()
         if (run.path / file).is_file() and " " not in run.path.name  # which the guard of the page's routes does not know
     ]
     return going + (f"<p>{' · '.join(links)}</p>" if links else "" if going else note("Not written yet."))
@@ -320,23 +320,24 @@ def _pushed(task: Task) -> str:
     rows = [[file["name"], format_bytes(file["bytes"])] for file in result["files"]]
     seen = "public" if result["public"] else "private"
     where = f"{result['repo']} ({seen})"
-    told = f"Pushed to {where}: {result['commit']}" if result["sent"] else f"For {where}; nothing was sent yet."
-    return note(told) + table(["file", ">size"], rows, "Files", hidden_caption=True)
+    summary = f"Pushed to {where}: {result['commit']}" if result["sent"] else f"For {where}; nothing was sent yet."
+    return note(summary) + table(["file", ">size"], rows, "Files", hidden_caption=True)
 
 
 def _exported(task: Task) -> str:
-    """The files, and what llama.cpp did with them."""
+    """The files, and the result of trying them in llama.cpp."""
     status, result = task.status(), task.result()
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "check" not in result:
         return _task("export", task)
     check = result["check"]
-    told = f"In llama.cpp: token ids are the training's, {check['same_answers']:,} of {check['rows']:,} answers the adapter's."
+    answers = f"{check['same_answers']:,} of {check['rows']:,} answers the adapter's"
     files = [[name, result[name]] for name in ("file", "adapter", "modelfile") if result[name]]
-    return note(told) + table(["name", "value"], files, "Exported files", hidden_caption=True)
+    summary = f"In llama.cpp: token ids are the training's, {answers}."
+    return note(summary) + table(["name", "value"], files, "Exported files", hidden_caption=True)
 
 
 def _served(task: Task) -> str:
-    """Where the server answers, and to whom."""
+    """The server's address and token."""
     status, result = task.status(), task.result()
     if status is None or not isinstance(result, dict) or "url" not in result:
         return _task("serve", task)
@@ -348,12 +349,12 @@ def _served(task: Task) -> str:
 
 def _gguf_files(run: RunDirectory) -> list[str]:
     """GGUF files of the run, by their path in it."""
-    found = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
-    return [path.relative_to(run.path).as_posix() for path in found]
+    paths = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
+    return [path.relative_to(run.path).as_posix() for path in paths]
 
 
 def _task(verb: str, task: Task) -> str:
-    """How a command that was started here goes, or ended."""
+    """Progress or result of a command that was started here."""
     status = task.status()
     if status is None:
         return note("Not run yet.")

@@ -8,7 +8,7 @@ import gradio as gr
 
 from app.context import Context
 from app.views import run as run_view
-from app.views.binding import BUTTON, QUIET, mark, show, stands_for
+from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from app.views.markup import note, problem
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe
@@ -19,14 +19,14 @@ _TICK_S = 1.0
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components, and how they are kept up to date."""
+    """Components and their updates."""
     show('<h1 class="ft-title">Run</h1>')
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="run-name", scale=3, allow_custom_value=True)
         smoothing = gr.Slider(0, 0.99, value=0.8, step=0.01, label="Smoothing", elem_id="run-smoothing", scale=2)
         stop = gr.Button("Stop", variant="stop", elem_id="run-stop", interactive=False)
         resume = gr.Button("Resume", elem_id="run-resume", interactive=False)
-    said = show(elem_id="run-said")
+    status = show(elem_id="run-status")
     head = show(elem_id="run-head")
     curves = show(elem_id="run-curves")
     with gr.Accordion("Loss and memory as a table", open=False):
@@ -43,7 +43,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Accordion("Messages and log", open=False):
         messages = show(elem_id="run-messages")
         log = show(elem_id="run-log")
-    changed = mark()
+    changed = change_trigger()
     shown = [head, curves, more, memory, samples, messages, log, numbers, stop, resume]
     view = _View(context)
     inputs = [name, smoothing]
@@ -52,12 +52,12 @@ def build(context: Context, page: gr.Blocks) -> None:
     name.input(view.tick, inputs, changed, **QUIET)
     smoothing.input(view.tick, inputs, changed, **QUIET)
     changed.change(view.show, inputs, shown, **QUIET)
-    stop.click(view.stop, name, said, **BUTTON)
-    resume.click(view.resume, name, said, **BUTTON)
+    stop.click(view.stop, name, status, **BUTTON)
+    resume.click(view.resume, name, status, **BUTTON)
 
 
 class _View:
-    """What the handlers do. Nothing is kept here: every answer is made from files."""
+    """Handlers without state: every answer is read from files."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -70,22 +70,22 @@ class _View:
         return gr.Dropdown(choices=names, value=chosen.path.name if chosen else None)
 
     def tick(self, name: str | None, factor: float) -> str:
-        """What stands for all that is shown."""
+        """A fingerprint of all that is shown."""
         run = self.context.workspace.run(name)
         if run is None:
-            self.context.queue.ensure()
-            return stands_for(len(self.context.workspace.list_runs()))
+            self.context.queue.ensure_starter()
+            return fingerprint(len(self.context.workspace.list_runs()))
         live = self.context.lives.of(run)
         whole = live.refresh()
-        return stands_for(name, live.version, whole, round(factor, 3), live.state())
+        return fingerprint(name, live.version, whole, round(factor, 3), live.state())
 
     def show(self, name: str | None, factor: float) -> list[Any]:
         """The run as its files say now."""
         run = self.context.workspace.run(name)
         if run is None:
             link = '<a href="/fit">Plan and start a run.</a>'
-            words = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
-            return [words, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
+            empty = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
+            return [empty, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
         live = self.context.lives.of(run)
         whole = live.refresh()
         state = live.state()
@@ -100,7 +100,7 @@ class _View:
         ]  # fmt: skip
 
     def stop(self, name: str | None) -> str:
-        """Ask the run to stop; what comes of it is in its state."""
+        """Ask the run to stop; its state has the outcome."""
         run = self.context.workspace.run(name)
         if run is None:
             return ""
@@ -108,7 +108,7 @@ class _View:
         return note("Stopping after this step, with a checkpoint." if asked else "This run is not running.")
 
     def resume(self, name: str | None) -> str:
-        """Queue the run to go on from its newest checkpoint."""
+        """Queue the run to continue from its newest checkpoint."""
         run = self.context.workspace.run(name)
         if run is None:
             return ""
@@ -120,7 +120,7 @@ class _View:
 
 
 def _resume_button(state: RunState) -> dict[str, Any]:
-    """Whether the run can go on, and if it can't, why."""
+    """Whether the run can be resumed, and if not, why."""
     if not state.ended:
         return {"interactive": False, "value": "Resume (running)"}
     if state.state == "finished":

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from app.context import Context
-from app.views.binding import BUTTON, QUIET, mark, show, stands_for
+from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from app.views.charts import sparkline
 from app.views.compare import comparison, last_loss
 from app.views.markup import Safe, inert, note, problem, table
@@ -42,23 +42,23 @@ def build(context: Context, page: gr.Blocks) -> None:
         show(note("Delete this run? It is moved to .trash in the folder with the runs, where it can be restored."))
         yes = gr.Button("Yes, delete", variant="stop", elem_id="runs-discard-yes", size="sm")
         no = gr.Button("Keep", elem_id="runs-discard-no", size="sm")
-    said = show(elem_id="runs-said")
+    status = show(elem_id="runs-status")
     show("<h2>Queue</h2>")
     queue = show(elem_id="runs-queue")
     with gr.Row(elem_classes="ft-controls"):
         entry = gr.Dropdown([], label="Waiting run", elem_id="runs-queue-entry")
         cancel = gr.Button("Cancel", elem_id="runs-queue-cancel", size="sm")
-    changed, renamed = mark(), mark()
+    changed, renamed = change_trigger(), change_trigger()
     page.load(view.tick, None, [changed, renamed], **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, None, [changed, renamed], **QUIET)
     changed.change(view.tables, None, [listed, queue], **QUIET)
     renamed.change(view.names, [chosen, name, entry], [chosen, name, entry], **QUIET)
     chosen.change(view.compare, chosen, compared, **QUIET)
-    rename.click(view.rename, [name, new], [said, name], **BUTTON)
+    rename.click(view.rename, [name, new], [status, name], **BUTTON)
     discard.click(lambda chosen: gr.Row(visible=bool(chosen)), name, sure, **BUTTON)
     no.click(lambda: gr.Row(visible=False), None, sure, **BUTTON)
-    yes.click(view.discard, name, [said, sure, name], **BUTTON)
-    cancel.click(view.cancel, entry, said, **BUTTON)
+    yes.click(view.discard, name, [status, sure, name], **BUTTON)
+    cancel.click(view.cancel, entry, status, **BUTTON)
 
 
 class _View:
@@ -68,9 +68,9 @@ class _View:
         self.context = context
 
     def tick(self) -> list[str]:
-        """What stands for the tables, and for the names to choose from."""
-        self.context.queue.ensure()
-        return [stands_for(self.tables()), stands_for(self._names())]
+        """Fingerprints of the tables, and of the names to choose from."""
+        self.context.queue.ensure_starter()
+        return [fingerprint(self.tables()), fingerprint(self._names())]
 
     def tables(self) -> list[str]:
         """The runs and the queue."""
@@ -78,10 +78,10 @@ class _View:
         return [_list([self._row(run) for run in self.context.workspace.list_runs()[:_LISTED]]), _queue(entries)]
 
     def names(self, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
-        """The runs and waiting starts to choose from; what is chosen stays chosen while it is there."""
+        """The runs and waiting starts to choose from; a choice stays while it exists."""
         names, waiting = self._names()
         return [
-            gr.Dropdown(choices=names, value=[one for one in chosen or [] if one in names]),
+            gr.Dropdown(choices=names, value=[choice for choice in chosen or [] if choice in names]),
             gr.Dropdown(choices=names, value=name if name in names else None),
             gr.Dropdown(choices=waiting, value=entry if entry in [name for _, name in waiting] else None),
         ]

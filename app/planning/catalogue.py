@@ -26,40 +26,40 @@ class Model:
 
 def local_models(workspace: Workspace) -> list[Model]:
     """The bundled model, model folders below the workspace, the hub cache, and the shipped recipes' models."""
-    found = [Model("tiny", "bundled")]
-    found += [Model(path.as_posix(), "folder") for path in _folders(workspace)]
-    found += [Model(name, "downloaded") for name in _cached()]
+    models = [Model("tiny", "bundled")]
+    models += [Model(path.as_posix(), "folder") for path in _folders(workspace)]
+    models += [Model(name, "downloaded") for name in _cached()]
     for recipe in shipped_recipes():
         try:
-            found.append(Model(load_recipe(recipe).model_name_or_path, f"recipe {recipe}"))
+            models.append(Model(load_recipe(recipe).model_name_or_path, f"recipe {recipe}"))
         except FinetuneError:
             continue
-    return list({model.name: model for model in reversed(found)}.values())[::-1]
+    return list({model.name: model for model in reversed(models)}.values())[::-1]
 
 
 def local_datasets(workspace: Workspace) -> list[str]:
     """The bundled dataset, data files below the workspace, and uploads."""
-    found = ["support"]
+    datasets = ["support"]
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
             files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]
-            found += [
+            datasets += [
                 (path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path).as_posix()
                 for path in files[:50]
             ]
-    return found
+    return datasets
 
 
-def search_models(words: str) -> list[Model]:
+def search_models(query: str) -> list[Model]:
     """Text-generation models of the hub, most downloaded first. Raises RecipeError when the hub can't be reached."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        found = list(
+        infos = list(
             HfApi().list_models(
-                search=words[:100],
+                search=query[:100],
                 pipeline_tag="text-generation",
                 sort="downloads",
                 limit=_MOST,
@@ -72,7 +72,7 @@ def search_models(words: str) -> list[Model]:
             "Choose a local model, or give the path of a model folder.",
         ) from None
     models = []
-    for info in found:
+    for info in infos:
         card = info.card_data.to_dict() if info.card_data else {}
         licence = card.get("license")
         models.append(
@@ -83,13 +83,13 @@ def search_models(words: str) -> list[Model]:
 
 def _folders(workspace: Workspace) -> list[Path]:
     """Folders with a config.json, directly below the workspace or its `models`."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for parent in (workspace.root, workspace.root / "models"):
         if parent.is_dir():
             for path in sorted(parent.iterdir()):
                 if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-                    found.append(path.relative_to(workspace.root))
-    return found
+                    folders.append(path.relative_to(workspace.root))
+    return folders
 
 
 def _cached() -> list[str]:

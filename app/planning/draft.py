@@ -13,7 +13,7 @@ from finetune.errors import RecipeError
 from finetune.files import write_text
 from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe import yaml as recipe_yaml
-from finetune.system import typed
+from finetune.system import shell_join
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
@@ -54,11 +54,11 @@ class Draft:
             text = self._path.read_text(encoding="utf-8")
         except FileNotFoundError:
             text = write_recipe(load_recipe(FIRST))
-        return understood(text)
+        return parse_draft(text)
 
     def write(self, text: str) -> Edited:
         """Replace the whole text, as the recipe's text box does."""
-        edited = understood(text)
+        edited = parse_draft(text)
         if len(text) <= recipe_yaml.MAX_BYTES:
             self._store(text)
         return edited
@@ -81,7 +81,7 @@ class Draft:
             values = now.values
             for dotted, value in settings.items():
                 if dotted != "trust_remote_code":
-                    _put(values, dotted.split("__"), value)
+                    _set_nested(values, dotted.split("__"), value)
             try:
                 recipe = recipe_from(values)
             except RecipeError as error:
@@ -89,7 +89,7 @@ class Draft:
             text = write_recipe(recipe)
             if text != now.text:
                 self._store(text)
-            return understood(text)
+            return parse_draft(text)
 
     def apply(self, override: str) -> Edited:
         """One `key=value` of a suggestion, by the command line's rules."""
@@ -102,13 +102,13 @@ class Draft:
             except RecipeError as error:
                 return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
             self._store(write_recipe(recipe))
-            return understood(write_recipe(recipe))
+            return parse_draft(write_recipe(recipe))
 
     def _store(self, text: str) -> None:
         write_text(self._path, text)
 
 
-def understood(text: str) -> Edited:
+def parse_draft(text: str) -> Edited:
     """Parse a text as a recipe; `trust_remote_code` is refused, as a page must not run a model's own code."""
     try:
         recipe = parse_recipe(text, "recipe")
@@ -129,26 +129,26 @@ def command_line(recipe: Recipe) -> str:
     for name in shipped_recipes():
         with contextlib.suppress(RecipeError):
             base = load_recipe(name).model_dump(exclude_unset=True, mode="json")
-            words = [name, *_differences(base, wanted)]
-            if (best is None or len(words) < len(best)) and load_recipe(name, words[1:]).model_dump() == recipe.model_dump():
-                best = words
+            call = [name, *_differences(base, wanted)]
+            if (best is None or len(call) < len(best)) and load_recipe(name, call[1:]).model_dump() == recipe.model_dump():
+                best = call
     if best is None or len(best) > 8:
         return "finetune run recipe.yaml"
-    return "finetune run " + typed(best)
+    return "finetune run " + shell_join(best)
 
 
 def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
     """Overrides that turn `base` into `wanted`; keys that only `base` has get the schema's default."""
-    found = []
+    overrides = []
     for key in [*wanted, *(key for key in base if key not in wanted)]:
         if key in wanted and wanted[key] == base.get(key):
             continue
         if isinstance(wanted.get(key), dict) and isinstance(base.get(key), dict) and key != "columns":
-            found += _differences(base[key], wanted[key], f"{prefix}{key}.")
+            overrides += _differences(base[key], wanted[key], f"{prefix}{key}.")
             continue
         value = wanted[key] if key in wanted else _default(prefix, key)
-        found.append(f"{prefix}{key}={_written(value)}")
-    return found
+        overrides.append(f"{prefix}{key}={_as_text(value)}")
+    return overrides
 
 
 def _default(prefix: str, key: str) -> Any:
@@ -158,7 +158,7 @@ def _default(prefix: str, key: str) -> Any:
     return model.model_fields[key].get_default(call_default_factory=True)
 
 
-def _written(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, (dict, list)):
@@ -168,7 +168,7 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+def _set_nested(values: dict[str, Any], path: list[str], value: Any) -> None:
     for key in path[:-1]:
         values = values.setdefault(key, {})
     if value is None:

@@ -7,11 +7,11 @@ import subprocess
 import threading
 from typing import Any
 
-from app.process import converse
+from app.process import start_helper
 from app.workspace import Workspace
 from finetune.errors import FinetuneError
 
-#: Seconds without a word after which the process is ended.
+#: Seconds without output after which the process is ended.
 DEADLINE_S = 300.0
 
 
@@ -31,7 +31,7 @@ class Planner:
         self._log = workspace.folder("planner") / "log.txt"
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
-        #: How far the question that is being answered is, in words; empty otherwise.
+        #: Progress message of the question that is being answered; empty otherwise.
         self.progress = ""
 
     def warm(self) -> None:
@@ -69,7 +69,7 @@ class Planner:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            self._process = converse(self._workspace, "app.planning.process", log=self._log)
+            self._process = start_helper(self._workspace, "app.planning.process", log=self._log)
         return self._process
 
     def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its fore
          "compare": bool}                                 `compare` adds forecasts of the alternatives
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
 
-Before an answer there may be lines {"progress": words}.
+Before an answer there may be lines {"progress": message}.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from app.planning.ahead import Ahead
-from app.process import claim_stdout
+from app.planning.prefetch import PlanPrefetcher
+from app.process import redirect_stdout
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
-from finetune.garbage import collect_rarely
+from finetune.gc_settings import raise_gc_thresholds
 from finetune.plan.plan import Plan, Verdict
 from finetune.recipe import Recipe, Settings, parse_recipe
 from finetune.recipe.schema import Decides, settings_that_decide
@@ -39,9 +39,9 @@ _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 class Questions:
     """Answers, with the data of the last few recipes in memory."""
 
-    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """`say` is told how far reading rows is."""
-        self._say = say
+    def __init__(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """`report` receives progress messages."""
+        self._report = report
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
 
@@ -51,7 +51,7 @@ class Questions:
             recipe = parse_recipe(question["recipe"], "recipe")
             kind = question["kind"]
             if kind == "look":
-                return _described(self._encode(recipe, self._say), recipe)
+                return _described(self._encode(recipe, self._report), recipe)
             if kind == "plan":
                 free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
                 return {"plan": self.plan(recipe, free_bytes=free_bytes, compare=compare).as_json()}
@@ -77,10 +77,10 @@ class Questions:
         from finetune.plan.planning import plan_recipe
 
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
-        rows = functools.partial(self._rows, say=progress or self._say)
+        rows = functools.partial(self._rows, report=progress or self._report)
         return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
 
-    def _rows(self, recipe: Recipe, say: Callable[[str], None]) -> RowsRead:
+    def _rows(self, recipe: Recipe, report: Callable[[str], None]) -> RowsRead:
         """The rows under the recipe's limit of length; a slider asks again and again."""
         from finetune.plan.planning import read_rows
 
@@ -88,20 +88,20 @@ class Questions:
         limited = f"{key} {recipe.max_length} {recipe.excess_length}"
         if limited in self._read:
             return self._read[limited]
-        read = read_rows(recipe, functools.partial(self._encode, say=say), downloaded=key in self._encoded)
+        read = read_rows(recipe, functools.partial(self._encode, report=report), downloaded=key in self._encoded)
         if key in self._encoded:
             self._read[limited] = read
             while len(self._read) > _LIMITS:
                 self._read.popitem(last=False)
         return read
 
-    def _encode(self, recipe: Recipe, say: Callable[[str], None]) -> EncodedRows:
-        """The rows as tokens, not yet limited to max_length. `say` is told how far reading is: a fork has no output for it."""
+    def _encode(self, recipe: Recipe, report: Callable[[str], None]) -> EncodedRows:
+        """The rows as tokens, not yet limited to max_length. `report` receives progress messages."""
         from finetune.plan.planning import encode_rows
 
         key = _data_key(recipe)
         if key not in self._encoded:
-            self._encoded[key] = encode_rows(recipe, say)
+            self._encoded[key] = encode_rows(recipe, report)
             while len(self._encoded) > _DATASETS:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
@@ -121,9 +121,9 @@ def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
     from finetune.plan.planning import plan_recipe, without_rows
     from finetune.plan.shape import shape_of
 
-    kept: dict[str, Any] = {name: getattr(recipe, name) for name in ("dataset", "gpu", "max_length")}
+    inherited: dict[str, Any] = {name: getattr(recipe, name) for name in ("dataset", "gpu", "max_length")}
     try:
-        plan = plan_recipe(Recipe(**kept, model_name_or_path=name), find_card(recipe.gpu), without_rows)
+        plan = plan_recipe(Recipe(**inherited, model_name_or_path=name), find_card(recipe.gpu), without_rows)
         parameters = shape_of(read_config(plan.settings), plan.settings).parameters
     except FinetuneError as error:
         return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
@@ -155,26 +155,26 @@ def _conversation(example: Any) -> list[dict[str, str]]:
 
 def main() -> int:
     """Answer until standard input closes, when the app ends; plan ahead between questions."""
-    collect_rarely()
+    raise_gc_thresholds()
     hide_gpus()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
-    out = claim_stdout()
+    out = redirect_stdout()
 
-    def say(words: str) -> None:
-        out.write(json.dumps({"progress": words}) + "\n")
+    def report(message: str) -> None:
+        out.write(json.dumps({"progress": message}) + "\n")
         out.flush()
 
-    questions = Questions(say)
-    ahead = Ahead(questions.plan, leave=(0, out.fileno()))
+    questions = Questions(report)
+    prefetcher = PlanPrefetcher(questions.plan, leave=(0, out.fileno()))
     for line in sys.stdin:
-        ahead.end()
+        prefetcher.end()
         question = json.loads(line)
         answer = questions.answer(question)
         out.write(json.dumps(answer, default=str) + "\n")
         out.flush()
         if "plan" in answer:
-            ahead.start_from(parse_recipe(question["recipe"], "recipe"), Settings.model_validate(answer["plan"]["plan"]))
-    ahead.end()
+            prefetcher.start_from(parse_recipe(question["recipe"], "recipe"), Settings.model_validate(answer["plan"]["plan"]))
+    prefetcher.end()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Options for Gradio event handlers (no API, newest input wins), the HTML component, and how a page is kept up to date.
+"""Options for Gradio event handlers (no API, newest input wins), the HTML component, and the updates of a page.
 
 No handler uses Gradio's queue. Its client opens a stream of server-sent events for each event and closes it when the server
 says that all were answered; an event that joins at that moment is never answered, and a page with timers has such moments.
@@ -21,16 +21,16 @@ def show(value: str = "", elem_id: str | None = None) -> gr.HTML:
     return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
-def mark() -> gr.HTML:
-    """A hidden component for what stands for everything shown: its `change` shows it anew, and an idle tick sends only this.
+def change_trigger() -> gr.HTML:
+    """A hidden component with a fingerprint of all that is shown: its `change` updates the page, an idle tick sends only this.
 
     A tick that skips its outputs would leave a component of the page's session behind for each that has a value at the next
     tick, or that the next event reads: Gradio makes a new one for each skipped output, and keeps it under a number of its own.
-    The browser says that it changed; of a changed `gr.State` it is only told by Gradio's queue.
+    The browser reports that it changed; a changed `gr.State` is only reported by Gradio's queue.
     """
     return gr.HTML(visible="hidden", apply_default_css=False, js_on_load=None)
 
 
-def stands_for(*shown: Any) -> str:
+def fingerprint(*shown: Any) -> str:
     """A short text that differs when one of the values does."""
     return f"{hash(repr(shown)):x}"

@@ -68,14 +68,14 @@ def chart(panels: Sequence[Panel], marks: Sequence[Mark], last_step: float, labe
 
 
 def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
-    low, high, beyond = _range(panel)
-    span = high - low or 1.0
+    y_min, y_max, beyond = _range(panel)
+    span = y_max - y_min or 1.0
 
     def y_of(value: float) -> float:
-        return HIGH * (1 - (value - low) / span)
+        return HIGH * (1 - (value - y_min) / span)
 
-    scale = Scale(WIDE / right, HIGH * (1 + low / span), -HIGH / span)
-    ticks = [value * panel.unit for value in _ticks(low / panel.unit, high / panel.unit, 4)]
+    scale = Scale(WIDE / right, HIGH * (1 + y_min / span), -HIGH / span)
+    ticks = [value * panel.unit for value in _ticks(y_min / panel.unit, y_max / panel.unit, 4)]
     shapes = [_gridline(y_of(value)) for value in ticks]
     labels = [f'<span class="ft-y" style="top:{y_of(value):.2f}%">{inert(panel.show(value))}</span>' for value in ticks]
     named = (
@@ -89,7 +89,7 @@ def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
             )
             continue
         if level.band:
-            top, bottom = y_of(min(level.band[1], high)), y_of(max(level.band[0], low))
+            top, bottom = y_of(min(level.band[1], y_max)), y_of(max(level.band[0], y_min))
             shapes.append(
                 f'<rect class="{level.css} band" x="0" y="{top:.2f}" width="{WIDE:g}" height="{max(0.0, bottom - top):.2f}"/>'
             )
@@ -117,14 +117,14 @@ def _range(panel: Panel) -> tuple[float, float, list[Level]]:
     """Lowest and highest value shown; levels far above the lines would flatten them and are only in the legend."""
     values = [value for line in panel.lines for _, value in line.points if value is not None]
     highest = max(values, default=0.0)
-    near = [level for level in panel.levels if not values or level.value <= 2.5 * highest]
-    beyond = [level for level in panel.levels if level not in near]
-    values += [level.value for level in near] + [level.band[1] for level in near if level.band]
+    shown = [level for level in panel.levels if not values or level.value <= 2.5 * highest]
+    beyond = [level for level in panel.levels if level not in shown]
+    values += [level.value for level in shown] + [level.band[1] for level in shown if level.band]
     if not values:
         return 0.0, 1.0, beyond
-    low, high = (0.0 if panel.zero else min(values)), max(values)
-    room = (high - low) * 0.06 or abs(high) * 0.06 or 1.0
-    return (low if panel.zero else low - room), high + room, beyond
+    lowest, highest = (0.0 if panel.zero else min(values)), max(values)
+    margin = (highest - lowest) * 0.06 or abs(highest) * 0.06 or 1.0
+    return (lowest if panel.zero else lowest - margin), highest + margin, beyond
 
 
 def _gridline(y: float) -> str:
@@ -154,25 +154,25 @@ def _polylines(points: Sequence[Point], scale: Scale) -> list[str]:
 
 def _lone_points(line: Line, scale: Scale) -> list[str]:
     """Values between two gaps: a polyline of one point would be invisible."""
-    found, before = [], None
+    dots, before = [], None
     points = line.points
     for index, (step, value) in enumerate(points):
         if value is not None and before is None and (index + 1 == len(points) or points[index + 1][1] is None):
             x, y = step * scale.x_unit, scale.y_zero + value * scale.y_unit
-            found.append(f'<line class="{line.css} dot" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.2f}" y2="{y:.2f}"/>')
+            dots.append(f'<line class="{line.css} dot" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.2f}" y2="{y:.2f}"/>')
         before = value
-    return found
+    return dots
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
+def _ticks(start: float, end: float, about: int) -> list[float]:
     """Round values between `low` and `high`, about as many as asked."""
-    if not high > low:
+    if not end > start:
         return []
-    raw = (high - low) / about
+    raw = (end - start) / about
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw)
-    first = math.ceil(low / step)
-    return [number * step for number in range(first, math.floor(high / step) + 1)]
+    first = math.ceil(start / step)
+    return [number * step for number in range(first, math.floor(end / step) + 1)]
 
 
 def sparkline(points: Sequence[Point], label: str) -> str:
@@ -180,8 +180,8 @@ def sparkline(points: Sequence[Point], label: str) -> str:
     values = [value for _, value in points if value is not None]
     if len(values) < 2:
         return f'<span class="ft-spark none">{inert(label)}</span>'
-    low, span, right = min(values), (max(values) - min(values)) or 1.0, max(step for step, _ in points) or 1.0
-    scale = Scale(WIDE / right, 96 + 92 * low / span, -92 / span)
+    lowest, span, right = min(values), (max(values) - min(values)) or 1.0, max(step for step, _ in points) or 1.0
+    scale = Scale(WIDE / right, 96 + 92 * lowest / span, -92 / span)
     lines = "".join(f'<polyline class="loss" points="{text}"/>' for text in _polylines(points, scale))
     return (
         f'<span class="ft-spark" role="img" aria-label="{inert(label)}"><svg viewBox="0 0 {WIDE:g} {HIGH:g}" '

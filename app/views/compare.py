@@ -1,4 +1,4 @@
-"""Several runs beside each other: their curves in one chart, and the settings that differ."""
+"""Comparison of runs: their curves in one chart, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 def comparison(lives: list[LiveRun]) -> str:
     """Loss and memory of runs in one chart, and the settings that differ."""
     panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
-    words = "; ".join(f"{live.run.path.name}: last loss {last_loss(live.digest)}" for live in lives)
-    picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {words}")
-    return f'{picture}<p class="ft-summary">{inert(words)}</p>{_differences(lives)}'
+    summary = "; ".join(f"{live.run.path.name}: last loss {last_loss(live.digest)}" for live in lives)
+    picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {summary}")
+    return f'{picture}<p class="ft-summary">{inert(summary)}</p>{_differences(lives)}'
 
 
 def _differences(lives: list[LiveRun]) -> str:

@@ -15,15 +15,15 @@ _MARKED_CHARACTERS = 6000
 
 def report(answer: dict[str, Any], recipe: Recipe) -> str:
     """Counts, warnings and refused rows."""
-    found = answer["report"]
-    share = found["trained_token_share"]
+    counts = answer["report"]
+    share = counts["trained_token_share"]
     trained = "no tokens are trained on" if share is None else f"{share:.0%} of the tokens are trained on"
-    words = f"{found['rows_read']:,} rows read ({found['format']}), {found['rows_used']:,} can be trained on; {trained}."
-    held = answer["eval_report"]
-    words += f" {held['rows_used']:,} rows are held out." if held else " No rows are held out."
-    parts = [f'<p class="ft-summary" role="status">{inert(words)}</p>']
-    parts += [note(text, "warn") for text in found["warnings"]]
-    refused = found["rows_refused"]
+    summary = f"{counts['rows_read']:,} rows read ({counts['format']}), {counts['rows_used']:,} can be trained on; {trained}."
+    eval_counts = answer["eval_report"]
+    summary += f" {eval_counts['rows_used']:,} rows are held out." if eval_counts else " No rows are held out."
+    parts = [f'<p class="ft-summary" role="status">{inert(summary)}</p>']
+    parts += [note(text, "warn") for text in counts["warnings"]]
+    refused = counts["rows_refused"]
     if refused:
         rows = [[row["file"], row["row"], row["field"], row["reason"]] for row in refused[:_REFUSED_SHOWN]]
         more = f" The first {_REFUSED_SHOWN} are shown." if len(refused) > _REFUSED_SHOWN else ""
@@ -38,15 +38,15 @@ def report(answer: dict[str, Any], recipe: Recipe) -> str:
 
 
 def lengths(answer: dict[str, Any], recipe: Recipe) -> str:
-    """Histogram of tokens per row with the limit of length, and the same in words."""
+    """Histogram of tokens per row with the limit of length, and the same as text."""
     counts, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
     if not counts:
         return note("No rows to measure.")
     marks = answer["report"]["lengths"]
-    words = ", ".join(f"{name} {format_count(value)}" for name, value in marks.items())
+    quantiles = ", ".join(f"{name} {format_count(value)}" for name, value in marks.items())
     over = sum(length > limit for length in counts) if limit else 0
-    said = f"limit {limit:,}: {over:,} rows are longer" if limit else "no limit set: auto chooses it from these lengths"
-    label = f"Tokens per row: {words}; {said}."
+    limit_text = f"limit {limit:,}: {over:,} rows are longer" if limit else "no limit set: auto chooses it from these lengths"
+    label = f"Tokens per row: {quantiles}; {limit_text}."
     return f'{histogram(counts, limit, label)}<p class="ft-summary">{inert(label)}</p>'
 
 
@@ -55,7 +55,7 @@ def conversations(answer: dict[str, Any]) -> str:
     shown = []
     for number, messages in enumerate(answer["conversations"], 1):
         turns = "".join(
-            f'<div class="ft-turn {_side(turn["role"])}"><b>{inert(turn["role"], 40)}</b><p>{inert(turn["text"])}</p></div>'
+            f'<div class="ft-turn {_role_css(turn["role"])}"><b>{inert(turn["role"], 40)}</b><p>{inert(turn["text"])}</p></div>'
             for turn in messages
         )
         shown.append(f"<li><h3>Row {number}</h3>{turns}</li>")
@@ -77,5 +77,5 @@ def marked(answer: dict[str, Any]) -> str:
     )
 
 
-def _side(role: str) -> str:
+def _role_css(role: str) -> str:
     return role if role in ("user", "assistant", "system", "tool") else "other"

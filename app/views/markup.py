@@ -29,13 +29,13 @@ def _is_shown(letter: str) -> bool:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> str:
     """A table of texts; a cell that is a `Safe` is HTML already. Columns that start with `>` are right-aligned."""
-    side = ["right" if column.startswith(">") else "left" for column in columns]
+    aligned = ["right" if column.startswith(">") else "left" for column in columns]
     head = "".join(
-        f'<th scope="col" class="{where}">{inert(column.removeprefix(">"))}</th>'
-        for column, where in zip(columns, side, strict=True)
+        f'<th scope="col" class="{align}">{inert(column.removeprefix(">"))}</th>'
+        for column, align in zip(columns, aligned, strict=True)
     )
     body = "".join(
-        "<tr>" + "".join(f'<td class="{where}">{_cell(cell)}</td>' for cell, where in zip(row, side, strict=True)) + "</tr>"
+        "<tr>" + "".join(f'<td class="{align}">{_cell(cell)}</td>' for cell, align in zip(row, aligned, strict=True)) + "</tr>"
         for row in rows
     )
     shown = f'<caption class="{"sr-only" if hidden_caption else ""}">{inert(caption)}</caption>'

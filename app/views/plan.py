@@ -19,28 +19,26 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
     card, forecast = plan.card, plan.forecast
     css = _VERDICTS.get(plan.verdict, "unknown")
     if forecast is None:
-        words = f"No memory forecast for {card.name}, so whether it fits is not known."
-        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p></div>'
+        text = f"No memory forecast for {card.name}, so whether it fits is not known."
+        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p></div>'
     budget = plan.budget_bytes or card.free_bytes
-    low, high = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
-    words = (
-        f"Peak {format_bytes(forecast.peak_bytes)} (between {low} and {high}), budget {format_bytes(budget)} on {card.name}."
+    lower, upper = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
+    text = (
+        f"Peak {format_bytes(forecast.peak_bytes)} (between {lower} and {upper}), budget {format_bytes(budget)} on {card.name}."
     )
     if plan.headroom_bytes is not None:
-        words += (
+        text += (
             f" Headroom at the upper end: {format_bytes(plan.headroom_bytes)}." if plan.headroom_bytes >= 0
             else f" Missing at the upper end: {format_bytes(-plan.headroom_bytes)}."
         )  # fmt: skip
     if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
-        words += f" At the limit: {forecast.at_limit.summary}."
+        text += f" At the limit: {forecast.at_limit.summary}."
     if plan.shortfall:
         fits = plan.shortfall.largest_model_that_fits
-        words += f" The largest part: {plan.shortfall.part}."
-        words += f" The largest model in the catalogue that fits: {fits}." if fits else ""
+        text += f" The largest part: {plan.shortfall.part}."
+        text += f" The largest model in the catalogue that fits: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
-    return (
-        f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(words)}</p>{time}</div>'
-    )
+    return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p>{time}</div>'
 
 
 def _duration(plan: Plan, price_per_hour: float) -> str:
@@ -48,9 +46,9 @@ def _duration(plan: Plan, price_per_hour: float) -> str:
     if seconds is None:
         return f"{plan.total_steps:,} steps; the time per step on this card is not known."
     speed = plan.forecast.tokens_per_s if plan.forecast else None
-    words = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
-    words += f" at {format_count(round(speed))} tokens/s" if speed else ""
-    return words + (f", {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} per hour." if price_per_hour else ".")
+    summary = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
+    summary += f" at {format_count(round(speed))} tokens/s" if speed else ""
+    return summary + (f", {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} per hour." if price_per_hour else ".")
 
 
 def ledger(plan: Plan) -> str:
@@ -58,16 +56,16 @@ def ledger(plan: Plan) -> str:
     forecast, card = plan.forecast, plan.card
     if forecast is None:
         return note(f"{format_bytes(card.free_bytes)} of {format_bytes(card.total_bytes)} are free on {card.name}.")
-    held = max(0, card.total_bytes - card.free_bytes)
-    parts = [("other processes", held, "part-held")]
+    others = max(0, card.total_bytes - card.free_bytes)
+    parts = [("other processes", others, "part-held")]
     parts += [(part, forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
     parts.append(("allocator and context", max(0, forecast.peak_bytes - forecast.allocated_bytes), "part-overhead"))
     spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
     parts.append(("forecast uncertainty", spread, "part-spread"))
     free = card.total_bytes - sum(size for _, size, _ in parts)
     shown = [(name, size, css) for name, size, css in parts if size > 0]
-    words = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
-    bar = stacked_bar(shown, card.total_bytes, f"Memory of {card.name}: {words}; {_free(free)}")
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
+    bar = stacked_bar(shown, card.total_bytes, f"Memory of {card.name}: {sizes}; {_free(free)}")
     rows = [
         [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
         for name, size, css in shown

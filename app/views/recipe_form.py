@@ -62,15 +62,15 @@ def fields() -> list[Field]:
 
 def build() -> list[tuple[Field, Any]]:
     """Lay out the fields in groups. Returns fields with their components."""
-    made: list[tuple[Field, Any]] = []
+    components: list[tuple[Field, Any]] = []
     for title in GROUPS:
         members = [field for field in fields() if field.row.group == title]
         with gr.Accordion(title, open=False), gr.Row(elem_classes="ft-fields"):
-            made += [(field, field.component()) for field in members]
-    return made
+            components += [(field, field.component()) for field in members]
+    return components
 
 
-def typed(field: Field, text: Any) -> dict[str, Any]:
+def as_settings(field: Field, text: Any) -> dict[str, Any]:
     """A field's text as arguments of `Draft.change`. Raises RecipeError when it is no valid value."""
     try:
         return {field.name.replace(".", "__"): field.value(text)}

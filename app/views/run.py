@@ -31,23 +31,23 @@ _TABLE_ROWS = 12
 
 
 def headline(live: LiveRun, state: RunState) -> str:
-    """State in words with the numbers of now, and what the page's title says."""
+    """The state with the current numbers, and the page's title."""
     digest, step = live.digest, live.digest.newest_step
     total = (step.total_steps if step else None) or live.plan().total_steps
-    done = f"{digest.step:,} of {total:,} steps" if total else f"{digest.step:,} steps"
+    progress = f"{digest.step:,} of {total:,} steps" if total else f"{digest.step:,} steps"
     title = f"{state.state} {100 * digest.step // total} %" if total and not state.ended else state.state
-    tiles = [("Step", done), ("Loss", _loss(step.loss if step else None)), *_memory_tiles(digest), ("Speed", _speed(step))]
+    tiles = [("Step", progress), ("Loss", _loss(step.loss if step else None)), *_memory_tiles(digest), ("Speed", _speed(step))]
     if not state.ended:
         tiles.append(("Time left", format_seconds(digest.left_s)))
     if step and step.temperature_c is not None:
         tiles.append(("Card", f"{step.temperature_c:.0f} °C, {_number(step.power_w, 0)} W"))
     shown = "".join(f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd></div>" for name, value in tiles)
     share = min(1.0, digest.step / total) if total else 0.0
-    bar = f'<progress max="1" value="{share:.4f}" aria-label="Progress: {inert(done)}"></progress>'
+    bar = f'<progress max="1" value="{share:.4f}" aria-label="Progress: {inert(progress)}"></progress>'
     name = inert(f"{title} · {live.run.path.name}")
-    said = f"<strong>{inert(state.state)}</strong> {inert(state.message)}"
+    state_line = f"<strong>{inert(state.state)}</strong> {inert(state.message)}"
     return (
-        f'<div class="ft-head" data-title="{name}"><p class="ft-state {inert(state.state)}" role="status">{said}</p>'
+        f'<div class="ft-head" data-title="{name}"><p class="ft-state {inert(state.state)}" role="status">{state_line}</p>'
         f'{bar}<dl class="ft-tiles">{shown}</dl></div>'
     )
 
@@ -67,19 +67,19 @@ def curves(live: LiveRun, factor: float) -> str:
 
 
 def summary_of(digest: Digest, plan: Plan) -> str:
-    """The chart in words."""
+    """The chart's summary as text."""
     loss = digest.series.get("loss")
     if loss is None or loss.last is None:
         return "No step is complete yet."
-    words = f"Loss {_loss(loss.last)} at step {digest.step:,}"
+    summary = f"Loss {_loss(loss.last)} at step {digest.step:,}"
     if loss.first is not None and loss.first_step != loss.last_step:
-        words += f", {_loss(loss.first)} at step {loss.first_step:,}, lowest {_loss(loss.low)}"
+        summary += f", {_loss(loss.first)} at step {loss.first_step:,}, lowest {_loss(loss.low)}"
     name, peak = _peak(digest)
     if peak is not None:
-        words += f". {name}, peak: {format_bytes(peak)}"
+        summary += f". {name}, peak: {format_bytes(peak)}"
         if plan.forecast:
-            words += f", forecast {format_bytes(_forecast_for(name, plan))}"
-    return f"{words}."
+            summary += f", forecast {format_bytes(_forecast_for(name, plan))}"
+    return f"{summary}."
 
 
 def more_curves(digest: Digest) -> str:
@@ -90,7 +90,7 @@ def more_curves(digest: Digest) -> str:
         ("token_accuracy", "Token accuracy", lambda value: f"{value:.0%}"),
         ("temperature_c", "Temperature", lambda value: f"{value:.0f} °C"), ("power_w", "Power", lambda value: f"{value:.0f} W"),
     )  # fmt: skip
-    found = []
+    charts = []
     for name, title, show in wanted:
         series = digest.series.get(name)
         if series is None or series.last is None:
@@ -98,8 +98,8 @@ def more_curves(digest: Digest) -> str:
         spread = f"between {show(series.low or 0)} and {show(series.high or 0)}"
         label = f"{title}: {show(series.last)} at step {series.last_step:,}, {spread}"
         panel = Panel(f"{title} {show(series.last)}", [Line(title, series.means(), "loss")], show, css="small")
-        found.append(chart([panel], [], digest.step, label))
-    return f'<div class="ft-grid">{"".join(found)}</div>' if found else note("These curves start with the first step.")
+        charts.append(chart([panel], [], digest.step, label))
+    return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note("These curves start with the first step.")
 
 
 def memory(digest: Digest, plan: Plan) -> str:
@@ -111,8 +111,8 @@ def memory(digest: Digest, plan: Plan) -> str:
         parts = [(part, plan.forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
         parts.append(("allocator and context", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
         whole = plan.budget_bytes or plan.card.free_bytes
-        words = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
-        bar = stacked_bar(parts, whole, f"Forecast by part: {words}; of {format_bytes(whole)}")
+        sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
+        bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}")
         rows += [
             [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), None]
             for name, size, css in parts
@@ -141,15 +141,15 @@ def _phases(digest: Digest, plan: Plan) -> str:
     """The allocator's peaks by phase, forecast and measured side by side; nothing where it measures nothing."""
     rows = []
     for phase, measured in digest.phases.items():
-        known = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
+        expected = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
         pairs = (
-            ("allocated", known.allocated_bytes, measured.get("peak_allocated_bytes"), format_bytes),
-            ("reserved", known.reserved_bytes, measured.get("peak_reserved_bytes"), format_bytes),
-            ("segments", known.segments, measured.get("peak_segments"), format_count),
+            ("allocated", expected.allocated_bytes, measured.get("peak_allocated_bytes"), format_bytes),
+            ("reserved", expected.reserved_bytes, measured.get("peak_reserved_bytes"), format_bytes),
+            ("segments", expected.segments, measured.get("peak_segments"), format_count),
         )
-        for name, forecast, found, shown in pairs:
-            if forecast is not None or found is not None:
-                cells = [None if value is None else shown(value) for value in (forecast, found)]
+        for name, forecast, value, shown in pairs:
+            if forecast is not None or value is not None:
+                cells = [None if cell is None else shown(cell) for cell in (forecast, value)]
                 rows.append([f"{phase}: {name}", *cells])
     return table(["peak by phase", ">forecast", ">measured"], rows, "Allocator by phase", hidden_caption=True) if rows else ""
 
@@ -164,23 +164,23 @@ def samples(digest: Digest) -> str:
 
 
 def messages(digest: Digest) -> str:
-    """What the run said about itself: states, retries, warnings."""
+    """The run's messages: states, retries, warnings."""
     rows = []
     for event in reversed(digest.messages):
         match event:
             case State():
-                words = event.message or event.state
+                message = event.message or event.state
             case Start():
-                words = f"training from {event.resumed_from or 'the beginning'}"
+                message = f"training from {event.resumed_from or 'the beginning'}"
             case Retry():
-                words = f"{event.reason}: {', '.join(f'{name}={value}' for name, value in event.changes.items())}"
+                message = f"{event.reason}: {', '.join(f'{name}={value}' for name, value in event.changes.items())}"
             case RunWarning():
-                words = event.message
+                message = event.message
             case OutOfMemory():
-                words = f"{event.message} {explanation(event)}"
+                message = f"{event.message} {explanation(event)}"
             case _:
                 continue
-        rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), event.kind.replace("_", " "), words])
+        rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), event.kind.replace("_", " "), message])
     return table(["time", "event", "message"], rows, "Messages", hidden_caption=True) if rows else note("No messages yet.")
 
 
@@ -202,12 +202,12 @@ def numbers(digest: Digest) -> str:
     if loss is None or not loss.bins:
         return note("No step is complete yet.")
     name = _memory_lines(digest)[-1][0] if _memory_lines(digest) else None
-    held = dict(digest.series[name].means()) if name else {}
+    memory_at = dict(digest.series[name].means()) if name else {}
     points = [point for point in loss.means() if point[1] is not None]
     chosen = points[:: max(1, len(points) // _TABLE_ROWS)]
     if points[-1] not in chosen:
         chosen.append(points[-1])
-    rows = [[f"{step:,.0f}", _loss(value), format_bytes(held.get(step))] for step, value in chosen]
+    rows = [[f"{step:,.0f}", _loss(value), format_bytes(memory_at.get(step))] for step, value in chosen]
     return table([">step", ">loss", ">memory"], rows, "Loss and memory by step", hidden_caption=True)
 
 
@@ -244,8 +244,8 @@ def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
         ("peak_allocated_bytes", "allocated, peak of the step", "memory"),
     ]  # fmt: skip
     host = [("process_rss_bytes", "process", "memory")]
-    found = [line for line in card if line[0] in digest.series]
-    return found or [line for line in host if line[0] in digest.series]
+    lines = [line for line in card if line[0] in digest.series]
+    return lines or [line for line in host if line[0] in digest.series]
 
 
 def _peak(digest: Digest) -> tuple[str, int | None]:

@@ -16,7 +16,7 @@ _ROWS_SHOWN = 12
 
 
 def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) -> str:
-    """What `finetune eval --json` printed: a table of scores, the differences in words, and rows in the chosen order."""
+    """What `finetune eval --json` printed: a table of scores, their differences, and rows in the chosen order."""
     base, tuned = result["base"], result["tuned"]
     lines = [("exact match", "exact_match", _percent), (result["score"], "score", _number), ("valid JSON", "valid", _percent)]
     if result["score"] == "exact":
@@ -29,13 +29,13 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     columns = [f"{result['rows']:,} {rows_of(result)}", *(f">{name}" for name in names)]
     summary = table(columns, rows, "Base against tuned", hidden_caption=True)
     gaps = " - ".join(reversed(names))
-    told = "".join(
+    differences = "".join(
         note(f"{name}: {format_difference(Difference(**gap), scale, unit, gaps)}")
         for name, gap, scale, unit in _gaps(result)
         if gap
     )
-    told += what_was_lost(result.get("lost") or [])
-    known = f" {result['reused']:,} results are from an earlier evaluation." if result["reused"] else ""
+    differences += forgetting_table(result.get("lost") or [])
+    reused = f" {result['reused']:,} results are from an earlier evaluation." if result["reused"] else ""
     first = rank_rows(base["scores"], tuned["scores"], order)[:rows_shown]
     answers = [
         [result["prompts"][row].strip(), result["references"][row], base["answers"][row], tuned["answers"][row],
@@ -43,52 +43,52 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
         for row in first
     ]  # fmt: skip
     columns = ["prompt", "expected", *names, f">score of {names[0]}", f">of {names[1]}"]
-    took = note(f"Evaluated in {format_seconds(result['seconds'])}.{known}")
-    return summary + told + took + (table(columns, answers, "Answers") if answers else "")
+    took = note(f"Evaluated in {format_seconds(result['seconds'])}.{reused}")
+    return summary + differences + took + (table(columns, answers, "Answers") if answers else "")
 
 
 def rows_of(result: dict[str, Any]) -> str:
     """Which rows an evaluation was of."""
     if result.get("forgetting"):
-        return "held-out rows of the run it went on from"
+        return "held-out rows of the run it continued"
     return f"rows of {result['data']}" if result["data"] else "held-out rows"
 
 
 def names_of(result: dict[str, Any]) -> tuple[str, str]:
-    """The two models: base and tuned, or before and after going on from an adapter."""
+    """The two models: base and tuned, or before and after continuing an adapter."""
     return ("before", "now") if result.get("forgetting") else ("base", "tuned")
 
 
-def what_was_lost(found: list[dict[str, Any]]) -> str:
-    """Losses before and now on rows that were not trained for."""
-    lines = [[each["rows_of"], each["rows"], _number(each["before"]), _number(each["now"]), _gap(each)] for each in found]
-    columns = ["what was lost", ">rows", ">loss before", ">now", "difference"]
-    return table(columns, lines, "What was lost", hidden_caption=True) if lines else ""
+def forgetting_table(groups: list[dict[str, Any]]) -> str:
+    """Losses before and now on rows of other tasks."""
+    lines = [[row["rows_of"], row["rows"], _number(row["before"]), _number(row["now"]), _gap(row)] for row in groups]
+    columns = ["forgetting", ">rows", ">loss before", ">now", "difference"]
+    return table(columns, lines, "Forgetting", hidden_caption=True) if lines else ""
 
 
-def _gap(lost: dict[str, Any]) -> str:
-    gap = lost["difference"]
+def _gap(group: dict[str, Any]) -> str:
+    gap = group["difference"]
     return format_difference(Difference(**gap) if gap else None, names="now - before")
 
 
-def saved(run: RunDirectory) -> dict[str, dict[str, Any]]:
+def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """The evaluations that a run has, from the page or the command line, by the name of their file."""
-    found = {}
+    evaluations = {}
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
         try:
-            found[path.stem.removeprefix("scores-")] = json.loads(path.read_text(encoding="utf-8"))
+            evaluations[path.stem.removeprefix("scores-")] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-    return found
+    return evaluations
 
 
-def saved_lost(run: RunDirectory) -> list[dict[str, Any]]:
-    """What was lost, as the last evaluation found it."""
+def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
+    """Forgetting as the last evaluation measured it."""
     try:
-        found = json.loads((run.path / "evaluations" / "lost.json").read_text(encoding="utf-8"))
+        groups = json.loads((run.path / "evaluations" / "lost.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    return groups if isinstance(groups, list) else []
 
 
 def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:

@@ -38,10 +38,10 @@ class Bin:
 
     def merged(self, later: Bin) -> Bin:
         """Both bins as one."""
-        low = min(self, later, key=lambda part: (part.low, part.low_step))
-        high = max(self, later, key=lambda part: (part.high, -part.high_step))
+        minimum = min(self, later, key=lambda part: (part.low, part.low_step))
+        maximum = max(self, later, key=lambda part: (part.high, -part.high_step))
         return Bin(
-            low.low, low.low_step, high.high, high.high_step, self.total + later.total, self.count + later.count,
+            minimum.low, minimum.low_step, maximum.high, maximum.high_step, self.total + later.total, self.count + later.count,
             self.missing + later.missing,
         )  # fmt: skip
 
@@ -89,15 +89,15 @@ class Series:
 
     def points(self) -> list[Point]:
         """At most 2,000 points in order of steps; a point without a value is a gap. First and last values are there."""
-        found: list[Point] = []
+        points: list[Point] = []
         for index in sorted(self.bins):
             part = self.bins[index]
             if part.count:
                 first, second = (float(part.low_step), part.low), (float(part.high_step), part.high)
-                found += [first] if first[0] == second[0] else [first, second] if first < second else [second, first]
+                points += [first] if first[0] == second[0] else [first, second] if first < second else [second, first]
             if part.missing:
-                found.append((index * self.width + self.width - 0.5, None))
-        return self._with_ends(found)
+                points.append((index * self.width + self.width - 0.5, None))
+        return self._with_ends(points)
 
     def means(self) -> list[Point]:
         """The mean of each bin, at the bin's middle; a bin without values is a gap."""
@@ -107,13 +107,13 @@ class Series:
             for index, part in sorted(self.bins.items())
         ]
 
-    def _with_ends(self, found: list[Point]) -> list[Point]:
+    def _with_ends(self, points: list[Point]) -> list[Point]:
         if self.width > 1 and self.first_step is not None and self.last_step is not None:
-            known = {step for step, _ in found}
+            steps = {step for step, _ in points}
             ends = [(self.first_step, self.first), (self.last_step, self.last)]
-            found += [(float(step), value) for step, value in ends if step not in known]
-            found.sort(key=lambda point: point[0])
-        return found
+            points += [(float(step), value) for step, value in ends if step not in steps]
+            points.sort(key=lambda point: point[0])
+        return points
 
     def _double(self) -> None:
         merged: dict[int, Bin] = {}
@@ -126,8 +126,8 @@ class Series:
         """Everything, for a file that saves reading a long run again."""
         bins = {}
         for index, part in self.bins.items():
-            low, high = (part.low, part.high) if part.count else (None, None)
-            bins[index] = [low, part.low_step, high, part.high_step, part.total, part.count, part.missing]
+            minimum, maximum = (part.low, part.high) if part.count else (None, None)
+            bins[index] = [minimum, part.low_step, maximum, part.high_step, part.total, part.count, part.missing]
         return {"width": self.width, "bins": bins, "ends": [self.first_step, self.first, self.last_step, self.last]}
 
     @classmethod
@@ -136,9 +136,9 @@ class Series:
         series = cls()
         series.width = values["width"]
         for index, fields in values["bins"].items():
-            low, low_step, high, *rest = fields
+            minimum, minimum_step, maximum, *others = fields
             series.bins[int(index)] = Bin(
-                math.inf if low is None else low, low_step, -math.inf if high is None else high, *rest
+                math.inf if minimum is None else minimum, minimum_step, -math.inf if maximum is None else maximum, *others
             )
         series.first_step, series.first, series.last_step, series.last = values["ends"]
         return series
@@ -146,10 +146,10 @@ class Series:
 
 def smoothed(points: list[Point], factor: float) -> list[Point]:
     """Exponential moving average without the pull of its beginning; gaps stay. `factor` 0 is raw, below 1."""
-    average, weight, found = 0.0, 0.0, list[Point]()
+    average, weight, averages = 0.0, 0.0, list[Point]()
     for step, value in points:
         if value is not None:
             average = factor * average + (1 - factor) * value
             weight = factor * weight + (1 - factor)
-        found.append((step, average / weight if value is not None and weight else None))
-    return found
+        averages.append((step, average / weight if value is not None and weight else None))
+    return averages

@@ -129,8 +129,8 @@ class Guard:
 
     async def _set_cookie(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
         """Move the token from the address, which browsers keep in their history, to a cookie."""
-        rest = urlencode([(name, value) for name, value in query if name != "token"])
-        target = f"/{scope['path'].lstrip('/')}{'?' + rest if rest else ''}"
+        query_string = urlencode([(name, value) for name, value in query if name != "token"])
+        target = f"/{scope['path'].lstrip('/')}{'?' + query_string if query_string else ''}"
         cookie = f"{self.access.cookie}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
         headers = [
             (b"location", target.encode("latin1")),
@@ -145,8 +145,8 @@ class Guard:
 def _route_is_known(method: str, path: str) -> bool:
     if ".." in path or "//" in path:
         return False
-    known = READ if method in ("GET", "HEAD") else WRITE if method == "POST" else None
-    return known is not None and known.fullmatch(path) is not None
+    routes = READ if method in ("GET", "HEAD") else WRITE if method == "POST" else None
+    return routes is not None and routes.fullmatch(path) is not None
 
 
 def _body_refusal(method: str, path: str, headers: dict[str, str], upload_bytes: int) -> Refusal | None:
@@ -182,15 +182,15 @@ def _hardened(send: Send) -> Send:
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
-            kept = [
+            headers = [
                 (key, value)
                 for key, value in message["headers"]
                 if not key.lower().startswith(b"access-control-")
                 and (key.lower() not in _OURS or key.lower() == b"content-security-policy")
             ]
-            if not any(key.lower() == b"content-security-policy" for key, _ in kept):
-                kept.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"))
-            message = {**message, "headers": [*kept, *HEADERS]}
+            if not any(key.lower() == b"content-security-policy" for key, _ in headers):
+                headers.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"))
+            message = {**message, "headers": [*headers, *HEADERS]}
         await send(message)
 
     return sent
@@ -205,11 +205,11 @@ async def answer(send: Send, refusal: Refusal) -> None:
 
 def _headers(scope: Scope) -> dict[str, str]:
     """Headers by lower-case name; the values of a repeated header are joined, which then match nothing."""
-    found: dict[str, str] = {}
+    headers: dict[str, str] = {}
     for key, value in scope["headers"]:
         name = key.decode("latin1").lower()
-        found[name] = f"{found[name]}, {value.decode('latin1')}" if name in found else value.decode("latin1")
-    return found
+        headers[name] = f"{headers[name]}, {value.decode('latin1')}" if name in headers else value.decode("latin1")
+    return headers
 
 
 def _cookie(header: str, name: str) -> str:

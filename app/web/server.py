@@ -19,7 +19,7 @@ from app.web.page_filter import PageFilter
 from app.web.uploads import UploadLimit
 from app.workspace import Workspace
 from finetune.errors import CommandError
-from finetune.listening import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
+from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
 from finetune.system import port_socket
 
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
@@ -37,15 +37,15 @@ def listen(host: str, port: int) -> socket.socket:
     """A bound socket: at `port`, or the next free one of twenty; 0 takes any. Raises CommandError when none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in range(port, port + 20) if port else [0]:
-        found = port_socket(family)
+        listener = port_socket(family)
         try:
-            found.bind((host, number))
+            listener.bind((host, number))
         except OSError as error:
-            found.close()
+            listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # taken, or not ours to take
                 raise CommandError(f"can't listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from None
             continue
-        return found
+        return listener
     raise CommandError(f"ports {port} to {port + 19} are taken", "Choose another: finetune ui --port 8000")
 
 
@@ -125,6 +125,6 @@ def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
     for _ in range(600):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{host}:{port}/healthz", timeout=1):
             print(f"finetune ui: http://{host}:{port}/?token={token}", flush=True)  # noqa: T201
-            print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs go on.", flush=True)  # noqa: T201
+            print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
             return
         time.sleep(0.05)

@@ -9,12 +9,12 @@ from pathlib import Path
 from app.web.guard import UPLOAD_PATH, Asgi, Receive, Refusal, Scope, Send, answer
 
 AT_ONCE = 2
-ROOM_BYTES = 512 * 2**20
-KEPT_S = 3600.0
+MOST_BYTES = 512 * 2**20
+MOST_AGE_S = 3600.0
 
 
 class UploadLimit:
-    """Refuses uploads over AT_ONCE at a time (429) and when ROOM_BYTES are used (507), after removing old ones."""
+    """Refuses uploads over AT_ONCE at a time (429) and when MOST_BYTES are used (507), after removing old ones."""
 
     def __init__(self, app: Asgi, folder: Path) -> None:
         self.app, self.folder, self._running = app, folder, 0
@@ -25,7 +25,7 @@ class UploadLimit:
             return await self.app(scope, receive, send)
         if self._running >= AT_ONCE:
             return await answer(send, Refusal(429, "Other uploads are running; try again when they are done."))
-        if self._taken() > ROOM_BYTES:
+        if self._taken() > MOST_BYTES:
             return await answer(send, Refusal(507, "There is no space for more uploads now."))
         self._running += 1
         try:
@@ -36,7 +36,7 @@ class UploadLimit:
     def _taken(self) -> int:
         taken = 0
         for entry in self.folder.iterdir():
-            if time.time() - entry.stat().st_mtime > KEPT_S:
+            if time.time() - entry.stat().st_mtime > MOST_AGE_S:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 taken += sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.phases import Phases, allocator
-from finetune.garbage import leave_all
+from finetune.gc_settings import skip_gc_at_exit
 from finetune.run.directory import RunDirectory
 from finetune.run.worker import Worker
 
@@ -55,7 +55,7 @@ def main() -> int:
     worker = MeasuredWorker(RunDirectory(options.run), options.peft_cast)
     code = worker.main()
     options.result.write_text(json.dumps({"phases": worker.phases.peaks, "allocator": allocator()}))
-    leave_all()
+    skip_gc_at_exit()
     return code
 
 

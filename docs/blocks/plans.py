@@ -85,7 +85,7 @@ def _gib(size: int) -> str:
 def need_row(model: str, **more: object) -> list[str]:
     """Upper end of the forecast in GiB with the FRUGAL settings and `more`, for each length; rounded up."""
     from finetune.card.find import find_card
-    from finetune.plan.make import make_plan
+    from finetune.plan.planner import make_plan
     from finetune.recipe import recipe_from
 
     card = dataclasses.replace(find_card(REFERENCE_CARD), total_bytes=512 * GIB, free_bytes=512 * GIB)

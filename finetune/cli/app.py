@@ -111,7 +111,7 @@ def stop(
 
 @cli.command()
 def pause(run: RunArgument = "latest", json: Json = False) -> None:
-    """Free the card after the current step; `resume` goes on bit-exactly.
+    """Free the card after the current step; `resume` continues bit-exactly.
 
     Example:  finetune pause latest
     """
@@ -128,7 +128,7 @@ def runs(
 ) -> None:
     """List, delete or rename runs.
 
-    Deleted runs are moved to .trash beside them.
+    Deleted runs are moved to .trash in their folder.
 
     Example:  finetune runs rename latest support-2
     """
@@ -196,9 +196,9 @@ def evaluate(
     last: Annotated[bool, typer.Option("--last", help="Score the last step's adapter, when the best is another.")] = False,
     data: Annotated[str | None, typer.Option("--data", help="Score the rows of this file, not the held-out ones.")] = None,
     forgetting: Annotated[
-        bool, typer.Option("--forgetting", help="Score the held-out rows of the run from whose adapter this one went on.")
+        bool, typer.Option("--forgetting", help="Score the held-out rows of the run whose adapter this one continued.")
     ] = False,
-    probe: Annotated[bool, typer.Option(help="Also say what was lost: loss on general questions, on rows of before.")] = True,
+    probe: Annotated[bool, typer.Option(help="Also measure forgetting: loss on general questions and on earlier rows.")] = True,
     score: Annotated[str, typer.Option(help="exact, contains, regex, json, numeric or loss.")] = "exact",
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
@@ -210,7 +210,7 @@ def evaluate(
 ) -> None:
     """Score base and tuned model on the held-out rows, or on those of a file.
 
-    The difference has a 95 % interval of a paired bootstrap. What was killed goes on with the rows that are left.
+    The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining rows.
 
     Example:  finetune eval latest
 
@@ -360,7 +360,7 @@ def compare(
     json: Json = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="File; default comparison.html.")] = None,
 ) -> None:
-    """Write several runs beside each other as one HTML file.
+    """Compare several runs in one HTML file.
 
     Curves, settings that differ, and paired scores on the rows that both were scored on.
 
@@ -442,7 +442,7 @@ def ui(
 ) -> None:
     """Start the web page and print its link.
 
-    The link has a token. Ctrl-C ends the page; runs go on.
+    The link has a token. Ctrl-C ends the page; runs continue.
 
     Example:  finetune ui
     """

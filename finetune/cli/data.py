@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from finetune.cli.output import print_json, report
-from finetune.cli.render import doing, out, printable, table
+from finetune.cli.render import out, printable, show_progress, table
 from finetune.compat.transformers import tokenizers_only
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
@@ -27,14 +27,14 @@ def show_data(source: str, overrides: list[str], *, as_json: bool, alone: bool =
     recipe = load_recipe(source, overrides)
     if alone and not recipe.trust_remote_code:
         tokenizers_only()
-    with doing(quiet=as_json) as say:
-        say("reading the data")
+    with show_progress(quiet=as_json) as progress:
+        progress("reading the data")
         from finetune import data
         from finetune.model.configuration import named_model
         from finetune.plan.planning import encode_rows, limit_of
 
         recipe, _ = named_model(recipe)
-        encoded = encode_rows(recipe, say)
+        encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
         prepared = selected.prepared()
     try:
@@ -71,26 +71,26 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     out.print(shown)
 
 
-def _print_report(title: str, found: Any, refused: DataError | None) -> None:
-    out.print(f"[bold]{title}[/] ({found.format})")
-    if found.columns:
-        read = ", ".join(f"{column} as {name}" for name, column in found.columns.items())
+def _print_report(title: str, report: Any, refused: DataError | None) -> None:
+    out.print(f"[bold]{title}[/] ({report.format})")
+    if report.columns:
+        read = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
         out.print(f"columns: {read}", markup=False)
-    out.print(found.account(), markup=False)
+    out.print(report.account(), markup=False)
     shown = table("", ">")
     shown.show_header = False
-    shown.add_row("read", f"{found.rows_read:,}")
-    shown.add_row("used", f"{found.rows_used:,}")
-    shown.add_row("refused", f"{len(found.rows_refused):,}")
-    shown.add_row("over max_length", f"{found.rows_too_long:,}")
+    shown.add_row("read", f"{report.rows_read:,}")
+    shown.add_row("used", f"{report.rows_used:,}")
+    shown.add_row("refused", f"{len(report.rows_refused):,}")
+    shown.add_row("over max_length", f"{report.rows_too_long:,}")
     for name in ("p50", "p95", "p99", "max"):
-        shown.add_row(f"tokens {name}", format_count(found.lengths.get(name)))
-    shown.add_row("trained tokens", f"{found.trained_token_share:.1%}" if found.trained_token_share is not None else "none")
+        shown.add_row(f"tokens {name}", format_count(report.lengths.get(name)))
+    shown.add_row("trained tokens", f"{report.trained_token_share:.1%}" if report.trained_token_share is not None else "none")
     out.print(shown)
     # an error lists them after everything else
-    for line in refusal_lines(list(found.rows_refused), found.rows_read) if found.rows_refused and not refused else []:
+    for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused and not refused else []:
         out.print(line, markup=False)
-    if found.unused_columns:
-        out.print(f"columns not used: {', '.join(found.unused_columns)}", markup=False)
-    for warning in found.warnings:
+    if report.unused_columns:
+        out.print(f"columns not used: {', '.join(report.unused_columns)}", markup=False)
+    for warning in report.warnings:
         out.print(f"note: {warning}", markup=False, style="yellow")

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from finetune import __version__
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, out
+from finetune.cli.render import out, show_progress
 from finetune.recipe import load_recipe
 
 _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
@@ -23,9 +23,9 @@ def show_doctor(source: str | None, overrides: list[str], *, as_json: bool) -> i
     recipe = named_model(recipe)[0] if recipe else None
 
     began = time.monotonic()
-    with doing(quiet=as_json) as say:
-        say("checking")
-        findings = examine(recipe, say)
+    with show_progress(quiet=as_json) as progress:
+        progress("checking")
+        findings = examine(recipe, progress)
     state, took_s = worst(findings), round(time.monotonic() - began, 1)
     if as_json:
         values = {"finetune": __version__, "state": state, "took_s": took_s}

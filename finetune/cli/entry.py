@@ -13,7 +13,8 @@ import typer
 from finetune.cli.app import cli
 from finetune.cli.output import report
 from finetune.errors import CommandError, DiskFull, FinetuneError
-from finetune.garbage import collect_rarely, leave_all
+from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit
+from finetune.system import let_waiting_threads_sleep
 
 #: Full, limited or not ours to write.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -21,14 +22,15 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 
 def process() -> int:
     """Entry point of `finetune`: runs one command and exits."""
-    collect_rarely()
+    raise_gc_thresholds()
+    let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")
     try:
         return main(alone=True)
     finally:
-        leave_all()
+        skip_gc_at_exit()
 
 
 def main(*, alone: bool = False) -> int:
@@ -50,9 +52,9 @@ def main(*, alone: bool = False) -> int:
     except OSError as error:
         if error.errno not in _DISK:
             return _unexpected(error)
-        place = f"{error.filename}: " if error.filename else ""
+        filename = f"{error.filename}: " if error.filename else ""
         fix = "Free some space, or choose a folder that you can write to."
-        return report(DiskFull(f"{place}{error.strerror or error}", fix))
+        return report(DiskFull(f"{filename}{error.strerror or error}", fix))
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # typer turns it into SystemExit
             return _closed_pipe()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, err, out, printable, table
+from finetune.cli.render import err, out, printable, show_progress, table
 from finetune.errors import CommandError
 from finetune.plan.plan import read_plan
+from finetune.run.base_adapter import base_adapter_of
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
-from finetune.run.origin import origin_of
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -38,34 +38,35 @@ def show_scores(
 ) -> None:  # fmt: skip
     """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error.
 
-    `forgetting`: on those of the run from whose adapter it went on. `probe`: also say what was lost.
+    `forgetting`: on those of the run whose adapter it continued. `probe`: also measure forgetting.
     """
     if show not in _ORDERS:
         raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(_ORDERS)}.")
     if forgetting and data is not None:
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
-    see_its_card(run)
+    restrict_visible_devices(run)
     from finetune.evaluate.forgetting import load_answerer, measure_forgetting
     from finetune.evaluate.paired import format_difference, rank_rows
     from finetune.evaluate.score import compare
 
     copies = read_plan(run.plan).layer_copies
     if copies:
-        err.print(f"[dim]{copies.price_of_answers}[/]")
-    with doing(quiet=False) as say:
+        err.print(f"[dim]{copies.generation_summary}[/]")
+    with show_progress(quiet=False) as progress:
 
         @functools.cache
         def load() -> Answerer:
-            say("loading base model and adapter")
+            progress("loading base model and adapter")
             return load_answerer(run, last)
 
-        result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=say)
-        lost = measure_forgetting(run, last=last, load=load, progress=say) if probe and data is None and not forgetting else []
+        result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=progress)
+        probe = probe and data is None and not forgetting
+        losses = measure_forgetting(run, last=last, load=load, progress=progress) if probe else []
     if as_json:
-        print_json({"run": str(run.path), **result.as_json(), "lost": [asdict(each) for each in lost]})
+        print_json({"run": str(run.path), **result.as_json(), "lost": [asdict(group) for group in losses]})
         return
-    origin = origin_of(run)
+    origin = base_adapter_of(run)
     kind = (
         f"held-out rows of {Path(origin.name).name}"
         if forgetting and origin
@@ -75,8 +76,8 @@ def show_scores(
     )
     names = ("before", "now") if forgetting else ("base", "tuned")
     gap = " - ".join(reversed(names))
-    known = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
-    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{known}")
+    reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
+    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
     for note in result.notes:
         err.print(f"[yellow]{escape(note)}[/]")
     out.print(_table(result, names))
@@ -85,14 +86,14 @@ def show_scores(
             out.print(f"{escape(result.score)}: {format_difference(result.score_difference, names=gap)}")
         out.print(f"exact match: {format_difference(result.exact_match_difference, 100, ' points', gap)}")
         gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
-        better, worse = sum(each > 0 for each in gaps), sum(each < 0 for each in gaps)
+        better, worse = sum(value > 0 for value in gaps), sum(value < 0 for value in gaps)
         than = "before" if forgetting else "the base's"
         out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
     out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
-    if lost:
-        out.print("\nwhat was lost:")
-        for each in lost:
-            out.print(f"  {escape(each.summary())}")
+    if losses:
+        out.print("\nforgetting:")
+        for group in losses:
+            out.print(f"  {escape(group.summary())}")
     shown = rank_rows(result.base.scores, result.tuned.scores, show)[:examples]
     if shown:
         out.print(f"\nrows, {_ORDERS[show]} first:")
@@ -134,9 +135,9 @@ def chat_with(
     if len({run.path.name for run in runs}) < len(runs):
         raise CommandError("two of these runs have the same name", "Rename one: finetune runs rename RUN NAME")
     run = runs[0]
-    with doing(quiet=as_json) as say:
-        say("loading the model")
-        see_its_card(run)
+    with show_progress(quiet=as_json) as progress:
+        progress("loading the model")
+        restrict_visible_devices(run)
         from finetune.evaluate.answerer import Answerer
         from finetune.evaluate.kv_cache import chat_memory
         from finetune.model.generate import Sampling
@@ -147,53 +148,53 @@ def chat_with(
         first = Answerer(run, need_adapter="tuned" in models or len(runs) > 1)
         answerers = {run.path.name: first, **{other.path.name: first.sharing_base(other) for other in runs[1:]}}
     if first.plan.layer_copies and not as_json:
-        err.print(f"[dim]{first.plan.layer_copies.price_of_answers}[/]")
+        err.print(f"[dim]{first.plan.layer_copies.generation_summary}[/]")
     if first.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
     if len(runs) > 1 and prompt is None and not as_json:
         err.print(f"[dim]{escape(run.path.name)} answers; /use {escape(' or /use '.join(list(answerers)[1:]))} changes that[/]")
     sampling, start = Sampling(temperature, top_p, seed), [{"role": "system", "content": system}] if system else []
-    said: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    messages: dict[tuple[str, str], list[dict[str, Any]]] = {}
     used = [run.path.name] if prompt is None else list(answerers)
     for question in [prompt] if prompt is not None else _questions():
         if prompt is None and question.split()[:1] == ["/use"]:
-            used = _used(question, used, answerers, as_json)
+            used = _switch_run(question, used, answerers, as_json)
             continue
         asked = [(name, model) for model in models for name in (used if model == "tuned" else used[:1])]
         for name, model in asked:
-            answerer, turns = answerers[name], said.setdefault((name, model), list(start))
+            answerer, turns = answerers[name], messages.setdefault((name, model), list(start))
             turns.append({"role": "user", "content": question})
             if len(asked) > 1 and not as_json:
                 out.print(f"[bold]{escape(name) if len(runs) > 1 and model == 'tuned' else model}[/]")
             with answerer.using(model), _stop_on_ctrl_c() as stopped:
-                made = answerer.stream(
+                reply = answerer.stream(
                     answerer.prompt_ids(turns), max_new_tokens=max_new_tokens, sampling=sampling,
-                    say=(lambda _: None) if as_json else _say, stopped=stopped,
+                    say=(lambda _: None) if as_json else _print_piece, stopped=stopped,
                 )  # fmt: skip
-            turns.append({"role": "assistant", "content": made.text})
+            turns.append({"role": "assistant", "content": reply.text})
             if as_json:
-                print_json({"run": str(answerer.run.path), "model": model, "prompt": question, "answer": made.text,
-                            "tokens": made.tokens, "tokens_per_s": made.tokens_per_s, "stopped": made.stopped})  # fmt: skip
+                print_json({"run": str(answerer.run.path), "model": model, "prompt": question, "answer": reply.text,
+                            "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped})  # fmt: skip
                 continue
             print()
-            rate = f", {made.tokens_per_s:.1f} tokens/s" if made.tokens_per_s else ""
-            err.print(f"[dim]{made.tokens:,} tokens{rate}{', stopped' if made.stopped else ''}[/]")
-            if prompt is not None and made.stopped:
+            rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
+            err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
+            if prompt is not None and reply.stopped:
                 raise KeyboardInterrupt
 
 
-def _used(question: str, used: list[str], known: Collection[str], as_json: bool) -> list[str]:
-    """The run that answers from now on, by `/use NAME`."""
+def _switch_run(question: str, used: list[str], names: Collection[str], as_json: bool) -> list[str]:
+    """The run that `/use NAME` selects for the next answers."""
     name = question.partition("/use")[2].strip()
-    if name in known:
+    if name in names:
         used = [name]
     if not as_json:
-        unknown = "" if name in known or not name else f"there is no {escape(name)} in this chat; "
-        err.print(f"[dim]{unknown}{escape(used[0])} answers, of {escape(', '.join(known))}[/]")
+        unknown = "" if name in names or not name else f"there is no {escape(name)} in this chat; "
+        err.print(f"[dim]{unknown}{escape(used[0])} answers, of {escape(', '.join(names))}[/]")
     return used
 
 
-def _say(piece: str) -> None:
+def _print_piece(piece: str) -> None:
     print(printable(piece), end="", flush=True)
 
 
@@ -214,7 +215,7 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def see_its_card(run: RunDirectory) -> None:
+def restrict_visible_devices(run: RunDirectory) -> None:
     """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
     os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.markup import escape
 
-from finetune.cli.evaluate import see_its_card
+from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, out
+from finetune.cli.render import out, show_progress
 from finetune.errors import CommandError
 from finetune.run.directory import open_run
 
@@ -32,25 +32,25 @@ def export_run(
             "llama.cpp's converter is needed, and --llama-cpp is not given",
             "git clone --depth 1 https://github.com/ggml-org/llama.cpp  and  --llama-cpp llama.cpp, or set FINETUNE_LLAMA_CPP",
         )
-    see_its_card(run)
+    restrict_visible_devices(run)
     from finetune.export.gguf import export_gguf
 
-    with doing(quiet=as_json) as say:
-        made = export_gguf(run, Path(output) if output else None, gguf_type=chosen, separate=to == "gguf-adapter",
-                           llama_cpp=Path(llama_cpp).expanduser(), rows=rows, data=data, progress=say)  # fmt: skip
+    with show_progress(quiet=as_json) as progress:
+        exported = export_gguf(run, Path(output) if output else None, gguf_type=chosen, separate=to == "gguf-adapter",
+                           llama_cpp=Path(llama_cpp).expanduser(), rows=rows, data=data, progress=progress)  # fmt: skip
     if as_json:
-        print_json({"run": str(run.path), "type": chosen, **made.as_json()})
+        print_json({"run": str(run.path), "type": chosen, **exported.as_json()})
         return
-    same = made.parity
-    out.print(f"[bold]{escape(str(made.file))}[/]")
+    parity = exported.parity
+    out.print(f"[bold]{escape(str(exported.file))}[/]")
     out.print(
-        f"in llama.cpp: token ids of {same.prompts:,} prompts and {same.conversations:,} conversations are the training's, "
-        f"{same.same_answers:,} of {same.rows:,} answers are the adapter's"
+        f"in llama.cpp: token ids of {parity.prompts:,} prompts and {parity.conversations:,} conversations are the training's, "
+        f"{parity.same_answers:,} of {parity.rows:,} answers are the adapter's"
     )
-    adapter = f" --lora {escape(str(made.adapter))}" if made.adapter else ""
-    out.print(f"[dim]llama-server --model {escape(str(made.file))}{adapter} --jinja[/]", soft_wrap=True)
-    if made.modelfile:
+    adapter = f" --lora {escape(str(exported.adapter))}" if exported.adapter else ""
+    out.print(f"[dim]llama-server --model {escape(str(exported.file))}{adapter} --jinja[/]", soft_wrap=True)
+    if exported.modelfile:
         name = run.path.resolve().name.lower()
-        out.print(f"[dim]ollama create {escape(name)} -f {escape(str(made.modelfile))}[/]", soft_wrap=True)
+        out.print(f"[dim]ollama create {escape(name)} -f {escape(str(exported.modelfile))}[/]", soft_wrap=True)
     else:
-        out.print(f"no Modelfile: {escape(str(made.no_modelfile_reason))}")
+        out.print(f"no Modelfile: {escape(str(exported.no_modelfile_reason))}")

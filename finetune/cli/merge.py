@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from finetune.cli.evaluate import see_its_card
+from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, out
+from finetune.cli.render import out, show_progress
 from finetune.errors import CommandError
 from finetune.plan.plan import read_plan
 from finetune.run.directory import open_run
@@ -18,17 +18,17 @@ from finetune.units import parse_bytes
 def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
     """Merge a finished run's adapter and print the model's folder; with `check`, what that changes on so many held-out rows."""
     run = open_run(source)
-    see_its_card(run)
+    restrict_visible_devices(run)
     from finetune.export.merge import merge
 
     most = _bytes(max_shard_size)
     changed = None
-    with doing(quiet=False) as say:
-        folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=say)
+    with show_progress(quiet=False) as progress:
+        folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=progress)
         if check:
             from finetune.export.merge_effect import measure_merge_effect
 
-            changed = measure_merge_effect(run, folder, check, say)
+            changed = measure_merge_effect(run, folder, check, progress)
     if as_json:
         print_json({"run": str(run.path), "merged": str(folder), **({"check": changed.as_json()} if changed else {})})
         return

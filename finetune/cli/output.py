@@ -1,4 +1,4 @@
-"""What a command prints for programs, and how an error is told."""
+"""JSON output of commands, and how an error is printed."""
 
 from __future__ import annotations
 

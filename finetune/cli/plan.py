@@ -11,7 +11,7 @@ from rich.padding import Padding
 
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
-from finetune.cli.render import doing, out, table
+from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import NO_DATASET, recipe_of
 from finetune.errors import CommandError, DataError
 from finetune.forecast.forecast import PARTS
@@ -42,10 +42,10 @@ def show_plan(
     from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
-    with doing(quiet=as_json) as say:
-        rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, say))
+    with show_progress(quiet=as_json) as progress:
+        rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
-        plan = plan_recipe(recipe, card, rows, progress=say, compare=True)
+        plan = plan_recipe(recipe, card, rows, progress=progress, compare=True)
     if without:
         plan = plan.noting(f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE")
     if as_json:
@@ -54,32 +54,32 @@ def show_plan(
         _print_plan(plan)
         typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
         here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
-        words = " ".join([*(word for word in typed if word), *map(shlex.quote, [*overrides, *here])])
-        out.print(f"\n{last_line(plan, words, without=without)}", soft_wrap=True)
+        arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
+        out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
 
 
-def last_line(plan: Plan, words: str, *, without: bool) -> str:
-    """The verdict once more, and what to type next. `words`: what was typed after `finetune plan`, without its own options."""
+def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
+    """The verdict once more, and what to type next. `arguments`: those of `finetune plan`, without its own options."""
     card, forecast = plan.card, plan.forecast
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
     if forecast:
-        room = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
-        verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {room}"
+        budget = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
+        verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {budget}"
     if plan.data_problem:
         return f"{verdict}. First correct the data: see above"
     if card.problem:
         return f"{verdict}, but torch can't use this card. {escape(card.problem_fix)}"
     if plan.verdict == Verdict.NO_FIT:
         enough = [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
-        what = f" Next: finetune plan {words} {enough[0].override}" if enough else ""
+        what = f" Next: finetune plan {arguments} {enough[0].override}" if enough else ""
         return f"{verdict}.{escape(what)}"
     if plan.verdict not in (Verdict.FITS, Verdict.TIGHT, Verdict.AT_LIMIT) and forecast:
         return verdict
     if without:
-        return f"{verdict}. Next: finetune run {escape(words)} --data FILE"
+        return f"{verdict}. Next: finetune run {escape(arguments)} --data FILE"
     where = " on that machine" if card.source == "catalogue" else ""
-    return f"{verdict}. Next{where}: finetune run {escape(words)}"
+    return f"{verdict}. Next{where}: finetune run {escape(arguments)}"
 
 
 def _print_plan(plan: Plan) -> None:
@@ -91,12 +91,12 @@ def _print_plan(plan: Plan) -> None:
         out.print(f"[yellow]no run can use this card now: {escape(card.problem)}[/]\nFix: {escape(card.problem_fix)}")
     if plan.forecast:
         _print_ledger(plan.forecast, card.free_bytes)
-        low, high = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
+        lower, upper = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
         verdict = f"[bold]{_coloured(plan.verdict)}[/]"
-        room = f"{format_bytes(card.free_bytes)} are free"
+        free = f"{format_bytes(card.free_bytes)} are free"
         if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
-            room = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
-        out.print(f"\n{verdict}: needs {low} to {high}; {room}")
+            free = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
+        out.print(f"\n{verdict}: needs {lower} to {upper}; {free}")
         if plan.verdict == Verdict.AT_LIMIT and plan.forecast.at_limit:
             out.print(plan.forecast.at_limit.summary)
         if plan.shortfall:
@@ -128,7 +128,7 @@ def _print_plan(plan: Plan) -> None:
 def _layers_line(copies: LayerCopies) -> str:
     pinned = f"{format_bytes(copies.pinned_bytes)} of pinned host memory"
     where = pinned if copies.place == "cpu" else f"a file of {format_bytes(copies.weight_bytes)}, through {pinned}"
-    return f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.words}"
+    return f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.summary}"
 
 
 def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
@@ -180,8 +180,8 @@ def _print_suggestions(plan: Plan) -> None:
 
 
 def _print_many_cards(needs: ManyCards) -> None:
-    cards, room = needs.cards, needs.budget_bytes
-    out.print(f"\n[bold]{cards} cards with {format_bytes(room)} each are not one card with {format_bytes(cards * room)}[/]")
+    cards, budget = needs.cards, needs.budget_bytes
+    out.print(f"\n[bold]{cards} cards with {format_bytes(budget)} each are not one card with {format_bytes(cards * budget)}[/]")
     out.print("Each card keeps its own activations; all but fsdp in 4 bit load the whole model. With this plan's settings:")
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
     for row in needs.rows:

@@ -7,7 +7,7 @@ import sys
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, out, table
+from finetune.cli.render import out, show_progress, table
 from finetune.errors import CommandError
 from finetune.run.directory import open_run
 from finetune.units import format_bytes
@@ -48,8 +48,8 @@ def push_run(
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             out.print("nothing was sent")
             return
-    with doing(quiet=as_json) as say:
-        address = push(repo, files, public=public, update=update, progress=say)
+    with show_progress(quiet=as_json) as progress:
+        address = push(repo, files, public=public, update=update, progress=progress)
     if as_json:
         print_json({**values, "files": listed, "sent": True, "commit": address})
     else:

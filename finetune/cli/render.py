@@ -16,15 +16,15 @@ from rich.text import Text
 from finetune.errors import DataError
 from finetune.units import format_bytes, format_count, format_seconds
 
-if TYPE_CHECKING:  # an error of a recipe is told without events
+if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError
     from finetune.events import Memory, Step
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 _MOST_ROWS = 15
-#: Seconds between two lines that count the same.
-_AGAIN_S = 10.0
+#: Seconds between two lines of the same count.
+_REPEAT_S = 10.0
 
 
 def print_error(error: FinetuneError) -> None:
@@ -55,34 +55,34 @@ def print_versions() -> None:
 
 
 @contextmanager
-def doing(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yields say(words), which shows progress: one changing line on a terminal, nothing when `quiet`, a line each elsewhere,
-    and of the same thing counted every ten seconds."""
+def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a callback that shows a message: one changing line on a terminal, nothing when `quiet`, else a line each, a count
+    every ten seconds."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("") as status:
-            yield lambda words: status.update(f"[dim]{escape(words)} ...[/]")
+            yield lambda message: status.update(f"[dim]{escape(message)} ...[/]")
     else:
-        said: dict[str, float] = {}
+        printed_s: dict[str, float] = {}
 
-        def say(words: str) -> None:
-            kind, now_s = words.partition(":")[0], time.monotonic()
-            if now_s - said.get(kind, -_AGAIN_S) >= _AGAIN_S:
-                said[kind] = now_s
-                err.print(f"[dim]{escape(words)} ...[/]")
+        def report(message: str) -> None:
+            kind, now_s = message.partition(":")[0], time.monotonic()
+            if now_s - printed_s.get(kind, -_REPEAT_S) >= _REPEAT_S:
+                printed_s[kind] = now_s
+                err.print(f"[dim]{escape(message)} ...[/]")
 
-        yield say
+        yield report
 
 
 def table(*columns: str, title: str | None = None) -> Table:
     """A table in the project's one style; columns that start with '>' are right-aligned."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for place, column in enumerate(columns):  # names stay whole, long text wraps
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):  # names stay whole, long text wraps
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        whole = justify == "right" or (place == 0 and out.width >= 80)  # a narrow terminal wraps names, too
-        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=whole)
-    return made
+        whole = justify == "right" or (index == 0 and out.width >= 80)  # a narrow terminal wraps names, too
+        result.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=whole)
+    return result
 
 
 def printable(text: str) -> str:

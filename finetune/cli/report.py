@@ -22,9 +22,9 @@ def write_report(sources: list[str], *, output: str | None, as_json: bool) -> in
         raise CommandError(f"{len(runs)} runs are too many for one page", "Give at most 10.")
     target = Path(output) if output else runs[0].path / "report.html" if len(runs) == 1 else Path("comparison.html")
     command = [sys.executable, "-P", "-m", "app.report", str(target), *(str(run.path) for run in runs)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        _raise(done.stderr)
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        _raise(process.stderr)
     if as_json:
         print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
     else:
@@ -32,13 +32,13 @@ def write_report(sources: list[str], *, output: str | None, as_json: bool) -> in
     return 0
 
 
-def _raise(said: str) -> None:
+def _raise(stderr: str) -> None:
     """The error of the other process as this one's."""
     from finetune import errors
 
     try:
-        values = json.loads(said.strip().splitlines()[-1])
+        values = json.loads(stderr.strip().splitlines()[-1])
         kind = getattr(errors, values["error"])
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
-        raise RuntimeError(said.strip().splitlines()[-1] if said.strip() else "the report's process ended") from None
+        raise RuntimeError(stderr.strip().splitlines()[-1] if stderr.strip() else "the report's process ended") from None
     raise kind(values["problems"], values["fix"])

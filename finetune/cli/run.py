@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, err, memory_now, out, step_line
+from finetune.cli.render import err, memory_now, out, show_progress, step_line
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import CommandError
 from finetune.events import (
@@ -33,11 +33,11 @@ from finetune.events import (
     event_json,
 )
 from finetune.run import control
+from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
-from finetune.run.origin import origin_of
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import read_state
-from finetune.system import typed
+from finetune.system import shell_join
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -65,27 +65,27 @@ def run_recipe(
     recipe, renamed = named_model(recipe)
     if renamed and not as_json:
         out.print(escape(renamed))
-    with doing(quiet=as_json) as say:
-        prepared = prepare(recipe, force=force, progress=say)
+    with show_progress(quiet=as_json) as progress:
+        prepared = prepare(recipe, force=force, progress=progress)
     run = create_run(prepared)
     if not as_json:
-        _introduce(run, prepared)
+        _print_start(run, prepared)
     control.start(run)
     if detach:
-        _tell_end(run, read_state(run), as_json)
+        _print_state(run, read_state(run), as_json)
         return 0
     return _follow(run, 0, as_json)
 
 
 def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:
-    """Resume a run, with changed settings where they have no part in what is learnt. Returns the exit code."""
+    """Resume a run, with changed settings where they don't affect the result. Returns the exit code."""
     if "=" in source:  # finetune resume save_steps=50
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
     if overrides:
-        from finetune.run.changes import change
+        from finetune.run.update_settings import update_settings
 
-        changed = ", ".join(f"{name}={value}" for name, value in change(run, overrides).items())
+        changed = ", ".join(f"{name}={value}" for name, value in update_settings(run, overrides).items())
         if not as_json:
             out.print(f"from now on {escape(changed)}")
     offset = run.events.stat().st_size if run.events.exists() else 0
@@ -102,13 +102,13 @@ def stop_run(source: str, *, now: bool, as_json: bool) -> int:
     """Ask a run to stop and wait until it has."""
     run = open_run(source)
     if not control.stop(run):
-        _tell_end(run, read_state(run), as_json)
+        _print_state(run, read_state(run), as_json)
         return 0
     if now:
         time.sleep(0.3)  # two signals at once would be one
         control.stop(run, now=True)
     control.wait(run, deadline_s=300)
-    _tell_end(run, read_state(run), as_json)
+    _print_state(run, read_state(run), as_json)
     return 0
 
 
@@ -120,10 +120,10 @@ def pause_run(source: str, *, as_json: bool) -> int:
     control.wait(run, deadline_s=300)
     state = read_state(run)
     if state.state != "stopped" or as_json:
-        _tell_end(run, state, as_json)
+        _print_state(run, state, as_json)
     else:
         at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
-        out.print(f"paused at {at}; the card is free. To go on where it was:  finetune resume {escape(str(run.path))}")
+        out.print(f"paused at {at}; the card is free. To continue:  finetune resume {escape(str(run.path))}")
     return 0
 
 
@@ -132,13 +132,13 @@ def stop_all(*, as_json: bool) -> int:
     asked = [run for run in runs_from_here() if control.stop(run)]
     for run in asked:
         control.wait(run, deadline_s=300)
-        _tell_end(run, read_state(run), as_json)
+        _print_state(run, read_state(run), as_json)
     if not asked and not as_json:
         out.print("No run is running.")
     return 0
 
 
-def _introduce(run: RunDirectory, prepared: Any) -> None:
+def _print_start(run: RunDirectory, prepared: Any) -> None:
     plan, settings = prepared.plan, prepared.plan.settings
     method = "QLoRA (NF4)" if settings.load_in_4bit else "LoRA on int8" if settings.load_in_8bit else "LoRA"
     out.print(f"[bold]{escape(str(settings.model_name_or_path))}[/]  {method} r={settings.lora_r}  on {escape(plan.card.name)}")
@@ -157,8 +157,8 @@ def _introduce(run: RunDirectory, prepared: Any) -> None:
                 out.print(f"{name} data: {escape(report.account())}")
             for warning in report.warnings:
                 out.print(f"[yellow]note:[/] {escape(warning)}")
-    if (origin := origin_of(run)) is not None:
-        out.print(f"Goes on from {escape(origin.in_words())}")
+    if (origin := base_adapter_of(run)) is not None:
+        out.print(f"Continues from {escape(origin.summary())}")
     out.print(f"Run directory: {escape(str(run.path))}\n")
 
 
@@ -176,7 +176,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     state = read_state(run)
-    _tell_end(run, state, as_json)
+    _print_state(run, state, as_json)
     if not state.ended:  # only the watching was interrupted
         return 0
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, 1)
@@ -184,7 +184,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
 
 def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, float | None]]:
     """Events until the run ends; with a step the seconds that are left, None where they aren't known."""
-    reader, told, recent = EventReader(run.events, offset), 0, deque[float](maxlen=50)
+    reader, handled, recent = EventReader(run.events, offset), 0, deque[float](maxlen=50)
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
@@ -194,20 +194,20 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
                 recent.append(event.step_s)
                 left_s = statistics.median(recent) * max(0, event.total_steps - event.step)
             yield event, left_s
-        if len(interrupts) > told:
-            again, told = told > 0, len(interrupts)
+        if len(interrupts) > handled:
+            now, handled = handled > 0, len(interrupts)
             if not owner:
                 return
-            how = "ending it at once" if again else "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
+            how = "ending it at once" if now else "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
             err.print(f"\n[yellow]{how}[/]")
-            control.stop(run, interrupts[-1], now=again)
+            control.stop(run, interrupts[-1], now=now)
         if time.monotonic() > alive_s and read_state(run).ended:
             yield from ((event, None) for event in reader.new())
             return
         time.sleep(0.1)
 
 
-def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
+def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
     if as_json:
         values = {
             "run": str(run.path),
@@ -223,12 +223,12 @@ def _tell_end(run: RunDirectory, state: RunState, as_json: bool) -> None:
     )
     out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
     if state.state == "finished":
-        name = escape(typed([str(run.path)]))
+        name = escape(shell_join([str(run.path)]))
         held_out = "" if (run.data / "eval").is_dir() else " --data FILE"
         out.print(f"Score it:    finetune eval {name}{held_out}")
         out.print(f"Chat:        finetune chat {name}\nMerge:       finetune merge {name}")
     elif state.state in ("stopped", "paused") and "finetune resume" not in state.message:
-        out.print(f"Go on:       finetune resume {escape(typed([str(run.path)]))}")
+        out.print(f"Resume:      finetune resume {escape(shell_join([str(run.path)]))}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
 

@@ -23,24 +23,24 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
     elif verb == "rm" and names:
         _remove(names, as_json)
     elif verb == "rename" and len(names) == 2:
-        from finetune.run.keeping import rename_run
+        from finetune.run.rename_delete import rename_run
 
         renamed = rename_run(open_run(names[0]), names[1])
-        _say(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
+        _print(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
     else:
         raise CommandError(f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, rm RUN ..., rename RUN NAME.")
 
 
 def _remove(names: list[str], as_json: bool) -> None:
-    from finetune.run.keeping import discard
+    from finetune.run.rename_delete import delete_run
 
     runs = [open_run(name) for name in names]  # all of them exist, or none is deleted
     for run in {run.path.resolve(): run for run in runs}.values():
-        trashed = discard(run)
-        _say(as_json, f"{run.path} deleted; it can be restored from {trashed}", {"run": str(run.path), "trash": str(trashed)})
+        trashed = delete_run(run)
+        _print(as_json, f"{run.path} deleted; it can be restored from {trashed}", {"run": str(run.path), "trash": str(trashed)})
 
 
-def _say(as_json: bool, text: str, values: dict[str, Any]) -> None:
+def _print(as_json: bool, text: str, values: dict[str, Any]) -> None:
     if as_json:
         print_json(values)
     else:

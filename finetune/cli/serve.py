@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.markup import escape
 
-from finetune.cli.evaluate import see_its_card
+from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, err, out
+from finetune.cli.render import err, out, show_progress
 from finetune.errors import CommandError, PackagesError
 from finetune.evaluate.answerer import adapter_folder
-from finetune.listening import choose_token, host_in_url, serve_until_interrupted
+from finetune.http_server import choose_token, host_in_url, serve_until_interrupted
 from finetune.plan.plan import read_plan
 from finetune.run.directory import RunDirectory, open_run
 from finetune.system import port_socket
@@ -24,23 +24,23 @@ def serve_runs(
 ) -> None:
     """Load the base model with each run's adapter and answer until Ctrl-C; with `only_commands` print those for others."""
     runs = [open_run(source) for source in sources]
-    see_its_card(runs[0])
+    restrict_visible_devices(runs[0])
     from finetune.serve.models import runs_by_name
 
-    known = runs_by_name(runs)
+    named_runs = runs_by_name(runs)
     if only_commands:
-        _print_commands(known, context, as_json=as_json)
+        _print_commands(named_runs, context, as_json=as_json)
         return
     if find_spec("openai") is None:
         raise PackagesError("serving needs openai, which is not installed", 'Install it: pip install "openai>=3.54,<4"')
     key, bound = choose_token(token, "Leave it out for a random one."), _bound(host, port)
-    with doing(quiet=as_json) as say:
-        say("counting what fits")
-        fits = _room(known, context)
-        say(f"loading {fits.summary}")
+    with show_progress(quiet=as_json) as progress:
+        progress("counting what fits")
+        fits = _serving_memory(named_runs, context)
+        progress(f"loading {fits.summary}")
         from finetune.serve.models import Models
 
-        models = Models(known)
+        models = Models(named_runs)
     url = f"http://{host_in_url(host)}:{bound.getsockname()[1]}/v1"
     if as_json:
         print_json({"url": url, "token": key, "models": models.names, "tokens": fits.tokens, "weight_bytes": fits.weight_bytes,
@@ -48,7 +48,7 @@ def serve_runs(
     else:
         out.print(f"[bold]{url}[/]  models: {escape(', '.join(models.names))}  ({fits.summary})", soft_wrap=True)
         out.print(f"token: {escape(key)}", soft_wrap=True)
-        _print_commands(known, context, as_json=False)
+        _print_commands(named_runs, context, as_json=False)
         err.print("[dim]One answer at a time. Ctrl-C ends the server.[/]")
     _listen(models, fits.tokens, key, bound)
 
@@ -65,7 +65,7 @@ def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
         engine.close()
 
 
-def _room(runs: dict[str, RunDirectory], context: int | None) -> Any:
+def _serving_memory(runs: dict[str, RunDirectory], context: int | None) -> Any:
     from finetune.model.library_warnings import quiet_libraries
     from finetune.model.transformers_config import load_config
     from finetune.serve.memory_check import serving_memory
@@ -79,7 +79,7 @@ def _room(runs: dict[str, RunDirectory], context: int | None) -> Any:
 
 
 def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_json: bool) -> None:
-    """Commands for other servers; what one of them can't serve is said in its place."""
+    """Commands for other servers; a comment with the reason where one of them can't serve the runs."""
     from finetune.serve.external_servers import llama_command, vllm_command
 
     commands = {}
@@ -91,20 +91,20 @@ def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_js
     if as_json:
         print_json(commands)
         return
-    for name, words in commands.items():
-        out.print(f"[dim]{name}:[/] {escape(words)}", soft_wrap=True)
+    for name, line in commands.items():
+        out.print(f"[dim]{name}:[/] {escape(line)}", soft_wrap=True)
 
 
 def _bound(host: str, port: int) -> Any:
     """A bound socket, before a model is loaded. Raises CommandError when it is taken."""
     import socket
 
-    found = port_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound = port_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.bind((host, port))
-        found.listen(128)  # who connects while the model is loaded waits
+        bound.bind((host, port))
+        bound.listen(128)  # clients that connect while the model loads wait
     except OSError as error:
-        found.close()
+        bound.close()
         reason = error.strerror or error
         raise CommandError(f"can't listen on {host}, port {port}: {reason}", "Another port: finetune serve --port 0") from None
-    return found
+    return bound

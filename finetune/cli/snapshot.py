@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import doing, out, table
+from finetune.cli.render import out, show_progress, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
 from finetune.forecast.forecast import PhaseForecast
@@ -47,7 +47,7 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
         early = checks.get("first steps") or checks.get("first step")  # of an earlier version
         first, end = (event_json(check) if check else None for check in (early, checks.get("end")))
         print_json({
-            "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(known) for phase, known in forecasts.items()},
+            "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(peak) for phase, peak in forecasts.items()},
             "forecast": first, "forecast_end": end, "history": next(reversed(histories.values()), None), "histories": histories,
             "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
         })  # fmt: skip
@@ -57,10 +57,10 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
     for phase, values in peaks.items():
         cells = (_count(values[name]) if name == "peak_segments" else format_bytes(values[name]) for name in _MEASURES)
         shown.add_row(phase, *cells)
-        known = forecasts[phase]
-        if known != PhaseForecast():
-            sizes = ("" if size is None else format_bytes(size) for size in (known.allocated_bytes, known.reserved_bytes))
-            shown.add_row("  forecast", *sizes, "" if known.segments is None else f"{known.segments:,}")
+        expected = forecasts[phase]
+        if expected != PhaseForecast():
+            sizes = ("" if size is None else format_bytes(size) for size in (expected.allocated_bytes, expected.reserved_bytes))
+            shown.add_row("  forecast", *sizes, "" if expected.segments is None else f"{expected.segments:,}")
     out.print(shown)
     for check in checks.values():
         predicted, measured = format_bytes(check.predicted_allocated_bytes), format_bytes(check.measured_allocated_bytes)
@@ -86,8 +86,8 @@ def _request(run: RunDirectory, as_json: bool) -> bool:
         return False
     if plan.card.is_cpu or not plan.settings.record_memory_history or not is_alive(run):
         return False
-    with doing(quiet=as_json) as say:
-        return not request_history(run, _DEADLINE_S, say)
+    with show_progress(quiet=as_json) as progress:
+        return not request_history(run, _DEADLINE_S, progress)
 
 
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:
@@ -99,11 +99,11 @@ def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | Non
         phase = "train" if isinstance(event, Step) else event.phase
         if phase is None:
             continue
-        known = peaks.setdefault(phase, dict.fromkeys(_MEASURES))
+        measured = peaks.setdefault(phase, dict.fromkeys(_MEASURES))
         for name in _MEASURES:
             value = getattr(event, name)
             if value is not None:
-                known[name] = max(value, known[name] or 0)
+                measured[name] = max(value, measured[name] or 0)
     return peaks
 
 

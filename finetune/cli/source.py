@@ -1,4 +1,4 @@
-"""The recipe that a command is about: a recipe file or name, or a model's name with the defaults for everything else."""
+"""The recipe of a command: a recipe file or name, or a model's name with the defaults for everything else."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
 
     Raises RecipeError. The dataset is NO_DATASET when none is given; an adapter is a folder, where a run was named.
     """
-    found = _recipe_of(source, overrides, model, data)
-    if found.adapter_name_or_path is None:
-        return found
-    from finetune.run.origin import located
+    recipe = _recipe_of(source, overrides, model, data)
+    if recipe.adapter_name_or_path is None:
+        return recipe
+    from finetune.run.base_adapter import with_adapter_folder
 
-    return located(found)
+    return with_adapter_folder(recipe)
 
 
 def _recipe_of(source: str | None, overrides: list[str], model: str | None, data: str | None) -> Recipe:
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
-    given = [*([f"dataset.path={json.dumps(data)}"] if data else []), *overrides]
+    all_overrides = [*([f"dataset.path={json.dumps(data)}"] if data else []), *overrides]
     if source is None and model is None:
         raise CommandError(
             "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
         )
     if source is not None and (model or not _is_model(source)):
-        return _told(source, [*([f"model_name_or_path={json.dumps(model)}"] if model else []), *given])
+        return _load_recipe(source, [*([f"model_name_or_path={json.dumps(model)}"] if model else []), *all_overrides])
     name = model or str(source)
-    return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, given)
+    return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, all_overrides)
 
 
-def _told(source: str, overrides: list[str]) -> Recipe:
-    """The recipe of a file; says so when it is another tool's configuration."""
+def _load_recipe(source: str, overrides: list[str]) -> Recipe:
+    """The recipe of a file; prints a note when it is another tool's configuration."""
     loaded = load_source(source, overrides)
     if loaded.conversion:
         from finetune.cli.render import err

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 from finetune.errors import PackagesError
-from finetune.system import become
+from finetune.system import exec_command
 
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
@@ -16,4 +16,4 @@ def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int
     command = [sys.executable, "-P", "-m", "app", "--host", host, "--port", str(port), "--runs", runs]
     for name in allow_host:
         command += ["--allow-host", name]
-    return become(command)
+    return exec_command(command)

@@ -102,6 +102,7 @@ PRIVATE_NAMES = (
     ),
     _private("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
     _private("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
+    _private("torch._C._cuda_attach_out_of_memory_observer", "an explanation where memory ends", needs="a card"),
     _private("torch.cuda.memory._snapshot", "the allocator's blocks after an out-of-memory error", needs="a card"),
 )  # fmt: skip
 
@@ -292,6 +293,12 @@ def record_memory_history(most_entries: int) -> None:
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=most_entries)
+
+
+def on_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:
+    """Call `observer(device, asked bytes, total bytes, free bytes)` whenever the CUDA allocator is out of memory, until the
+    process ends."""
+    torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]
 
 
 def dump_memory_history(path: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune import errors
 from finetune.errors import FinetuneError, OutOfMemory
-from finetune.garbage import collect_rarely
+from finetune.gc_settings import raise_gc_thresholds
 
 #: More processes don't help: one process reads and distributes the rows.
 _MAX_PROCESSES = 8
@@ -107,7 +107,7 @@ def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., A
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN if signal_number == signal.SIGINT else signal.SIG_DFL)
     gc.freeze()
-    collect_rarely()
+    raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:

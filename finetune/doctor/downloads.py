@@ -72,20 +72,20 @@ def check_model(recipe: Recipe) -> Finding:
     """Are configuration, tokenizer and every weight file complete, in the folder or in the hub's cache?"""
     name, revision = recipe.model_name_or_path, recipe.model_revision
     try:
-        place = resolve_model_path(recipe)
+        source = resolve_model_path(recipe)
     except FinetuneError as error:
         return Finding("model", "fail", " ".join(error.problems), error.fix)
-    if Path(place).is_dir():
-        missing = _missing(lambda file: path if (path := Path(place) / file).is_file() else None)
+    if Path(source).is_dir():
+        missing = _missing(lambda file: path if (path := Path(source) / file).is_file() else None)
         if missing:
             return Finding("model", "fail", f"{name}: {_listed(missing)}", "Copy the whole folder again.")
         return Finding("model", "ok", f"{name}: complete in its folder")
-    missing = _missing(lambda file: _cached(place, file, revision))
+    missing = _missing(lambda file: _cached(source, file, revision))
     if not missing:
         return Finding("model", "ok", f"{name}: complete in the hub's cache; works offline")
     at = f" --revision {revision}" if revision else ""
     what = f"{name}: does not work offline: {_listed(missing)}"
-    return Finding("model", "warn", what, f"A run downloads what is missing; before that: hf download {place}{at}")
+    return Finding("model", "warn", what, f"A run downloads what is missing; before that: hf download {source}{at}")
 
 
 def check_data(recipe: Recipe) -> list[Finding]:
@@ -140,7 +140,7 @@ def _source_finding(source: Source) -> Finding:
 
 
 def _missing(find: Find) -> list[str]:
-    """Each file of the model that is missing or incomplete, in words."""
+    """A message for each file of the model that is missing or incomplete."""
     missing = [] if find("config.json") else ["config.json is missing"]
     if not any(find(file) for file in _TOKENIZERS):
         missing.append("its tokenizer is missing")
@@ -177,8 +177,8 @@ def _incomplete(path: Path) -> str:
 def _cached(repo: str, file: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, file, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(repo, file, revision=revision)
+    return Path(path) if isinstance(path, str) else None
 
 
 def _datasets_cache(name: str) -> Path:
@@ -192,5 +192,5 @@ def _datasets_cache(name: str) -> Path:
 
 
 def _listed(missing: list[str]) -> str:
-    rest = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-    return "; ".join(missing[:4]) + rest
+    others = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    return "; ".join(missing[:4]) + others

@@ -51,11 +51,11 @@ def run_checks(checks: dict[str, Check], deadline_s: float, longer_s: Mapping[st
         thread.start()
     for name, thread in sorted(zip(checks, threads, strict=True), key=lambda check: deadlines_s[check[0]]):
         thread.join(max(0.0, began_s + deadlines_s[name] - time.monotonic()))
-    again = "Run it again when the machine is less busy."
+    fix = "Run it again when the machine is less busy."
     return [
         finding
         for name in checks
-        for finding in results.get(name) or [Finding(name, "warn", f"no answer within {deadlines_s[name]:g} s", again)]
+        for finding in results.get(name) or [Finding(name, "warn", f"no answer within {deadlines_s[name]:g} s", fix)]
     ]
 
 
@@ -63,7 +63,7 @@ def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
     try:
         result = check()
         results[name] = [result] if isinstance(result, Finding) else list(result)
-    except Exception as error:  # noqa: BLE001 - a check that raises is reported; the other checks go on
+    except Exception as error:  # noqa: BLE001 - a check that raises is reported; the other checks continue
         what = f"could not be checked: {type(error).__name__}: {error}"
         results[name] = [Finding(name, "warn", what, "Put this line into a bug report.")]
 

@@ -47,7 +47,7 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
         if "NVIDIA" in makers:
             fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
             return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
-        because, fix = next((found for maker in sorted(makers) if (found := why_unsupported(maker))), ("", _NO_CARD_FIX))
+        because, fix = next((answer for maker in sorted(makers) if (answer := why_unsupported(maker))), ("", _NO_CARD_FIX))
         what = f"no NVIDIA card in this machine ({reason})"
         return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
@@ -57,16 +57,16 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
 def check_cards() -> Iterator[Finding]:
     """Free memory of each card, which processes use the rest, and whether this process may use it."""
     try:
-        devices, lost = read_devices()
+        devices, unresponsive = read_devices()
     except pynvml.NVMLError:
         yield Finding("card memory", "skip", "no card")
         return
-    if not devices and not lost:
+    if not devices and not unresponsive:
         yield Finding("card memory", "warn", "the driver sees no card", _NO_CARD_FIX)
     allowed = visible(devices)
     for device in devices:
         yield _card_finding(device, hidden=device not in allowed)
-    for card in lost:
+    for card in unresponsive:
         yield Finding("card memory", "fail", f"card {card.index} does not answer ({card.why})", LOST_FIX, {"index": card.index})
 
 
@@ -101,11 +101,11 @@ def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MIN
 
 
 def check_disk(
-    places: dict[str, Path] | None = None, recommended: int = RECOMMENDED_DISK_BYTES, minimum: int = MINIMUM_DISK_BYTES
+    folders: dict[str, Path] | None = None, recommended: int = RECOMMENDED_DISK_BYTES, minimum: int = MINIMUM_DISK_BYTES
 ) -> Iterator[Finding]:
     """Free space in bytes, and permission to write, where runs are written (here) and where the hub's cache is."""
-    for use, place in (places or {"runs": Path.cwd(), "hub cache": _hub_cache()}).items():
-        existing = next(parent for parent in (place.absolute(), *place.absolute().parents) if parent.exists())
+    for use, folder in (folders or {"runs": Path.cwd(), "hub cache": _hub_cache()}).items():
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         what = f"{use}: {format_bytes(free)} free at {existing}"
         facts = {"use": use, "path": str(existing), "free_bytes": free}
@@ -154,15 +154,15 @@ def check_spill(system: str | None = None, release: str | None = None) -> Findin
 
 def _makers_of_cards(pci: Path) -> set[str]:
     """Makers of the display and 3D controllers (class 0x03) on the PCI bus, by their vendor ids."""
-    found = set()
+    makers = set()
     for device in pci.glob("*"):
         try:
             vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         except OSError:
             continue
         if kind.startswith("0x03") and vendor in _MAKERS:
-            found.add(_MAKERS[vendor])
-    return found
+            makers.add(_MAKERS[vendor])
+    return makers
 
 
 def _hub_cache() -> Path:

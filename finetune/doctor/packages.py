@@ -42,12 +42,13 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
     except PackageNotFoundError:
         fix = "Install it: pip install -e . in the checkout, or uv tool install finetune."
         return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
-    found = {package.requirement.name: package.installed for package in wanted}
+    installed = {package.requirement.name: package.installed for package in wanted}
     python = sys.version.split()[0]
-    facts = {"finetune": __version__, "python": python, **found}
+    facts = {"finetune": __version__, "python": python, **installed}
     wrong = [package for package in wanted if not package.fits]
     if not wrong:
-        what = f"finetune {__version__}, python {python}, torch {found.get('torch')}, transformers {found.get('transformers')}"
+        libraries = ", ".join(f"{name} {installed.get(name)}" for name in ("torch", "transformers"))
+        what = f"finetune {__version__}, python {python}, {libraries}"
         return Finding("packages", "ok", what, facts=facts)
     return Finding("packages", "fail", "; ".join(map(str, wrong)), how_to_install(wrong), facts)
 

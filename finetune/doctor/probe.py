@@ -21,10 +21,10 @@ from finetune.system import WINDOWS
 
 def main() -> None:
     """Try each part in turn; Triton only where torch sees a card, and on Windows only where it is installed."""
-    found = _report("torch", try_torch)
-    if found["error"] is None:
+    torch_report = _report("torch", try_torch)
+    if torch_report["error"] is None:
         _report("bitsandbytes", try_bitsandbytes)
-    if found.get("devices") and (not WINDOWS or importlib.util.find_spec("triton")):
+    if torch_report.get("devices") and (not WINDOWS or importlib.util.find_spec("triton")):
         _report("triton", try_kernel)
 
 

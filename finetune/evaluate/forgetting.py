@@ -17,7 +17,7 @@ from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
 from finetune.evaluate.scorers import scorer
 from finetune.files import remove_left_over, write_json
 from finetune.plan.plan import read_plan
-from finetune.run.origin import HELD_OUT, origin_of
+from finetune.run.base_adapter import HELD_OUT, base_adapter_of
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -58,11 +58,11 @@ def measure_forgetting(
 
     plan = read_plan(run.plan)
     tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
-    folder, origin = adapter_folder(run, last=last), origin_of(run)
+    folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
     groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe_rows(tokenizer), "base", None)]
-    if origin is not None and (run.origin / HELD_OUT).is_dir():
+    if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
         rows = held_out_rows(run, None, of_first_run=True)
-        groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.origin))
+        groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.base_adapter))
     load = load or functools.cache(lambda: load_answerer(run, last))
     results = []
     for name, rows, reference, reference_adapter in groups:
@@ -83,7 +83,7 @@ def measure_forgetting(
 
 def load_answerer(run: RunDirectory, last: bool) -> Answerer:
     """An answerer that can also use the adapter that the run continued."""
-    return Answerer(run, last=last, other_adapters={"origin": run.origin} if run.origin.is_dir() else None)
+    return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
 
 
 def _number(value: float | None) -> str:

@@ -46,25 +46,25 @@ def difference(
         chosen = rng.integers(rows, size=rows)
         means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
     expansion = _expansion(rows)
-    low, high = (value + expansion * (float(quantile) - value) for quantile in np.percentile(means, (2.5, 97.5)))
+    lower, upper = (value + expansion * (float(quantile) - value) for quantile in np.percentile(means, (2.5, 97.5)))
     if span:
-        low, high = max(-span, low), min(span, high)
+        lower, upper = max(-span, lower), min(span, upper)
     if span and np.ptp(differences) == 0:
         unseen = min(1.0, 3 / rows)
-        low, high = max(-span, low - 2 * span * unseen), min(span, high + 2 * span * unseen)
+        lower, upper = max(-span, lower - 2 * span * unseen), min(span, upper + 2 * span * unseen)
     more_rows = None
-    if low <= 0 <= high and value:  # the interval shrinks with the root of the rows
-        half_width = value - low if value > 0 else high - value
+    if lower <= 0 <= upper and value:  # the interval shrinks with the root of the rows
+        half_width = value - lower if value > 0 else upper - value
         more_rows = max(1, math.ceil(rows * (half_width / value) ** 2) - rows)
-    return Difference(value, low, high, more_rows)
+    return Difference(value, lower, upper, more_rows)
 
 
 def format_difference(difference: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
     """A difference and its interval; first whether it is not significant, and how many more rows would make it so."""
     if difference is None:
         return "not measured"
-    low, value, high = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
-    text = f"{names} {value}{unit} (95 % interval {low} to {high})"
+    lower, value, upper = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
+    text = f"{names} {value}{unit} (95 % interval {lower} to {upper})"
     if difference.is_significant:
         return text
     hint = f"; about {difference.more_rows:,} more rows would" if difference.more_rows else ""

@@ -15,7 +15,7 @@ from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.recipe import DatasetRecipe
-from finetune.run.origin import HELD_OUT
+from finetune.run.base_adapter import HELD_OUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
 
     Raises DataError when there are none.
     """
-    folder = run.origin / HELD_OUT if of_first_run else run.data
+    folder = run.base_adapter / HELD_OUT if of_first_run else run.data
     if of_first_run and not folder.is_dir():
         raise DataError(
             f"{run.path} has no held-out rows of a run that it continued", "Leave out --forgetting, or give --data FILE."

@@ -123,10 +123,10 @@ def compare(
     @functools.cache
     def load_now() -> Answerer:
         progress("loading base model and adapter")
-        return Answerer(run, last=last, other_adapters={"origin": run.origin} if forgetting else None)
+        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if forgetting else None)
 
     max_new_tokens = longest_token_count(tokenizer, eval_rows.references) + 16 if chosen_scorer.name != "loss" else None
-    reference = ("origin", run.origin) if forgetting else ("base", None)
+    reference = ("origin", run.base_adapter) if forgetting else ("base", None)
     journals = [
         Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
         for model, adapter in (reference, ("tuned", folder))

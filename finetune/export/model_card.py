@@ -21,7 +21,7 @@ from finetune.model.configuration import resolve_model_path
 from finetune.plan.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
 from finetune.recipe.load import find_secret
-from finetune.run.origin import origin_of
+from finetune.run.base_adapter import base_adapter_of
 from finetune.run.seal import MANIFEST
 from finetune.units import format_bytes
 
@@ -152,7 +152,7 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     if values.get("step"):
         loss = f", held-out loss {values['eval_loss']:.4f}" if values.get("eval_loss") is not None else ""
         lines.append(f"Step {values['step']:,} of {plan.total_steps or 0:,}{loss}.")
-    if (origin := origin_of(run)) is not None:
+    if (origin := base_adapter_of(run)) is not None:
         lines.append(f"Training continued another adapter, {last_part(origin.name)}.")
     if kind == "merged":
         lines.append("The adapter is added to the base model's 16-bit weights.")

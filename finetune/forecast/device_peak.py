@@ -74,33 +74,44 @@ def make_forecast(
         run = _with_whole_blocks(run, replay)
         highest = max(run.peaks.values())
     even = settings.packing is True
-    lower, likely, upper = _reserved(highest, card, replay, even=even)
-    lower -= highest - _least_peak(run, one_gpu) if is_sharded else 0
+    uncertain = highest - _least_peak(run, one_gpu) if is_sharded else 0
+    forecast = dataclasses.replace(
+        forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain),
+        host_bytes=_host_bytes(run, card, settings),
+        pinned_bytes=_pinned_bytes(run, card, settings),
+        disk_bytes=_disk_bytes(one_gpu, settings),
+        notes=run.notes + _notes(settings, card, replay),
+    )
+    least, most = forecast.peak_low_bytes, forecast.peak_high_bytes
+    if replay is None or budget_bytes is None or not least <= budget_bytes < most or not (even or expandable_segments()):
+        return forecast
+    limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
+    return dataclasses.replace(forecast, at_limit=_at_limit(config, settings, card, rows, replay, limit))
+
+
+def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
+    """The peak of the whole device, with its bounds, from the allocated bytes of a dry run and its allocator's replay.
+
+    `even`: all micro-batches are equally long. `uncertain_bytes`: what the run may need less than it was forecast.
+    """
+    lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, even=even)
     context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
         context = PROCESS_BYTES
-    least, most = lower + max(0, context - uncertainty), upper + context + uncertainty
-    at_limit = None
-    if replay is not None and budget_bytes is not None and least <= budget_bytes < most and (even or expandable_segments()):
-        at_limit = _at_limit(config, settings, card, rows, replay, budget_bytes - context - uncertainty)
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
         peak_bytes=likely + context,
-        peak_low_bytes=least,
-        peak_high_bytes=most,
+        peak_low_bytes=lower - uncertain_bytes + max(0, context - uncertainty),
+        peak_high_bytes=upper + context + uncertainty,
         parts=run.parts,
         peaks=run.peaks,
         per_layer_bytes=run.per_layer_bytes,
-        host_bytes=_host_bytes(run, card, settings),
-        pinned_bytes=_pinned_bytes(run, card, settings),
-        disk_bytes=_disk_bytes(one_gpu, settings),
         method=run.method,
         versions=run.versions,
-        notes=run.notes + _notes(settings, card, replay),
+        notes=run.notes,
         reserved_peaks=replay.reserved if replay else {},
         segments=replay.segments if replay else {},
-        at_limit=at_limit,
     )
 
 

@@ -277,12 +277,18 @@ def _memory_settings(settings: Settings) -> dict[str, Any]:
 
 def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
     from finetune.forecast.depth import count_parameters
-    from finetune.forecast.rules import cublas_workspace_bytes
-    from finetune.forecast.tracker import OFFLOADED
     from finetune.model.transformers_config import config_from
 
     config = config_from(values, settings)
     simulation, method = _simulated(config, settings, batch, capability)
+    return ledger_of(simulation, capability, parameters=count_parameters(config), method=method)
+
+
+def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:
+    """The parts and peaks of a simulated step. `parameters`: of the base model; `method`: how it was simulated."""
+    from finetune.forecast.rules import cublas_workspace_bytes
+    from finetune.forecast.tracker import OFFLOADED
+
     # cuBLAS handles of the main thread and of the autograd thread
     workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
     top = _highest(simulation, _TRAIN)
@@ -299,7 +305,7 @@ def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: t
     offloaded = [size for (part, _), size in simulation.host.by_tag.items() if part == OFFLOADED]
     return DryRun(
         parts=dict(parts), peaks=peaks, per_layer_bytes=dict(sorted(layers.items(), key=_layer_order)),
-        host_bytes=simulation.host.total_bytes, parameters=count_parameters(config), method=method,
+        host_bytes=simulation.host.total_bytes, parameters=parameters, method=method,
         versions=cache.library_versions(), notes=(*_lean_notes(simulation), *simulation.notes),
         offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
     )  # fmt: skip

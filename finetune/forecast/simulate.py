@@ -34,7 +34,7 @@ from finetune.forecast.trace import NotRepeated
 from finetune.forecast.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, restore_master_precision, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
-from finetune.model.checkpointing import decoder_layers
+from finetune.model.checkpointing import base_of, decoder_layers
 from finetune.model.host_embedding import offload_table
 from finetune.model.layer_offloading import offloading_of
 from finetune.model.lean_layers import lean_summary
@@ -176,7 +176,7 @@ def _run(
     model.train()
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
-        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
+        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
@@ -212,7 +212,7 @@ def _run(
             _forward(model, settings, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
-def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
     """Record which gradient a new one is added to."""
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
@@ -258,7 +258,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
         layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
         layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
         wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
-    model.get_base_model().base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
+    base_of(model).base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
 
 
 def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:

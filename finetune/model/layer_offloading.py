@@ -386,6 +386,27 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
     return LayerOffloading(decoder_layers(model), storage, count=settings.offloaded_layers)
 
 
+def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
+    """Offload `count` layers (all by default) of a model that is loaded, with its adapters, to host memory.
+
+    Gradient checkpointing, which every offloaded layer needs, may be on already or be turned on later.
+    """
+    base: Any = base_of(model)
+    layers = decoder_layers(model)
+    offloading = LayerOffloading(layers, HostStorage(), count=len(layers) if count is None else count)
+    offloading.finish()
+    base.layer_offloading, enable = offloading, base.gradient_checkpointing_enable
+
+    def enable_and_wrap(*arguments: Any, **named: Any) -> None:
+        enable(*arguments, **named)
+        offloading.wrap_checkpoints()
+
+    base.gradient_checkpointing_enable = enable_and_wrap
+    if base.is_gradient_checkpointing:
+        offloading.wrap_checkpoints()
+    return offloading
+
+
 @contextmanager
 def layers_offloaded(settings: Settings) -> Iterator[Callable[[Any], None]]:
     """Inside, a model that transformers loads has its layers offloaded one by one; the yielded function finishes that."""

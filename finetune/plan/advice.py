@@ -28,11 +28,11 @@ def advise_rank(shape: ModelShape, data: DataStatistics | None) -> tuple[int, st
         return RANKS[0], "quality hardly depends on rank when every layer has an adapter (QLoRA)"
     needed = data.trained_tokens * BITS_PER_TOKEN / BITS_PER_PARAMETER
     rank = next((rank for rank in RANKS if rank * shape.adapter_per_rank >= needed), RANKS[-1])
-    held = rank * shape.adapter_per_rank
-    enough = "enough" if held >= needed else "too few"
+    parameters = rank * shape.adapter_per_rank
+    enough = "enough" if parameters >= needed else "too few"
     return rank, (
-        f"{format_count(held)} adapter parameters at 2 bits each are {enough} for {format_count(data.trained_tokens)} trained"
-        " tokens at 1 bit each (LoRA Without Regret)"
+        f"{format_count(parameters)} adapter parameters at 2 bits each are {enough} for {format_count(data.trained_tokens)} "
+        "trained tokens at 1 bit each (LoRA Without Regret)"
     )
 
 

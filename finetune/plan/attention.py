@@ -33,14 +33,14 @@ KEPT_APART = {
 
 
 def choose_packing(
-    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, no_room: bool = False
+    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool = False
 ) -> Choices:
     """Resolve packing and attn_implementation. Packing is on where torch's varlen kernel runs, for many short rows.
 
-    `no_room`: the packed sequences were found not to fit.
+    `unpacked`: the packed sequences were found not to fit.
     """
     packed, why = _packing(choices, card, config, data)
-    if packed and no_room:
+    if packed and unpacked:
         packed, why = False, "packed sequences do not fit on this card; single rows do"
     choices = choices.choose("packing", packed, why)
     problem = _unsuited(config)

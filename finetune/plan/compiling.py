@@ -1,6 +1,6 @@
 """Whether compiled layers would pay: the seconds that compiling takes against those that it saves.
 
-Nothing here was measured on a card, so the planner says it and leaves the choice to the recipe.
+Nothing here was measured on a card, so the planner reports it and leaves the choice to the recipe.
 """
 
 from __future__ import annotations

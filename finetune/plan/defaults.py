@@ -34,11 +34,11 @@ CADENCE = 10
 
 
 def choose_basics(
-    choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, no_room: bool = False
+    choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
 ) -> Choices:
-    """Resolve everything that does not depend on memory. `no_room`: packed sequences were found not to fit."""
+    """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
     choices = choices.choose("dtype", *_dtype(card))
-    choices = choose_packing(choices, card, config, data, no_room)
+    choices = choose_packing(choices, card, config, data, unpacked)
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)
     choices = _choose_batch(choices, data)

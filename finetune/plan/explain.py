@@ -12,21 +12,21 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.plan.choices import Choices
-    from finetune.plan.search import Anchor, Search
+    from finetune.plan.search import EvaluatedStrategy, Search
     from finetune.plan.speed import Job
     from finetune.plan.strategy import Strategy
     from finetune.recipe import Recipe
 
 #: Held-out prompts answered at each evaluation when the recipe doesn't say.
 USUAL_SAMPLES = 3
-#: Where offloaded layers are, in a plan's few words.
-PLACE_WORDS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
+#: Where offloaded layers are, in a plan's summary.
+OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
 
 
 class Comparison:
     """The chosen strategy against others with one setting changed."""
 
-    def __init__(self, search: Search, chosen: Anchor) -> None:
+    def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
         from finetune.plan.resources import layer_copies_of
 
         self.search, self.chosen = search, chosen
@@ -48,7 +48,7 @@ class Comparison:
         return self.search.high_bytes(other) <= self.search.budget_bytes
 
 
-def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choices:
+def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy) -> Choices:
     """Resolve the memory settings to the chosen strategy, each with its reason."""
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
@@ -58,7 +58,7 @@ def explain_strategy(choices: Choices, search: Search, chosen: Anchor) -> Choice
         "load_in_4bit": bits, "load_in_8bit": bits if strategy.bits == 8 else "NF4 is smaller and not slower in training",
         "optim": _explain_optimizer(compare),
         "activation_checkpointing": _explain_checkpointing(compare),
-        "activation_checkpointing_every_n_layers": strategy.checkpointing_words,
+        "activation_checkpointing_every_n_layers": strategy.checkpointing_summary,
         "offload_embeddings": _explain_table(compare),
         "layer_offloading": _explain_layers(compare, choices.recipe), "offloaded_layers": _explain_count(compare),
         "per_device_train_batch_size": _explain_micro(compare),
@@ -98,11 +98,11 @@ def _explain_optimizer(compare: Comparison) -> str:
 def _explain_checkpointing(compare: Comparison) -> str:
     strategy = compare.strategy
     if strategy.offloaded:
-        return f"{strategy.checkpointing_words}: layer offloading fetches a layer again when it is recomputed"
+        return f"{strategy.checkpointing_summary}: layer offloading fetches a layer again when it is recomputed"
     if strategy.checkpointing is False:
         return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
     none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
-    return f"{strategy.checkpointing_words}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{none}"
+    return f"{strategy.checkpointing_summary}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{none}"
 
 
 def _explain_table(compare: Comparison) -> str:
@@ -120,8 +120,8 @@ def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
             return "every layer's weights fit on the card"
         why = layer_offloading_conflict(recipe)
         return f"does not work with {why}" if why else "too little would fit with it, too"
-    where = "host memory" if strategy.place == "cpu" else "a file"
-    return f"not every layer's weights fit on the card; from {where} it {copies.words}"
+    where = "host memory" if strategy.offload_target == "cpu" else "a file"
+    return f"not every layer's weights fit on the card; from {where} it {copies.summary}"
 
 
 def _explain_count(compare: Comparison) -> str:
@@ -139,7 +139,7 @@ def _samples(compare: Comparison) -> tuple[int, str]:
     copies = compare.copies
     if copies is None:
         return USUAL_SAMPLES, "shows how answers change during training"
-    return 0, f"each token of an answer would move {copies.words_of_a_token}"
+    return 0, f"each token of an answer would move {copies.summary_per_token}"
 
 
 def _explain_micro(compare: Comparison) -> str:
@@ -153,53 +153,54 @@ def _explain_micro(compare: Comparison) -> str:
     return f"{rows}; {compare.against(micro=larger)} vs {larger}"
 
 
-def alternatives(search: Search, chosen: Anchor, speed_factor: float, choices: Choices) -> tuple[Alternative, ...]:
+def alternatives(search: Search, chosen: EvaluatedStrategy, speed_factor: float, choices: Choices) -> tuple[Alternative, ...]:
     """Every forecast strategy: the chosen one first, then by step time."""
     times_known = knows_rates(search.job.card)
     own = _values_of(chosen, chosen, search.job, choices)
 
-    def described(anchor: Anchor) -> Alternative:
-        timing, values = search.timing(anchor.strategy), _values_of(anchor, chosen, search.job, choices)
+    def as_alternative(candidate: EvaluatedStrategy) -> Alternative:
+        timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
         differing = {name: value for name, value in values.items() if own.get(name) != value}
         return Alternative(
-            plan=words(anchor.strategy, search.job.batch, search.job.world), chosen=anchor is chosen,
-            peak_bytes=anchor.forecast.peak_bytes, peak_high_bytes=anchor.forecast.peak_high_bytes,
+            plan=describe(candidate.strategy, search.job.batch, search.job.world), chosen=candidate is chosen,
+            peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
             step_s=timing.step_s * speed_factor if times_known else None,
             tokens_per_s=timing.tokens_per_s / speed_factor if times_known else None,
-            verdict=verdict_of(anchor.forecast, search.budget_bytes), overrides=_written(values), differs=_written(differing),
+            verdict=verdict_of(candidate.forecast, search.budget_bytes),
+            overrides=_as_overrides(values), differs=_as_overrides(differing),
         )  # fmt: skip
 
-    def order(anchor: Anchor) -> tuple[bool, float, str]:
-        return anchor is not chosen, search.timing(anchor.strategy).step_s, described(anchor).overrides
+    def order(candidate: EvaluatedStrategy) -> tuple[bool, float, str]:
+        return candidate is not chosen, search.timing(candidate.strategy).step_s, as_alternative(candidate).overrides
 
-    return tuple(described(anchor) for anchor in sorted(search.anchors, key=order))
+    return tuple(as_alternative(candidate) for candidate in sorted(search.evaluated, key=order))
 
 
-def _values_of(anchor: Anchor, chosen: Anchor, job: Job, choices: Choices) -> dict[str, Any]:
+def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
     """This strategy's values of the settings that the recipe leaves open."""
-    values = anchor.strategy.settings(job.batch, job.world) | {"lora_r": anchor.rank}
-    values["max_length"] = choices.value("max_length") if anchor.width == chosen.width else anchor.width
-    if anchor.strategy.checkpointing is not True:
+    values = candidate.strategy.settings(job.batch, job.world) | {"lora_r": candidate.rank}
+    values["max_length"] = choices.value("max_length") if candidate.width == chosen.width else candidate.width
+    if candidate.strategy.checkpointing is not True:
         del values["activation_checkpointing_every_n_layers"]
-    if not (anchor.strategy.host_table or chosen.strategy.host_table):
+    if not (candidate.strategy.host_table or chosen.strategy.host_table):
         del values["offload_embeddings"]
-    if not (anchor.strategy.offloaded or chosen.strategy.offloaded):
+    if not (candidate.strategy.offloaded or chosen.strategy.offloaded):
         del values["layer_offloading"]
-    if not anchor.strategy.offloaded:
+    if not candidate.strategy.offloaded:
         del values["offloaded_layers"]
     return {name: value for name, value in values.items() if not choices.is_set(name)}
 
 
-def words(strategy: Strategy, batch: int, world: int) -> str:
-    """A strategy in a few words."""
+def describe(strategy: Strategy, batch: int, world: int) -> str:
+    """A strategy as a short summary."""
     bits = {4: "NF4", 8: "int8", 16: "16 bit", 32: "32 bit"}[strategy.bits]
     steps = batch // (world * strategy.micro)
     optim = "" if strategy.optim in ("adamw_torch_fused", "adamw_torch") else f", {strategy.optim}"
     table = ", input embedding offloaded" if strategy.host_table else ""
-    layers = f", {strategy.offloaded} layers {PLACE_WORDS[strategy.place]}" if strategy.place else ""
-    return f"{bits}, {strategy.checkpointing_words}, {strategy.micro} x {steps}{optim}{table}{layers}"
+    layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
+    return f"{bits}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
 
 
-def _written(values: dict[str, Any]) -> str:
+def _as_overrides(values: dict[str, Any]) -> str:
     """The values as overrides on a command line."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

@@ -60,8 +60,8 @@ def record_run(
     forgotten = mine[: max(0, len(mine) - KEPT + 1)]
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [*(old for old in rows if old not in forgotten), row]
-    write_text(path, "".join(json.dumps(old) + "\n" for old in kept))
+    retained = [*(old for old in rows if old not in forgotten), row]
+    write_text(path, "".join(json.dumps(old) + "\n" for old in retained))
 
 
 def read_history(card_name: str) -> History:

@@ -11,7 +11,7 @@ from finetune.plan.speed import Batches
 if TYPE_CHECKING:
     from finetune.plan.choices import Choices
     from finetune.plan.plan import DataStatistics
-    from finetune.plan.search import Anchor, Search
+    from finetune.plan.search import EvaluatedStrategy, Search
 
 #: The planner never chooses a limit below this.
 LEAST_LENGTH = 256
@@ -32,8 +32,8 @@ def with_length(choices: Choices, length: int, data: DataStatistics | None) -> C
     if length == first:
         return choices
     rows, tokens = batches_of(choices, data).dropped_above(length)
-    known = data and data.lengths
-    cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all" if known else "longer rows are dropped or truncated"
+    lengths_known = data and data.lengths
+    cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all" if lengths_known else "longer rows are dropped or truncated"
     return choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this card; {cost}")
 
 
@@ -42,7 +42,7 @@ def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
     return Batches(choices.value("max_length"), choices.value("packing") is True, data)
 
 
-def length_costs(search: Search, chosen: Anchor) -> tuple[LengthCost, ...]:
+def length_costs(search: Search, chosen: EvaluatedStrategy) -> tuple[LengthCost, ...]:
     """Other values of max_length: bytes added or saved (scaled from the forecast), rows and tokens dropped."""
     batches = search.job.batches
     lengths = batches.data.lengths if batches.data else ()

@@ -210,17 +210,17 @@ class LayerCopies:
         return self.forward_computing_s + self.backward_computing_s
 
     @property
-    def words_of_a_token(self) -> str:
-        """What an answer's token moves, and the seconds of that."""
+    def summary_per_token(self) -> str:
+        """Bytes that generating one token copies, and its seconds."""
         return f"{format_bytes(self.weight_bytes)}: about {self.weight_bytes / self.copied_bytes_per_s:.1f} s"
 
     @property
-    def price_of_answers(self) -> str:
-        """The same in a sentence, for who asks for answers."""
-        return f"layer offloading: each token of an answer moves {self.words_of_a_token}"
+    def generation_summary(self) -> str:
+        """The same as a sentence, shown before generation."""
+        return f"layer offloading: each token of an answer moves {self.summary_per_token}"
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
         moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
         if self.computing_s is None or self.waiting_s is None:

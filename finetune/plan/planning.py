@@ -13,9 +13,9 @@ from finetune.data.report import printable
 from finetune.errors import DataError, ModelError, RecipeError
 from finetune.forecast.cache import LIBRARIES
 from finetune.model.configuration import named_model, read_config, vocabulary_size
-from finetune.plan.make import make_plan
-from finetune.plan.origin import taken_over
+from finetune.plan.base_adapter import inherit_settings
 from finetune.plan.plan import MOST_ROWS, DataProblem, DataStatistics
+from finetune.plan.planner import make_plan
 from finetune.plan.speed import Batches
 from finetune.recipe import AUTO, Recipe
 from finetune.recipe.compatibility import address_problems
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.data import EncodedRows, SelectedRows
     from finetune.forecast.forecast import Forecast
-    from finetune.plan.make import Progress
     from finetune.plan.plan import Plan
+    from finetune.plan.planner import Progress
 
 Encode = Callable[[Recipe], "EncodedRows"]
 
@@ -54,13 +54,13 @@ def plan_recipe(
     if problems := address_problems(recipe.launch):
         raise RecipeError(problems)
     recipe, renamed = named_model(recipe)
-    recipe, reasons = taken_over(recipe)
+    recipe, reasons = inherit_settings(recipe)
     read = rows(recipe)
     plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare).noting(renamed).noting(read.note)
     return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
 
 
-def forecast_again(plan: Plan, data: DataStatistics) -> Forecast:
+def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     """The forecast of a plan whose settings have changed since, for these rows. Raises RecipeError."""
     from finetune.forecast.device_peak import make_forecast, with_row_lengths
 
@@ -100,7 +100,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
 
 def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
-    """The recipe's rows as tokens, by its model's tokenizer. `say` is told how far it is."""
+    """The recipe's rows as tokens, by its model's tokenizer. `say` receives progress messages."""
     from finetune import data
     from finetune.data.row_progress import RowProgress
 
@@ -108,10 +108,10 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
     from finetune.data.preparation import file_infos
 
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
-        facts = pool.submit(file_infos, recipe.dataset)
+        infos_future = pool.submit(file_infos, recipe.dataset)
         tokenizer = data.load_tokenizer(recipe)
-        found = facts.result()
-    rows = data.encode(recipe, tokenizer, infos=found, progress=RowProgress(say))
+        infos = infos_future.result()
+    rows = data.encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
     _refuse_other_vocabulary(rows, recipe)
     return rows
 
@@ -124,7 +124,7 @@ def _refuse_other_vocabulary(rows: EncodedRows, recipe: Recipe) -> None:
         return
     if size is None or max(tokenizer.get_vocab().values()) < size:
         return
-    highest = max(side.stored.highest_token() for side in rows.splits)
+    highest = max(split.stored.highest_token() for split in rows.splits)
     if highest >= size:
         token = tokenizer.convert_ids_to_tokens(highest)
         raise DataError(

@@ -55,11 +55,11 @@ def nothing_to_offload(recipe: Recipe, shape: ModelShape, host_free: int | None)
     )
 
 
-def too_little_host_memory(place: str, layers: int, needed: int, free: int) -> MachineError:
+def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> MachineError:
     """The error of a machine that can't hold the offloaded layers."""
-    instead = "Set layer_offloading=nvme, which reads them from a file; or close" if place == "cpu" else "Close"
+    instead = "Set layer_offloading=nvme, which reads them from a file; or close" if target == "cpu" else "Close"
     return MachineError(
-        f"layer_offloading {place}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
+        f"layer_offloading {target}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
         f"{format_bytes(max(0, free))} are free for it",
         f"{instead} programs, give a container or WSL more memory, or take a smaller model.",
     )
@@ -68,7 +68,7 @@ def too_little_host_memory(place: str, layers: int, needed: int, free: int) -> M
 def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Forecast) -> LayerCopies | None:
     """What layer offloading moves and holds in a plan; None without."""
     copies = timing.copies
-    if copies is None or not strategy.place:
+    if copies is None or not strategy.offload_target:
         return None
     seconds = {
         "forward_computing_s": copies.forward_computing_s, "forward_copying_s": copies.forward_copying_s,
@@ -76,7 +76,7 @@ def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Fore
         "waiting_s": copies.waiting_s,
     } if knows_rates(job.card) else {}  # fmt: skip
     return LayerCopies(
-        place=strategy.place, layers=strategy.offloaded, of_layers=job.shape.layers,
+        place=strategy.offload_target, layers=strategy.offloaded, of_layers=job.shape.layers,
         weight_bytes=strategy.offloaded * job.shape.layer_bytes(strategy.bits),
         pinned_bytes=forecast.pinned_bytes, moved_bytes_per_step=copies.bytes_per_step, copied_bytes_per_s=copies.bytes_per_s,
         **seconds,

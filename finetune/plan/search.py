@@ -31,7 +31,7 @@ USUAL_REST_BYTES = 1.2 * GIB
 
 
 @dataclass(frozen=True)
-class Anchor:
+class EvaluatedStrategy:
     """A strategy with its forecast, for adapters of `rank` and rows of `width` tokens."""
 
     strategy: Strategy
@@ -40,17 +40,17 @@ class Anchor:
     forecast: Forecast
 
 
-def estimate_high_bytes(strategy: Strategy, width: int, anchors: list[Anchor], job: Job) -> int:
-    """Upper end of the card's peak in bytes, scaled from the nearest anchor, or guessed when there is none."""
-    if not anchors:
+def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[EvaluatedStrategy], job: Job) -> int:
+    """Upper end of the card's peak in bytes, scaled from the nearest evaluated strategy, or guessed when there is none."""
+    if not evaluated:
         return _guess_bytes(strategy, width, job)
-    anchor = min(anchors, key=lambda anchor: _distance(anchor, strategy, width))
-    forecast = anchor.forecast
+    nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, width))
+    forecast = nearest.forecast
     context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
     share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
-    alike = (strategy.bits, strategy.offloaded) == (anchor.strategy.bits, anchor.strategy.offloaded)
+    alike = (strategy.bits, strategy.offloaded) == (nearest.strategy.bits, nearest.strategy.offloaded)
     load = forecast.peaks.get("load", 0) if alike else 0
-    return round(max(load, sum(_parts(strategy, width, anchor, job).values())) * share + context)
+    return round(max(load, sum(_parts(strategy, width, nearest, job).values())) * share + context)
 
 
 def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
@@ -77,58 +77,59 @@ def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
     return _layers_on_card(strategy, shape) - table
 
 
-def _parts(strategy: Strategy, width: int, anchor: Anchor, job: Job) -> dict[str, float]:
-    parts = {name: float(count) for name, count in anchor.forecast.parts.items()}
-    shape, made, growth = job.shape, anchor.strategy, strategy.micro * width / (anchor.strategy.micro * anchor.width)
-    parts["weights"] = parts.get("weights", 0.0) + _weight_bytes(strategy, shape) - _weight_bytes(made, shape)
+def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job) -> dict[str, float]:
+    parts = {name: float(count) for name, count in nearest.forecast.parts.items()}
+    shape, reference, growth = job.shape, nearest.strategy, strategy.micro * width / (nearest.strategy.micro * nearest.width)
+    parts["weights"] = parts.get("weights", 0.0) + _weight_bytes(strategy, shape) - _weight_bytes(reference, shape)
     for name in ("adapters", "gradients", "optimizer"):
-        parts[name] = parts.get(name, 0.0) * job.rank / anchor.rank
-    states = (STATE_BYTES[strategy.optim] - STATE_BYTES[made.optim]) * job.rank * shape.adapter_per_rank
+        parts[name] = parts.get(name, 0.0) * job.rank / nearest.rank
+    states = (STATE_BYTES[strategy.optim] - STATE_BYTES[reference.optim]) * job.rank * shape.adapter_per_rank
     parts["optimizer"] = max(0.0, parts["optimizer"] + states)
     parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
-    kept = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
+    activation_bytes = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
     tokens = strategy.micro * width
-    layer = _layer_bytes(made, kept, tokens, shape) * saved_bytes(strategy.bits, job.lean) / saved_bytes(made.bits, job.lean)
+    ratio = saved_bytes(strategy.bits, job.lean) / saved_bytes(reference.bits, job.lean)
+    layer = _layer_bytes(reference, activation_bytes, tokens, shape) * ratio
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
     return parts
 
 
 def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: ModelShape) -> float:
     """Activations of all layers when one layer saves `layer` bytes; recomputed layers keep only their input."""
-    again = strategy.recomputed_layers(shape.layers)
+    recomputed = strategy.recomputed_layers(shape.layers)
     kept_input = 0 if strategy.checkpointing == "offload" else 2 * shape.hidden * tokens
     if strategy.checkpointing == "selective":
         kept_input += 2 * shape.attention_width * tokens
-    return (shape.layers - again) * layer + again * kept_input + (layer if again else 0)
+    return (shape.layers - recomputed) * layer + recomputed * kept_input + (layer if recomputed else 0)
 
 
-def _layer_bytes(made: Strategy, kept: float, tokens: int, shape: ModelShape) -> float:
+def _layer_bytes(reference: Strategy, activation_bytes: float, tokens: int, shape: ModelShape) -> float:
     """Inverse of `_activation_bytes`: bytes one layer saves, from the bytes `kept` by all layers."""
-    again = made.recomputed_layers(shape.layers)
-    whole = shape.layers - again + (1 if again else 0)
-    fixed = _activation_bytes(made, 0.0, tokens, shape)
-    return max((kept - fixed) / whole, 2 * shape.hidden * tokens)
+    recomputed = reference.recomputed_layers(shape.layers)
+    whole = shape.layers - recomputed + (1 if recomputed else 0)
+    fixed = _activation_bytes(reference, 0.0, tokens, shape)
+    return max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens)
 
 
-def _distance(anchor: Anchor, strategy: Strategy, width: int) -> tuple:
-    made = anchor.strategy
+def _distance(candidate: EvaluatedStrategy, strategy: Strategy, width: int) -> tuple:
+    reference = candidate.strategy
     return (
-        made.bits != strategy.bits,
-        (made.offloaded == 0) != (strategy.offloaded == 0),
-        (made.checkpointing is False) != (strategy.checkpointing is False),
-        made.checkpointing != strategy.checkpointing or made.every_n != strategy.every_n,
-        abs(made.micro * anchor.width - strategy.micro * width),
-        made.optim != strategy.optim,
-        made.host_table != strategy.host_table,
-        abs(made.offloaded - strategy.offloaded),
-        made.micro,
+        reference.bits != strategy.bits,
+        (reference.offloaded == 0) != (strategy.offloaded == 0),
+        (reference.checkpointing is False) != (strategy.checkpointing is False),
+        reference.checkpointing != strategy.checkpointing or reference.every_n != strategy.every_n,
+        abs(reference.micro * candidate.width - strategy.micro * width),
+        reference.optim != strategy.optim,
+        reference.host_table != strategy.host_table,
+        abs(reference.offloaded - strategy.offloaded),
+        reference.micro,
     )
 
 
 #: Forecasts in one search; each costs up to a second.
 MOST_FORECASTS = 10
 #: Estimates are off by about this factor at most.
-NEAR = 1.05
+ESTIMATE_ERROR = 1.05
 Forecaster = Callable[[Strategy], Forecast]
 
 
@@ -139,7 +140,7 @@ class Search:
     job: Job
     budget_bytes: int
     forecaster: Forecaster
-    anchors: list[Anchor] = field(default_factory=list)
+    evaluated: list[EvaluatedStrategy] = field(default_factory=list)
     _timings: dict[Strategy, Timing] = field(default_factory=dict)
 
     @property
@@ -147,22 +148,22 @@ class Search:
         """Tokens of the widest row."""
         return self.job.batches.longest
 
-    def find(self, strategies: Iterable[Strategy]) -> Anchor | None:
+    def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
         """The fastest strategy (by time x price) that is forecast to fit; None when none is."""
-        able = self.able(strategies)
+        loadable = self.within_budget(strategies)
         for _ in range(MOST_FORECASTS):
-            fitting = [strategy for strategy in able if self.high_bytes(strategy) <= self.budget_bytes]
+            fitting = [strategy for strategy in loadable if self.high_bytes(strategy) <= self.budget_bytes]
             if not fitting:
                 return None
             best = min(fitting, key=self._rank)
-            made = self.made(best)
-            if made is not None:
-                return made
+            candidate = self.lookup(best)
+            if candidate is not None:
+                return candidate
             self.forecast(best)
-        known = [anchor for anchor in self._here() if anchor.strategy in able and self._fits(anchor)]
-        return min(known, key=lambda anchor: self._rank(anchor.strategy), default=None)
+        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self._fits(candidate)]
+        return min(evaluated, key=lambda candidate: self._rank(candidate.strategy), default=None)
 
-    def smallest(self, strategies: Iterable[Strategy]) -> Anchor:
+    def smallest(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy:
         """The strategy with the lowest peak, with its forecast.
 
         Estimates decide within one weight format; another format is forecast, too, unless its weights alone are larger.
@@ -172,46 +173,46 @@ class Search:
         for bits in {strategy.bits for strategy in choices} - {least.strategy.bits}:
             others = [strategy for strategy in choices if strategy.bits == bits]
             if min(least_bytes(strategy, self.job) for strategy in others) < least.forecast.peak_high_bytes:
-                least = min(least, self._smallest(others), key=lambda anchor: anchor.forecast.peak_high_bytes)
+                least = min(least, self._smallest(others), key=lambda candidate: candidate.forecast.peak_high_bytes)
         return least
 
-    def _smallest(self, choices: list[Strategy]) -> Anchor:
+    def _smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
         for _ in range(MOST_FORECASTS):
             least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
-            made = self.made(least)
-            if made is not None:
-                return made
+            candidate = self.lookup(least)
+            if candidate is not None:
+                return candidate
             self.forecast(least)
-        known = [anchor for anchor in self._here() if anchor.strategy in choices]
-        return min(known, key=lambda anchor: anchor.forecast.peak_high_bytes)
+        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in choices]
+        return min(evaluated, key=lambda candidate: candidate.forecast.peak_high_bytes)
 
-    def able(self, strategies: Iterable[Strategy]) -> list[Strategy]:
+    def within_budget(self, strategies: Iterable[Strategy]) -> list[Strategy]:
         """Strategies whose weights and CUDA context alone are within the budget."""
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
     def could_fit(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether some strategy's estimate is so near the budget that only a forecast can decide."""
-        return any(self.high_bytes(strategy) <= NEAR * self.budget_bytes for strategy in strategies)
+        """Whether some strategy's estimate is so close to the budget that only a forecast can decide."""
+        return any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies)
 
-    def forecast(self, strategy: Strategy) -> Anchor:
-        """The forecast of one strategy, made once."""
-        made = self.made(strategy)
-        if made is None:
-            made = Anchor(strategy, self.width, self.job.rank, self.forecaster(strategy))
-            self.anchors.append(made)
-        return made
+    def forecast(self, strategy: Strategy) -> EvaluatedStrategy:
+        """The strategy with its forecast, which is computed once."""
+        candidate = self.lookup(strategy)
+        if candidate is None:
+            candidate = EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy))
+            self.evaluated.append(candidate)
+        return candidate
 
-    def made(self, strategy: Strategy, width: int | None = None) -> Anchor | None:
-        """The forecast made earlier of this strategy, at `width` or the job's own; None when there is none."""
+    def lookup(self, strategy: Strategy, width: int | None = None) -> EvaluatedStrategy | None:
+        """This strategy with its earlier forecast, at `width` or the job's own; None when there is none."""
         wanted = (strategy, width or self.width, self.job.rank)
-        return next((anchor for anchor in self.anchors if (anchor.strategy, anchor.width, anchor.rank) == wanted), None)
+        return next((row for row in self.evaluated if (row.strategy, row.width, row.rank) == wanted), None)
 
     def high_bytes(self, strategy: Strategy, width: int | None = None) -> int:
-        """Upper end of the peak: the forecast if made, else scaled from the nearest one."""
-        made = self.made(strategy, width)
-        if made is not None:
-            return made.forecast.peak_high_bytes
-        return estimate_high_bytes(strategy, width or self.width, self.anchors, self.job)
+        """Upper end of the peak: the forecast if there is one, else scaled from the nearest one."""
+        candidate = self.lookup(strategy, width)
+        if candidate is not None:
+            return candidate.forecast.peak_high_bytes
+        return estimate_high_bytes(strategy, width or self.width, self.evaluated, self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
         """The speed model's step time for this strategy."""
@@ -219,11 +220,11 @@ class Search:
             self._timings[strategy] = time_step(self.job, strategy)
         return self._timings[strategy]
 
-    def _here(self) -> list[Anchor]:
-        return [anchor for anchor in self.anchors if (anchor.width, anchor.rank) == (self.width, self.job.rank)]
+    def _of_this_job(self) -> list[EvaluatedStrategy]:
+        return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]
 
-    def _fits(self, anchor: Anchor) -> bool:
-        return anchor.forecast.peak_high_bytes <= self.budget_bytes
+    def _fits(self, candidate: EvaluatedStrategy) -> bool:
+        return candidate.forecast.peak_high_bytes <= self.budget_bytes
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:
         """Time x price; of equals the one with more layers offloaded, as copies that nobody waits for leave headroom."""

@@ -73,10 +73,10 @@ class ModelShape:
         return self._bytes(self.linear + self.expert, bits) // self.layers
 
     def _bytes(self, parameters: int, bits: int) -> int:
-        each = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0, 32: 4.0}[bits]
-        rest = 4.0 if bits == 32 else 2.0
+        linear_bytes = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0, 32: 4.0}[bits]
+        other_bytes = 4.0 if bits == 32 else 2.0
         quantised = self.linear + (self.expert_4bit if bits == 4 else 0)
-        return round(quantised * each + (parameters - quantised) * rest)
+        return round(quantised * linear_bytes + (parameters - quantised) * other_bytes)
 
 
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
@@ -87,9 +87,9 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     values = {name: value for name, value in config.items() if name != "quantization_config"}
     key = cache.key_of(kind="shape", config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code)
     if key not in _known:
-        kept = cache.read(key)
-        _known[key] = _count(values, recipe) if kept is None else ModelShape(**kept)
-        if kept is None:
+        cached = cache.read(key)
+        _known[key] = _count(values, recipe) if cached is None else ModelShape(**cached)
+        if cached is None:
             cache.write(key, asdict(_known[key]))
     return _known[key]
 
@@ -157,8 +157,8 @@ def _widths(text: Any) -> dict[str, Any]:
     from finetune.model.experts import EXPERT_COUNTS
 
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-    experts = max(_first(one, EXPERT_COUNTS) for one in layers)
-    used = max(_first(one, _USED) for one in layers) if experts else 0
+    experts = max(_first(layer, EXPERT_COUNTS) for layer in layers)
+    used = max(_first(layer, _USED) for layer in layers) if experts else 0
     return {
         "layers": text.num_hidden_layers, "hidden": layers[0].hidden_size,
         "attention_width": max(map(_attention_width, layers)), "experts": experts, "experts_used": used,

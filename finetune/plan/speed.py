@@ -30,12 +30,12 @@ def _longest_below(share: float, rows: int, batch: int) -> float:
         return share**rows
     if rows == 1:
         return share
-    found = 0.0
+    expected_batches = 0.0
     for drawn in range(rows, batch + 1):
         ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
         chance = math.exp(ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
-        found += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
-    return found * rows / batch
+        expected_batches += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
+    return expected_batches * rows / batch
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Batches:
     def _expected_width(self, data: DataStatistics, rows: int, batch: int | None) -> float:
         lengths, count = data.lengths, len(data.lengths)
         every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
-        quantiles = ((lengths[place - 1], place) for place in (*range(every, count, every), count))
+        quantiles = ((lengths[n_rows - 1], n_rows) for n_rows in (*range(every, count, every), count))
         total, below = 0.0, 0.0
-        for length, place in data.ends if every == 1 else quantiles:
-            upto = _longest_below(place / count, rows, batch or rows)
+        for length, n_rows in data.ends if every == 1 else quantiles:
+            upto = _longest_below(n_rows / count, rows, batch or rows)
             total += min(length, self.max_length) * (upto - below)
             below = upto
         return total
@@ -101,7 +101,7 @@ class Batches:
 MATMUL_SHARE = 0.85
 #: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
 #: model on a 4090 without recomputation, and 30 more when every layer is recomputed. Compiled layers move about a third.
-ELEMENTWISE_BYTES, ELEMENTWISE_AGAIN_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
+ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
 #: Bytes to turn one weight into 16 bit: read it, write it (17.3 ms for 8B on a 4090).
 DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers, by lean ones, and by lean ones on
@@ -200,8 +200,8 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     bandwidth, pcie = card.bandwidth_bytes_s or usual_bandwidth, card.pcie_bytes_s or ASSUMED_PCIE
     width = batches.mean_width(strategy.micro, job.batch // job.world)
     tokens = strategy.micro * width
-    again = strategy.recomputed_layers(shape.layers) / shape.layers
-    passes = 2 + again
+    recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
+    passes = 2 + recomputed_share
     quantised = shape.linear + (shape.expert_4bit if strategy.bits == 4 else 0)
     micro = {
         "matmul": max(
@@ -209,14 +209,14 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
             passes * 2 * (shape.linear + shape.expert) / bandwidth,
         ),
         "loss": 6 * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
-        "elementwise": _elementwise_bytes(shape, strategy, tokens, again) * overhead / bandwidth,
+        "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share) * overhead / bandwidth,
         "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if strategy.host_table:
         micro["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
-        saved = saved_bytes(strategy.bits, job.lean) * shape.hidden * shape.layers * tokens * (1 - again)
+        saved = saved_bytes(strategy.bits, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch
@@ -236,10 +236,10 @@ def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: fl
 
     Causal attention: 2 x layers x width of the heads x length a token forward, 2.5 times that backward.
     """
-    again = strategy.recomputed_layers(shape.layers) / shape.layers
-    attention_again = 0.0 if strategy.checkpointing == "selective" else again
-    weights = (4 + 2 * again) * shape.computed + (6 + 2 * again) * rank * shape.adapter_per_rank
-    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + attention_again)
+    recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
+    recomputed_attention = 0.0 if strategy.checkpointing == "selective" else recomputed_share
+    weights = (4 + 2 * recomputed_share) * shape.computed + (6 + 2 * recomputed_share) * rank * shape.adapter_per_rank
+    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention)
     return (weights + attention) * tokens
 
 
@@ -257,16 +257,16 @@ def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, pas
     fetched = max(0, strategy.offloaded - BUFFERS)
     moved = steps * fetched * job.shape.layer_bytes(strategy.bits)
     link = job.card.pcie_bytes_s or ASSUMED_PCIE
-    rate = min(link, job.drive_bytes_s) if strategy.place == "nvme" else link
+    rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link
     computing = steps * layers_s * fetched / strategy.offloaded
     return Copies(2 * moved, rate, computing / passes, moved / rate, computing * (1 - 1 / passes), moved / rate)
 
 
-def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, again: float) -> float:
-    each = ELEMENTWISE_BYTES + ELEMENTWISE_AGAIN_BYTES * again
+def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, recomputed_share: float) -> float:
+    token_bytes = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * recomputed_share
     if strategy.bits == 8:
-        each += INT8_EXTRA_BYTES * (1 + again)
-    return each * shape.layer_width * shape.layers * tokens
+        token_bytes += INT8_EXTRA_BYTES * (1 + recomputed_share)
+    return token_bytes * shape.layer_width * shape.layers * tokens
 
 
 def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:

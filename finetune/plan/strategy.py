@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
     (False, 1), (True, 3), (True, 2), ("selective", 1), (True, 1), ("offload", 1),
 )  # fmt: skip
-#: Where the weights of offloaded layers are: nowhere else, in host memory, or in a file.
-Place = Literal[False, "cpu", "nvme"]
-PLACES: tuple[Place, ...] = ("cpu", "nvme")
+#: Where the weights of offloaded layers are: not offloaded, in host memory, or in a file.
+OffloadTarget = Literal[False, "cpu", "nvme"]
+OFFLOAD_TARGETS: tuple[OffloadTarget, ...] = ("cpu", "nvme")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_cpu_offload", "adafactor")
 
 #: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
@@ -43,7 +43,7 @@ DOUBLING_PRICE = 1.01
 @dataclass(frozen=True)
 class Strategy:
     """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
-    embedding is in host memory. `offloaded`: decoder layers whose weights are in `place`: `cpu` (host memory) or `nvme`."""
+    embedding is in host memory. `offloaded`: decoder layers whose weights are in `offload_target`, `cpu` (host) or `nvme`."""
 
     bits: int
     checkpointing: bool | str
@@ -52,7 +52,7 @@ class Strategy:
     micro: int
     host_table: bool = False
     offloaded: int = 0
-    place: Place = False
+    offload_target: OffloadTarget = False
 
     @property
     def price(self) -> float:
@@ -69,12 +69,12 @@ class Strategy:
         return {
             "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
             "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
-            "offload_embeddings": self.host_table, "layer_offloading": self.place, "offloaded_layers": self.offloaded,
+            "offload_embeddings": self.host_table, "layer_offloading": self.offload_target, "offloaded_layers": self.offloaded,
             "per_device_train_batch_size": self.micro, "gradient_accumulation_steps": batch // (world * self.micro),
         }  # fmt: skip
 
     @property
-    def checkpointing_words(self) -> str:
+    def checkpointing_summary(self) -> str:
         """Gradient checkpointing in a few words."""
         if self.checkpointing is True and self.every_n > 1:
             return f"1 layer in {self.every_n} recomputed"
@@ -98,21 +98,21 @@ def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = (), 
 
 
 def offloading_strategies(
-    choices: Choices, card: Card, layers: int, place: Place, stored_bits: tuple[int, ...] = (), has_table: bool = False
+    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored_bits: tuple[int, ...] = (), has_table: bool = False
 ) -> list[Strategy]:  # fmt: skip
-    """The same with the weights of some or all decoder layers in `place`, where the recipe allows that: the fewest bits, as
+    """The same with the weights of some or all decoder layers in `target`, where the recipe allows that: the fewest bits, as
     they are moved in every step, and every layer recomputed."""
     if layer_offloading_conflict(choices.recipe):
         return []
     bits = min((bits for bits in _bits(choices, card, stored_bits) if bits != 8), default=None)
     kinds = [kind for kind in _checkpointing(choices, card) if kind[0] is not False and kind[1] == 1]
-    able = itertools.product(
+    combinations = itertools.product(
         kinds, _optimizers(choices, card), _micro_batches(choices), _host_tables(choices, card, has_table),
         _counts(choices, layers),
     )  # fmt: skip
     return [
-        Strategy(bits, checkpointing, every_n, optim, micro, host_table, count, place)
-        for (checkpointing, every_n), optim, micro, host_table, count in able
+        Strategy(bits, checkpointing, every_n, optim, micro, host_table, count, target)
+        for (checkpointing, every_n), optim, micro, host_table, count in combinations
         if bits
     ]
 
@@ -130,33 +130,33 @@ def _counts(choices: Choices, layers: int) -> list[int]:
     return [wanted]
 
 
-def neighbours(chosen: Strategy, able: list[Strategy]) -> list[Strategy]:
-    """The `able` strategies that differ from the chosen one in one setting, by the nearest step.
+def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
+    """The `candidates` that differ from the chosen one in one setting, by the nearest step.
 
     Other weight bits; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
-    micro-batch and number of offloaded layers. The chosen one need not be `able`: the smallest is planned when none is known
-    to fit.
+    micro-batch and number of offloaded layers. The chosen one need not be among them: the smallest is planned when no forecast
+    fits.
     """
-    every = [chosen, *able]
-    kinds = sorted({(each.checkpointing, each.every_n) for each in every}, key=_checkpointing_order)
-    micros = sorted({each.micro for each in every})
+    every = [chosen, *candidates]
+    kinds = sorted({(strategy.checkpointing, strategy.every_n) for strategy in every}, key=_checkpointing_order)
+    micros, counts = sorted({strategy.micro for strategy in every}), sorted({strategy.offloaded for strategy in every})
     wanted = [
-        *(replace(chosen, bits=bits) for bits in sorted({each.bits for each in every})),
+        *(replace(chosen, bits=bits) for bits in sorted({strategy.bits for strategy in every})),
         *(
             replace(chosen, checkpointing=kind, every_n=steps)
-            for kind, steps in [*_beside((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
+            for kind, steps in [*_adjacent((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
         ),
         *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
-        *(replace(chosen, micro=micro) for micro in _beside(chosen.micro, micros)),
+        *(replace(chosen, micro=micro) for micro in _adjacent(chosen.micro, micros)),
         replace(chosen, host_table=not chosen.host_table),
-        *(replace(chosen, offloaded=count) for count in _beside(chosen.offloaded, sorted({each.offloaded for each in every}))),
+        *(replace(chosen, offloaded=count) for count in _adjacent(chosen.offloaded, counts)),
     ]
-    return [strategy for strategy in dict.fromkeys(wanted) if strategy in able and strategy != chosen]
+    return [strategy for strategy in dict.fromkeys(wanted) if strategy in candidates and strategy != chosen]
 
 
-def _beside(one: Any, ordered: list[Any]) -> list[Any]:
-    place = ordered.index(one)
-    return ordered[max(0, place - 1) : place + 2]
+def _adjacent(value: Any, ordered: list[Any]) -> list[Any]:
+    index = ordered.index(value)
+    return ordered[max(0, index - 1) : index + 2]
 
 
 def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:

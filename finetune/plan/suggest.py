@@ -56,10 +56,10 @@ def _all_layers(changes: dict[str, Any], forecast: Forecast) -> dict[str, int]:
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
     """(override, the settings it changes, its cost); settings the planner chose take least memory already."""
-    found: list[tuple[str, dict[str, Any], str]] = []
+    offers: list[tuple[str, dict[str, Any], str]] = []
 
     def offer(changes: dict[str, Any], cost: str) -> None:
-        found.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
+        offers.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
 
     if recipe.load_in_4bit != AUTO and settings.load_in_4bit is False and not settings.load_in_8bit:
         offer({"load_in_4bit": True}, "NF4 weights: dequantisation takes a few percent of time")
@@ -92,7 +92,7 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
         offer({"lora_dropout": 0.0}, "no dropout")
     if settings.use_dora:
         offer({"use_dora": False}, "plain LoRA")
-    return found
+    return offers
 
 
 def _drop(settings: Settings) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
 ) -> str | None:
     """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
-    known = [item for item in entries().items() if item[1].first and item[0].startswith(_FAMILIES)]
-    ranked = [item for item in sorted(known, key=lambda item: -item[1].parameters) if "text_config" not in item[1].config]
+    models = [item for item in entries().items() if item[1].first and item[0].startswith(_FAMILIES)]
+    ranked = [item for item in sorted(models, key=lambda item: -item[1].parameters) if "text_config" not in item[1].config]
     tried = 0
     for name, entry in ranked:
         values = entry.config

@@ -24,12 +24,12 @@ def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> 
     """Forecast and measured bytes and segments, and the relative errors; None for what this machine can't measure."""
     forecast, measured = plan.forecast, memory.peak_allocated_bytes
     predicted, reserved = forecast.allocated_bytes if forecast else None, memory.peak_reserved_bytes
-    held = forecast.reserved_peaks.get("train") if forecast else None
+    predicted_reserved = forecast.reserved_peaks.get("train") if forecast else None
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
         allocated_error=_error(measured, predicted), predicted_peak_bytes=forecast.peak_bytes if forecast else None,
         measured_card_bytes=_own_card_bytes(memory), measured_reserved_bytes=reserved,
-        predicted_reserved_bytes=held, reserved_error=_error(reserved, held),
+        predicted_reserved_bytes=predicted_reserved, reserved_error=_error(reserved, predicted_reserved),
         predicted_segments=forecast.segments.get("train") if forecast else None, measured_segments=memory.peak_segments,
     )  # fmt: skip
 
@@ -87,9 +87,9 @@ def record_measurements(plan: Plan, steps: list[Step]) -> None:
         segments=_highest(step.peak_segments for step in steps),
     )  # fmt: skip
     contexts = [_context_bytes(step) for step in steps]
-    known = [size for size in contexts if size is not None and size > 0]
-    if known:
-        record_measurement(plan.card.name, int(statistics.median(known)))
+    measured = [size for size in contexts if size is not None and size > 0]
+    if measured:
+        record_measurement(plan.card.name, int(statistics.median(measured)))
 
 
 def _highest(values: Iterable[int | None]) -> int | None:

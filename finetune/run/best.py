@@ -1,6 +1,6 @@
 """The best step by held-out loss, and the folders in which a run's end leaves it and the last step.
 
-Both follow from the trainer's history, which every checkpoint is sealed with, so that a resumed run knows what it knew.
+Both follow from the trainer's history, which every checkpoint is sealed with, so that a resumed run has it, too.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ _WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedStep:
     """Held-out loss after a step; infinite when it was not a number."""
 
     step: int
     loss: float
 
 
-def evaluations(history: list[dict[str, Any]]) -> list[Evaluated]:
+def evaluations(history: list[dict[str, Any]]) -> list[EvaluatedStep]:
     """The evaluations of a trainer's `log_history`, in order."""
-    found = [(entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry]
-    return [Evaluated(step, loss if math.isfinite(loss) else math.inf) for step, loss in found]
+    losses = [(entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry]
+    return [EvaluatedStep(step, loss if math.isfinite(loss) else math.inf) for step, loss in losses]
 
 
-def best_of(evaluated: list[Evaluated]) -> Evaluated | None:
+def best_of(evaluated: list[EvaluatedStep]) -> EvaluatedStep | None:
     """The lowest held-out loss, of equal ones the first; None when none is finite."""
-    return min((each for each in evaluated if each.loss < math.inf), key=lambda each: each.loss, default=None)
+    finite = [evaluation for evaluation in evaluated if evaluation.loss < math.inf]
+    return min(finite, key=lambda evaluation: evaluation.loss, default=None)
 
 
-def since_best(evaluated: list[Evaluated]) -> int:
+def since_best(evaluated: list[EvaluatedStep]) -> int:
     """Evaluations after the best one."""
     best = best_of(evaluated)
     return len(evaluated) - (evaluated.index(best) + 1 if best else 0)
 
 
 def weights_of(run: RunDirectory, step: int) -> Path:
-    """The folder with a step's adapter; of step 0 the adapter that the run went on from."""
-    return run.checkpoints / f"checkpoint-{step}" if step else run.origin
+    """The folder with a step's adapter; of step 0 the adapter that the run continued from."""
+    return run.checkpoints / f"checkpoint-{step}" if step else run.base_adapter
 
 
 def _damage(run: RunDirectory, step: int) -> list[str]:
-    return verify(weights_of(run, step)) if step else changes_in(run.origin)
+    return verify(weights_of(run, step)) if step else changes_in(run.base_adapter)
 
 
-def best_sealed(evaluated: list[Evaluated], run: RunDirectory) -> Evaluated | None:
+def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedStep | None:
     """The best of the steps whose checkpoint is intact on every machine, as all ranks find it."""
-    for each in sorted(evaluated, key=lambda each: each.loss):
-        if each.loss < math.inf and ranks.all_reduce_min(int(not _damage(run, each.step))):
-            return each
+    for evaluation in sorted(evaluated, key=lambda evaluation: evaluation.loss):
+        if evaluation.loss < math.inf and ranks.all_reduce_min(int(not _damage(run, evaluation.step))):
+            return evaluation
     return None
 
 
-def lost_best(step: int, problem: str) -> str:
+def unusable_best_message(step: int, problem: str) -> str:
     """The warning that the best step's checkpoint can't be used."""
     return f"step {step} had the lowest held-out loss, but checkpoint-{step} can't be used ({problem})"
 
@@ -78,8 +79,8 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     """
     model: Any = trainer.model
     step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
-    losses = {each.step: each.loss for each in evaluations(trainer.state.log_history)}
-    loss = {each: value for each, value in losses.items() if value < math.inf}
+    losses = {evaluation.step: evaluation.loss for evaluation in evaluations(trainer.state.log_history)}
+    loss = {evaluated: value for evaluated, value in losses.items() if value < math.inf}
     building = run.path / ".adapter"
     if writes:
         shutil.rmtree(building, ignore_errors=True)
@@ -90,7 +91,7 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         return None
     if trainer.plan.settings.launch.strategy == "ddp":
         model.save_pretrained(str(building), safe_serialization=True)
-    best = _winner(trainer, run)
+    best = _best_earlier_step(trainer, run)
     if best is None:
         _finish(building, run.adapter, trainer, step, loss.get(step))
         shutil.rmtree(run.last_adapter, ignore_errors=True)
@@ -105,19 +106,20 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     )  # fmt: skip
 
 
-def _winner(trainer: RunTrainer, run: RunDirectory) -> Evaluated | None:
+def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep | None:
     """The best step when it is not the last one and its checkpoint is intact."""
     best = trainer.best
     if best is None or best.step == trainer.state.global_step:
         return None
     if problems := _damage(run, best.step):
-        trainer.events.emit(RunWarning(message=f"{lost_best(best.step, '; '.join(problems[:3]))}; the result is the last step"))
+        message = unusable_best_message(best.step, "; ".join(problems[:3]))
+        trainer.events.emit(RunWarning(message=f"{message}; the result is the last step"))
         return None
     return best
 
 
 def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
-    """Add tokenizer, plan and manifest, and put the folder into its place."""
+    """Add tokenizer, plan and manifest, and rename the folder to `target`."""
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     tokenizer: Any = trainer.processing_class
     tokenizer.save_pretrained(str(building))
@@ -126,15 +128,15 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     write_manifest(building, {"step": step, "eval_loss": loss, "base": trainer.seal_facts.get("base")})
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
-    sync_folder(target.parent)  # the run is told to have finished next: after a power cut, too, the result is there
+    sync_folder(target.parent)  # before the run reports that it has finished: the result survives a power cut
 
 
-def in_words(result: Result, run: RunDirectory, total_steps: int) -> str:
-    """Which step the adapter is of, why, and where the last one's is."""
+def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
+    """A message: which step the adapter is of, why, and where the last step's is."""
     if result.last_path is None:
         return f"adapter in {run.adapter}"
     text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}"
-    text += "" if result.step else ", the adapter from which it went on"
+    text += "" if result.step else ", the adapter that it continued from"
     if result.eval_loss is not None and result.last_eval_loss is not None:
         rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
         text += f"; since then held-out loss rose {_percent(rise)}"

@@ -21,7 +21,7 @@ from finetune.model.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess, highest
 from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch
-from finetune.run.stopping import asked
+from finetune.run.stopping import read_stop_requests
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
@@ -48,7 +48,7 @@ class StopRequest:
 
     def agreed(self) -> int | None:
         """The signal, when any rank has received one; all ranks ask after the same step."""
-        self.signal = all_reduce_max(self.signal or next(iter(asked(self._run)), 0)) or None
+        self.signal = all_reduce_max(self.signal or next(iter(read_stop_requests(self._run)), 0)) or None
         return self.signal
 
     def _remember(self, number: int, frame: Any) -> None:
@@ -86,7 +86,7 @@ class RunCallback(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def _require_directory(self) -> None:
-        """End a run whose directory was deleted: its result would have no place."""
+        """End a run whose directory was deleted: its result could not be written."""
         if not self._events.path.exists():
             raise FinetuneError(f"{self._events.path.parent} was deleted while the run trained", "Start it again.")
 
@@ -155,7 +155,7 @@ class RunCallback(TrainerCallback):
         is_best = self.trainer.is_best_so_far()
         if state.global_step >= state.max_steps:  # its adapter is written next
             return
-        control.should_save |= is_best and state.global_step > 0  # step 0 is the adapter that it went on from
+        control.should_save |= is_best and state.global_step > 0  # step 0 is the adapter that it continued from
         patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))
         if patience and waited >= patience:
             self.stopped_early = (
@@ -163,7 +163,7 @@ class RunCallback(TrainerCallback):
                 "held-out loss"
             )
             control.should_training_stop = True
-            control.should_save = False  # a checkpoint of this step would go on past it
+            control.should_save = False  # a checkpoint of this step would continue past it
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look for a leak: between epochs only long-lived tensors are allocated."""
@@ -172,14 +172,14 @@ class RunCallback(TrainerCallback):
 
     def _report_compiling(self, step: int) -> None:
         """Emit what torch has compiled since the last step, if anything; warn when a layer is not one graph."""
-        done, broken = self._compilations, self._compilations.graph_breaks
+        compilations, breaks_before = self._compilations, self._compilations.graph_breaks
         assert self.trainer is not None
-        if not self.trainer.plan.settings.torch_compile or not done.update():
+        if not self.trainer.plan.settings.torch_compile or not compilations.update():
             return
-        self._events.emit(Compiled(step=step, **vars(done)))
-        if done.graph_breaks > broken:
+        self._events.emit(Compiled(step=step, **vars(compilations)))
+        if compilations.graph_breaks > breaks_before:
             self._events.emit(
-                RunWarning(message=f"torch_compile: layers are not one graph each, {done.graph_breaks} graph breaks")
+                RunWarning(message=f"torch_compile: layers are not one graph each, {compilations.graph_breaks} graph breaks")
             )
 
     def _compare(self, state: Any, memory: Memory) -> None:

@@ -52,7 +52,7 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
 
 
 def replacement(plan: Plan, cards: tuple[str, ...]) -> str:
-    """Which card takes the place of the planned one, when it is of another kind or smaller; else an empty text."""
+    """A message when the run uses another kind of card than the planned one, or a smaller one; else an empty text."""
     if not cards or plan.card.uuid in cards:
         return ""
     try:
@@ -73,13 +73,13 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
     seen = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.startswith(("GPU-", "MIG-"))]
     cards = seen or ([plan.card.uuid] if plan.card.uuid else [])
     try:
-        devices, lost = read_devices()
+        devices, lost_devices = read_devices()
     except pynvml.NVMLError:
         return None
-    if plan.card.is_cpu or not lost or {device.uuid for device in devices} >= set(cards):
+    if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(cards):
         return None
     return CardError(
-        f"{plan.card.name} does not answer any more ({', '.join(sorted({card.why for card in lost}))})",
+        f"{plan.card.name} does not answer any more ({', '.join(sorted({device.why for device in lost_devices}))})",
         f"{LOST_FIX} Then: finetune resume {run}",
     )
 
@@ -160,9 +160,9 @@ def _why_not(card: Card, error: Exception) -> tuple[str, str]:
         driver = driver_versions()
     except pynvml.NVMLError:
         driver = None
-    known = problem_of(build, driver) or problem_of_card(build, card.name, card.capability)
-    if known is not None:
-        return known
+    problem = problem_of(build, driver) or problem_of_card(build, card.name, card.capability)
+    if problem is not None:
+        return problem
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "out of memory" in text:
         users = ", ".join(holders_of((card.uuid or "",))[:6])

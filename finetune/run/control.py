@@ -36,7 +36,7 @@ def start(run: RunDirectory) -> int:
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        stopping.forget(run)
+        stopping.clear_stop_requests(run)
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())
@@ -68,11 +68,12 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
     `now`: end a run at once that was asked before.
     """
     processes = read_processes(run)
-    for role in ("supervisor", "worker"):  # without a supervisor the worker is asked itself
+    for role in ("supervisor", "worker"):  # without a supervisor the request goes to the worker
         record = processes.get(role)
         if record and process_is(record):
-            ask = stopping.ask if now or role == "worker" else stopping.ask_once  # a worker takes a second request as the first
-            ask(run, int(record["pid"]), number)
+            # a worker takes a second request as the first
+            request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
+            request(run, int(record["pid"]), number)
             return True
     return False
 

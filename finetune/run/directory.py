@@ -21,10 +21,10 @@ from finetune.files import cache_dir
 from finetune.run.seal import changes_in
 from finetune.system import is_locked, rename, take_lock
 
-#: Held while a run directory is made; in a hidden folder where nobody holds it, its maker was killed.
-_BEING_MADE = ".being-made"
-#: Seconds in which a maker surely holds it.
-_BEGINS_S = 60
+#: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.
+_UNFINISHED = ".being-made"
+#: Seconds after which that process surely has locked it.
+_LOCKED_AFTER_S = 60
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -119,8 +119,8 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
-    def origin(self) -> Path:
-        """The adapter that training went on from, when it did not begin with a new one."""
+    def base_adapter(self) -> Path:
+        """The adapter that training continued from, when it did not begin with a new one."""
         return self.path / "origin"
 
     @property
@@ -151,11 +151,11 @@ def create(path: Path, fill: Any) -> RunDirectory:
         _remove_unfinished(path.parent)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         building.chmod(0o755)
-        lock = take_lock(building / _BEING_MADE, 1)
+        lock = take_lock(building / _UNFINISHED, 1)
         fill(RunDirectory(building))
         if lock is not None:
             lock.release()  # Windows deletes and renames nothing that is open
-        (building / _BEING_MADE).unlink(missing_ok=True)
+        (building / _UNFINISHED).unlink(missing_ok=True)
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -174,9 +174,9 @@ def create(path: Path, fill: Any) -> RunDirectory:
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left while it made a run directory."""
-    for mark in folder.glob(f".*/{_BEING_MADE}"):
+    for mark in folder.glob(f".*/{_UNFINISHED}"):
         with contextlib.suppress(FileNotFoundError):  # another process has finished its directory
-            if time.time() - mark.stat().st_mtime > _BEGINS_S and not is_locked(mark):
+            if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
                 shutil.rmtree(mark.parent, ignore_errors=True)
 
 
@@ -210,7 +210,7 @@ def remember(run: RunDirectory) -> None:
 
 def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
     """Runs below `runs`, and those that were started in this folder with another output_dir; newest first."""
-    here, found = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
+    here, by_path = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
     try:
         lines = _index().read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -221,9 +221,9 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
             path = Path(entry["run"]) if entry["from"] == here else None
         except (ValueError, TypeError, KeyError):  # a line that was cut off
             continue
-        if path is not None and path not in found and (path / "plan.json").is_file():
-            found[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)
-    return _newest_first(list(found.values()))
+        if path is not None and path not in by_path and (path / "plan.json").is_file():
+            by_path[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)
+    return _newest_first(list(by_path.values()))
 
 
 def _index() -> Path:
@@ -233,10 +233,10 @@ def _index() -> Path:
 def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
     """The run at `source`: its directory, its name, or `latest`. Raises RecipeError when there is none."""
     if str(source) == "latest":
-        found = runs_from_here(runs)
-        if not found:
+        newest_first = runs_from_here(runs)
+        if not newest_first:
             raise CommandError("there are no runs yet", "Start one: finetune run tiny-cpu")
-        return found[0]
+        return newest_first[0]
     for path in (Path(source), runs / str(source)):
         with suppress(OSError):  # a name that is too long
             if (path / "plan.json").is_file():
@@ -249,11 +249,11 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
 
 def require_data(run: RunDirectory) -> None:
     """Raise RecipeError when the run's tokenised rows or tokenizer are missing or have changed."""
-    again = f"Start a new run: finetune run {run.recipe}"
+    fix = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
-        raise CommandError(f"{run.data} is missing or incomplete", again)
+        raise CommandError(f"{run.data} is missing or incomplete", fix)
     if changes := changes_in(run.data):
-        raise CommandError([f"{run.data}: {change}" for change in changes[:5]], again)
+        raise CommandError([f"{run.data}: {change}" for change in changes[:5]], fix)
 
 
 def require_intact_adapter(adapter: Path) -> None:
@@ -267,9 +267,9 @@ def require_intact_adapter(adapter: Path) -> None:
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:
     """Runs below a folder, newest first."""
-    found = [RunDirectory(path.parent) for path in runs.glob("*/plan.json") if not path.parent.name.startswith(".")]
-    return _newest_first(found)
+    directories = [RunDirectory(path.parent) for path in runs.glob("*/plan.json") if not path.parent.name.startswith(".")]
+    return _newest_first(directories)
 
 
-def _newest_first(found: list[RunDirectory]) -> list[RunDirectory]:
-    return sorted(found, key=lambda run: (run.plan.stat().st_mtime, run.path.name), reverse=True)
+def _newest_first(runs: list[RunDirectory]) -> list[RunDirectory]:
+    return sorted(runs, key=lambda run: (run.plan.stat().st_mtime, run.path.name), reverse=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.events import OutOfMemory
 from finetune.forecast.forecast import PhaseForecast
 from finetune.run.accuracy import budget_bytes
-from finetune.run.out_of_memory import asked_by, free_memory, holders, room_bytes
+from finetune.run.out_of_memory import free_memory, holders, requested_bytes, reservable_bytes
 from finetune.run.snapshot import allocator_now
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler
     """The event: error text, requested bytes, measured and forecast memory, what held it, and the settings in use."""
     settings, forecast = plan.settings, plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
     snapshot, now = allocator_now(not plan.card.is_cpu), memory.sample()
-    asked = asked_by(snapshot) or _asked_bytes(str(error))
+    asked = requested_bytes(snapshot) or _asked_bytes(str(error))
     return OutOfMemory(
         phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=asked,
         micro_batch=settings.per_device_train_batch_size, max_length=settings.max_length,
@@ -62,19 +62,19 @@ def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler
 
 def _free(snapshot: Any, asked: int | None, plan: Plan, now: Memory) -> dict[str, Any]:
     """What was free and could not be used; all null without a snapshot."""
-    found = free_memory(snapshot, asked)
-    if found is None:
+    free = free_memory(snapshot, asked)
+    if free is None:
         return {}
     card_free = (
         None if now.card_total_bytes is None or now.card_used_bytes is None else now.card_total_bytes - now.card_used_bytes
     )
-    room = room_bytes(budget_bytes(plan) - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
-    largest = max(found.usable, default=0)
-    enough = asked is not None and sum(found.usable) + (room or 0) >= asked
+    reservable = reservable_bytes(budget_bytes(plan) - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
+    largest = max(free.usable, default=0)
+    enough = asked is not None and sum(free.usable) + (reservable or 0) >= asked
     return {
-        "room_bytes": room, "free_bytes": sum(found.blocks), "free_blocks": len(found.blocks),
-        "largest_free_block_bytes": max(found.blocks, default=0), "largest_usable_block_bytes": largest,
-        "fragmented": None if asked is None else enough and max(largest, room or 0) < asked,
+        "room_bytes": reservable, "free_bytes": sum(free.blocks), "free_blocks": len(free.blocks),
+        "largest_free_block_bytes": max(free.blocks, default=0), "largest_usable_block_bytes": largest,
+        "fragmented": None if asked is None else enough and max(largest, reservable or 0) < asked,
     }  # fmt: skip
 
 

@@ -67,12 +67,12 @@ class _NvmlCard:
     def _others(self) -> int | None:
         """Bytes of other processes, compute and graphics; None when one is unknown, or this process isn't among them."""
         try:
-            held = memory_of_processes(self._handle)
+            bytes_by_pid = memory_of_processes(self._handle)
         except pynvml.NVMLError:
             return None
-        if held is None or os.getpid() not in held:  # ids of a container's host
+        if bytes_by_pid is None or os.getpid() not in bytes_by_pid:  # ids of a container's host
             return None
-        others = [size for pid, size in held.items() if pid != os.getpid()]
+        others = [size for pid, size in bytes_by_pid.items() if pid != os.getpid()]
         return None if any(size is None for size in others) else sum(size or 0 for size in others)
 
     def sensors(self) -> dict[str, float | None]:

@@ -25,7 +25,7 @@ class MemoryWatch:
     def __init__(self, may_spill: bool | None = None) -> None:
         """`may_spill`: whether a full card spills to host memory; None asks this machine."""
         self._may_spill = has_windows_driver() if may_spill is None else may_spill
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._step_s: deque[float] = deque(maxlen=50)
         self._others_bytes: int | None = None
         self._epoch_levels: list[int] = []
@@ -39,9 +39,9 @@ class MemoryWatch:
     def step(self, memory: Memory, step_s: float) -> list[str]:
         """Warnings after an optimizer step that took `step_s` seconds."""
         self._raise_peak(memory)
-        found = [self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)]
+        warnings = [self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)]
         self._step_s.append(step_s)
-        return [text for kind, text in found if text and self._first(kind)]
+        return [text for kind, text in warnings if text and self._first(kind)]
 
     def epoch(self, memory: Memory) -> list[str]:
         """Warnings at the end of an epoch: allocated memory that grows from epoch to epoch is a leak."""
@@ -56,8 +56,8 @@ class MemoryWatch:
         self._peak_allocated_bytes = max(self._peak_allocated_bytes, memory.peak_allocated_bytes or 0)
 
     def _first(self, kind: str) -> bool:
-        new = kind not in self._said
-        self._said.add(kind)
+        new = kind not in self._warned
+        self._warned.add(kind)
         return new
 
     def _spill(self, memory: Memory, step_s: float) -> tuple[str, str]:

@@ -33,10 +33,11 @@ def notify(name: str, run: Path, state: State) -> str:
     program = _PROGRAMS[name]
     how = ["--app-name=finetune", "--", title, text] if name == "desktop" else [f"--title={title}", f"--body={text or title}"]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [program, *how], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no notification was sent: {program}: {error}"
-    said = (done.stderr or done.stdout).strip().splitlines()
-    return f"no notification was sent: {program}: {said[-1] if said else done.returncode}" if done.returncode else ""
+    output = (completed.stderr or completed.stdout).strip().splitlines()
+    problem = output[-1] if output else completed.returncode
+    return f"no notification was sent: {program}: {problem}" if completed.returncode else ""

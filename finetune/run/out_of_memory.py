@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SMALL_REQUEST = MIB
 #: Holders that are named.
 MOST_HOLDERS = 6
-#: More allocated than this share above the forecast is said to be the cause.
+#: More allocated than this share above the forecast is reported as the cause.
 FORECAST_ERROR = 0.02
 
 
@@ -38,9 +38,9 @@ class FreeMemory:
 def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
     """The free blocks at the time of a snapshot; None when it has no segments.
 
-    torch frees whole cached segments before it gives up, so what is left lies beside live blocks.
+    torch frees whole cached segments before it gives up, so the remaining free blocks share segments with live ones.
     """
-    free, usable, waiting, known = [], [], 0, False
+    free, usable, waiting, has_segments = [], [], 0, False
     streams: Counter[Any] = Counter()
     segments = list(_segments(snapshot))
     for segment in segments:
@@ -48,7 +48,7 @@ def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
     stream = streams.most_common(1)[0][0] if streams else None
     pool = None if asked_bytes is None else "small" if asked_bytes <= SMALL_REQUEST else "large"
     for segment in segments:
-        known = True
+        has_segments = True
         fits = str(segment.get("stream")) == stream and (pool is None or segment.get("segment_type") in (pool, None))
         for block in _blocks(segment):
             size = _size(block, "size")
@@ -58,10 +58,10 @@ def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
                     usable.append(size)
             elif block.get("state") in ("active_awaiting_free", "active_pending_free"):
                 waiting += size
-    return FreeMemory(tuple(sorted(free, reverse=True)), tuple(sorted(usable, reverse=True)), waiting) if known else None
+    return FreeMemory(tuple(sorted(free, reverse=True)), tuple(sorted(usable, reverse=True)), waiting) if has_segments else None
 
 
-def asked_by(snapshot: Any) -> int | None:
+def requested_bytes(snapshot: Any) -> int | None:
     """Bytes of the newest request that failed, to the byte; None unless the allocator's history was recorded."""
     traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
     entries = [
@@ -77,7 +77,7 @@ def asked_by(snapshot: Any) -> int | None:
 def holders(snapshot: Any) -> dict[str, int]:
     """What holds most of the allocated memory, with its bytes, largest first: the line of code that allocated it where the
     history was recorded, else blocks of one size."""
-    held: Counter[str] = Counter()
+    holder_bytes: Counter[str] = Counter()
     sizes: Counter[int] = Counter()
     for segment in _segments(snapshot):
         for block in _blocks(segment):
@@ -85,20 +85,20 @@ def holders(snapshot: Any) -> dict[str, int]:
             if block.get("state") != "active_allocated" or not size:
                 continue
             if where := _line(block):
-                held[where] += size
+                holder_bytes[where] += size
             else:
                 sizes[size] += 1
     for size, count in sizes.items():
-        held[f"{count:,} x {format_bytes(size)}" if count > 1 else f"one of {format_bytes(size)}"] += count * size
-    return dict(held.most_common(MOST_HOLDERS))
+        holder_bytes[f"{count:,} x {format_bytes(size)}" if count > 1 else f"one of {format_bytes(size)}"] += count * size
+    return dict(holder_bytes.most_common(MOST_HOLDERS))
 
 
-def room_bytes(limit_bytes: int | None, reserved_bytes: int | None, card_free_bytes: int | None) -> int | None:
+def reservable_bytes(limit_bytes: int | None, reserved_bytes: int | None, card_free_bytes: int | None) -> int | None:
     """Bytes that could still be reserved: within the run's limit, and free on the card; None when neither is known."""
-    rooms = [card_free_bytes] if card_free_bytes is not None else []
+    limits = [card_free_bytes] if card_free_bytes is not None else []
     if limit_bytes is not None and reserved_bytes is not None:
-        rooms.append(limit_bytes - reserved_bytes)
-    return max(0, min(rooms)) if rooms else None
+        limits.append(limit_bytes - reserved_bytes)
+    return max(0, min(limits)) if limits else None
 
 
 def explanation(event: OutOfMemory) -> str:
@@ -121,20 +121,20 @@ def _fragments(event: OutOfMemory) -> str:
     free, largest, asked = event.free_bytes, event.largest_free_block_bytes, event.asked_bytes
     if free is None or largest is None or event.free_blocks is None:
         return ""
-    held = f"{format_bytes(free)} of reserved memory are free, in {event.free_blocks:,} pieces"
+    free_text = f"{format_bytes(free)} of reserved memory are free, in {event.free_blocks:,} pieces"
     usable = event.largest_usable_block_bytes
     if asked is None:
-        return f"{held}, the largest {format_bytes(largest)}."
+        return f"{free_text}, the largest {format_bytes(largest)}."
     if event.fragmented:
         return (
-            f"Fragmentation: {held}, of which the largest that this request may use has {format_bytes(usable or 0)}; "
+            f"Fragmentation: {free_text}, of which the largest that this request may use has {format_bytes(usable or 0)}; "
             "together they would have sufficed. packing=true or rows of similar length reduce it."
         )
     if usable is not None and usable >= asked:
-        return f"{held}, one of them large enough by now: what failed has been freed since."
+        return f"{free_text}, one of them large enough by now: what failed has been freed since."
     if largest >= asked:
-        return f"{held}; the largest, {format_bytes(largest)}, belongs to another stream or to small requests."
-    return f"{held}, too little together." if free else "No reserved memory is free."
+        return f"{free_text}; the largest, {format_bytes(largest)}, belongs to another stream or to small requests."
+    return f"{free_text}, too little together." if free else "No reserved memory is free."
 
 
 def _expectation(event: OutOfMemory) -> str:
@@ -146,20 +146,20 @@ def _expectation(event: OutOfMemory) -> str:
         expected += f" and {format_bytes(event.forecast_reserved_bytes)} reserved"
     if allocated is None:
         return f"{expected} at most."
-    words = f"{expected} at most; {format_bytes(allocated)} were allocated"
+    message = f"{expected} at most; {format_bytes(allocated)} were allocated"
     if event.peak_reserved_bytes is not None:
-        words += f" and {format_bytes(event.peak_reserved_bytes)} reserved"
-    return f"{words}, more than forecast." if allocated > (1 + FORECAST_ERROR) * forecast else f"{words} before it failed."
+        message += f" and {format_bytes(event.peak_reserved_bytes)} reserved"
+    return f"{message}, more than forecast." if allocated > (1 + FORECAST_ERROR) * forecast else f"{message} before it failed."
 
 
 def _segments(snapshot: Any) -> Iterator[dict[str, Any]]:
-    found = snapshot.get("segments") if isinstance(snapshot, dict) else None
-    yield from (segment for segment in (found if isinstance(found, (list, tuple)) else ()) if isinstance(segment, dict))
+    segments = snapshot.get("segments") if isinstance(snapshot, dict) else None
+    yield from (segment for segment in (segments if isinstance(segments, (list, tuple)) else ()) if isinstance(segment, dict))
 
 
 def _blocks(segment: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    found = segment.get("blocks")
-    yield from (block for block in (found if isinstance(found, (list, tuple)) else ()) if isinstance(block, dict))
+    blocks = segment.get("blocks")
+    yield from (block for block in (blocks if isinstance(blocks, (list, tuple)) else ()) if isinstance(block, dict))
 
 
 def _size(values: dict[str, Any], name: str) -> int:

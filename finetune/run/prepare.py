@@ -18,11 +18,11 @@ from finetune.model.weights import check_weights
 from finetune.plan.plan import Verdict
 from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.recipe import write_recipe
+from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
 from finetune.run.card import triton_needs
 from finetune.run.directory import create, remember
-from finetune.run.layers import with_layers_checked
 from finetune.run.notification import missing_notifier
-from finetune.run.origin import keep, located, require_usable
+from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.units import format_bytes
@@ -49,14 +49,14 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
-    recipe, _ = named_model(located(recipe))
+    recipe, _ = named_model(with_adapter_folder(recipe))
     # first: a missing card is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
     rows = _Rows(progress)
     plan = plan_recipe(recipe, card, rows)
     settings = plan.settings
-    require_usable(settings)
+    require_usable_adapter(settings)
     prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or _shorter(settings, plan))
     prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
@@ -66,7 +66,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         )
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))
-    plan = with_layers_checked(plan, force=force)
+    plan = check_layer_offloading(plan, force=force)
     if not card.is_cpu and (lacking := triton_needs()):
         plan = plan.noting(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)
@@ -140,17 +140,17 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     write_manifest(run.data, {})
     if settings.adapter_name_or_path is not None:
-        keep(run, Path(settings.adapter_name_or_path))
+        copy_base_adapter(run, Path(settings.adapter_name_or_path))
     run.checkpoints.mkdir()
     write_json(run.plan, prepared.plan.as_json())
 
 
 def _check_disk(path: Path, plan: Plan) -> None:
     needed = plan.forecast.disk_bytes if plan.forecast else 0
-    place, free = existing_parent(path), free_disk_bytes(path)
+    parent, free = existing_parent(path), free_disk_bytes(path)
     if needed > free:
         raise DiskFull(
-            f"{place} has {format_bytes(free)} free, the run needs {format_bytes(needed)} for checkpoints and the adapter",
+            f"{parent} has {format_bytes(free)} free, the run needs {format_bytes(needed)} for checkpoints and the adapter",
             "Free some space, set output_dir to another disk, or lower save_total_limit.",
         )
 

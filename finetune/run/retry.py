@@ -55,16 +55,16 @@ def adjusted_plan(run: RunDirectory) -> Plan:
 
 
 def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
-    """The adjusted plan with a forecast of its own, which is kept in the run directory: that of other settings says nothing
+    """The adjusted plan with its own forecast, which is saved in the run directory: that of other settings says nothing
     about what this attempt measures. Without a forecast where it can't be made."""
     changes = _adjustments(run)
     if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
         return plan
-    from finetune.plan.planning import forecast_again
+    from finetune.plan.planning import reforecast
 
     try:
-        forecast = forecast_again(plan, _statistics(run))
-    except Exception:  # noqa: BLE001 - the run goes on without one
+        forecast = reforecast(plan, _statistics(run))
+    except Exception:  # noqa: BLE001 - the run continues without one
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
     with contextlib.suppress(OSError):  # a full disk: it is made again at the next attempt
@@ -92,7 +92,7 @@ def adjusted_since_s(run: RunDirectory) -> float:
     """The time from which on the run's memory is that of its adjusted plan; 0 where no change was of memory."""
     try:
         adjusted = _adjusted_forecast(run, _adjustments(run))
-    except (OSError, ValueError, TypeError):  # damaged, which `adjusted_plan` says
+    except (OSError, ValueError, TypeError):  # damaged, which `adjusted_plan` reports
         return 0.0
     return adjusted.since_s if adjusted else 0.0
 
@@ -142,16 +142,16 @@ def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
 
 def nothing_smaller(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
     """The message when no smaller plan is left. `holders`: other processes on the card, with their bytes."""
-    again = f"finetune plan {recipe}"
+    command = f"finetune plan {recipe}"
     if phase != "load":
         less = "a shorter max_length or a smaller model needs less memory"
-        return f"out of memory in phase {phase}, and no smaller plan is left to try; {less}: {again}"
+        return f"out of memory in phase {phase}, and no smaller plan is left to try; {less}: {command}"
     needs = f" ({format_bytes(plan.forecast.peaks['load'])} by the forecast)" if plan.forecast else ""
     close = f"close other programs on the card ({', '.join(holders[:6])}), or " if holders else ""
     quantise = "" if plan.settings.load_in_4bit else "load_in_4bit=true or "
     return (
         f"out of memory while the model was loaded{needs}, which no smaller micro-batch changes; {close}plan again with "
-        f"{quantise}a smaller model: {again}"
+        f"{quantise}a smaller model: {command}"
     )
 
 
@@ -161,7 +161,7 @@ def _changes_of(changes: dict[str, Any], what: Decides) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _AdjustedForecast:
-    """What the run directory keeps: the forecast with these changes of memory, made at this time."""
+    """Saved in the run directory: the forecast with these changes of memory, and the time it was made."""
 
     changes: dict[str, Any]
     forecast: Forecast
@@ -169,7 +169,7 @@ class _AdjustedForecast:
 
 
 def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
-    """What an earlier attempt with the same changes has kept."""
+    """The forecast that an earlier attempt with the same changes saved."""
     try:
         adjusted = from_json(_AdjustedForecast, json.loads(run.adjusted_forecast.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # none, or a damaged one: it is made again

@@ -22,9 +22,9 @@ MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 #: Files that a library would load if they were added to a folder; others (README.md) may be.
 _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
-#: Facts that are hashes, in words.
+#: Facts that are hashes, and the message when they differ.
 _HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
-           "origin": "the adapter that it went on from has changed"}  # fmt: skip
+           "origin": "the adapter that it continued from has changed"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
         files = {
             path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in paths
         }
-        for done in synced:
-            done.result()
+        for future in synced:
+            future.result()
     manifest = {**values, "files": files}
     manifest["seal"] = _seal_of(manifest)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
@@ -95,8 +95,8 @@ def changes_in(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, OSError):
         return ["its manifest can't be read"]
     problems = [problem for name, expected in files.items() if (problem := _change(folder / name, name, expected))]
-    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
-    return problems + [f"{name} is not in its manifest" for name in found if name not in files and name != MANIFEST]
+    loaded = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
+    return problems + [f"{name} is not in its manifest" for name in loaded if name not in files and name != MANIFEST]
 
 
 def _change(path: Path, name: str, expected: dict[str, Any]) -> str:
@@ -144,5 +144,5 @@ def _seal_of(manifest: dict[str, Any]) -> str:
 
 
 def _by_step(checkpoints: Path) -> list[tuple[int, Path]]:
-    found = [(int(match[1]), path) for path in checkpoints.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
-    return sorted(found, reverse=True)
+    by_step = [(int(match[1]), path) for path in checkpoints.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(by_step, reverse=True)

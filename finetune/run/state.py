@@ -100,8 +100,8 @@ def process_is(record: dict[str, float]) -> bool:
     pid, ticks = int(record["pid"]), record.get("started_ticks")
     try:
         process = psutil.Process(pid)
-        same = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
+        return same_start and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's has taken the number
         return False
 

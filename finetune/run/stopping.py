@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 
-def ask(run: RunDirectory, pid: int, number: int) -> None:
-    """Ask the process `pid` of a run to stop; `number`: the signal, which its exit status will tell."""
+def request_stop(run: RunDirectory, pid: int, number: int) -> None:
+    """Ask the process `pid` of a run to stop; `number`: the signal, which sets its exit status."""
     if WINDOWS:  # os.kill would end it at once
         with run.stop_requests.open("ab") as file:
             file.write(f"{number}\n".encode())
@@ -24,15 +24,15 @@ def ask(run: RunDirectory, pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def ask_once(run: RunDirectory, pid: int, number: int) -> None:
-    """Ask, unless somebody has since the run's start: of several commands one does, and the next when that one was killed."""
+def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
+    """Request a stop unless there was a request since the run's start: of several commands one does, if killed the next."""
     lock = None
-    with contextlib.suppress(OSError):  # a full disk: better asked twice than never
+    with contextlib.suppress(OSError):  # a full disk: better two requests than none
         lock = take_lock(run.stop_lock, wait_s=1)
     try:
-        if _was_asked(run):
+        if _has_request(run):
             return
-        ask(run, pid, number)
+        request_stop(run, pid, number)
         if not WINDOWS:
             with contextlib.suppress(OSError), run.stop_requests.open("ab") as file:
                 file.write(b"signalled\n")
@@ -41,14 +41,14 @@ def ask_once(run: RunDirectory, pid: int, number: int) -> None:
             lock.release()
 
 
-def _was_asked(run: RunDirectory) -> bool:
+def _has_request(run: RunDirectory) -> bool:
     try:
         return run.stop_requests.stat().st_size > 0
     except OSError:
         return False
 
 
-def asked(run: RunDirectory) -> list[int]:
+def read_stop_requests(run: RunDirectory) -> list[int]:
     """The requests in the run's file, oldest first, as numbers of signals."""
     try:
         return [int(line) for line in run.stop_requests.read_bytes().splitlines() if line.isdigit()]
@@ -56,6 +56,6 @@ def asked(run: RunDirectory) -> list[int]:
         return []
 
 
-def forget(run: RunDirectory) -> None:
+def clear_stop_requests(run: RunDirectory) -> None:
     """Remove requests that an earlier start of the run obeyed."""
     run.stop_requests.unlink(missing_ok=True)

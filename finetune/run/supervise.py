@@ -29,8 +29,8 @@ from finetune.run.directory import RunDirectory
 from finetune.run.notification import notify
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record
-from finetune.run.stopping import asked
-from finetune.system import WINDOWS, outlive_terminal, take_lock
+from finetune.run.stopping import read_stop_requests
+from finetune.system import WINDOWS, ignore_hangup, take_lock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,19 +73,19 @@ class Supervisor:
         """Wait for the card, then run attempts; returns the run's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self.signals.append(number))
-        outlive_terminal()
+        ignore_hangup()
         card = read_plan(self.run.plan).card
         if card.is_cpu:
-            return self._told(self._attempts())
+            return self._notify(self._attempts())
         queue = card_queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
             code = self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
         finally:
             queue.leave()
-        return self._told(code)
+        return self._notify(code)
 
-    def _told(self, code: int) -> int:
+    def _notify(self, code: int) -> int:
         """Notify of the run's end, where the recipe asks for it; returns the exit status."""
         last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
         if last is not None and (problem := notify(adjusted_plan(self.run).settings.notify, self.run.path, last)):
@@ -94,14 +94,14 @@ class Supervisor:
 
     def _wait_for_turn(self, queue: Queue) -> bool:
         """Wait for other runs on the card; False when a signal came first."""
-        told: list[str] | None = None
+        reported: list[str] | None = None
         while ahead := queue.ahead():
             self._read_requests()
             if self.signals:
                 return False
-            if ahead != told:
+            if ahead != reported:
                 self._emit(State(state="queued", message=f"waiting for {ahead[-1]}; {len(ahead)} ahead in the queue"))
-                told = ahead
+                reported = ahead
             time.sleep(_POLL_S)
         return True
 
@@ -113,8 +113,8 @@ class Supervisor:
             self._emit(State(state="starting", attempt=attempt))
             code = self._attempt()
             self.seen += self.reader.new()
-            again = {5: self._smaller_plan, 6: self._lower_rate}.get(code)
-            if again and not self.signals and again(attempt):
+            retry = {5: self._smaller_plan, 6: self._lower_rate}.get(code)
+            if retry and not self.signals and retry(attempt):
                 attempt += 1
                 continue
             return self._final_state(code)
@@ -140,19 +140,19 @@ class Supervisor:
             worker.wait()
             return DiskFull.exit_code
         self.sign = (None, time.monotonic())
-        told, asked_s, ended = 0, 0.0, False
+        handled, requested_s, ended = 0, 0.0, False
         while worker.poll() is None:
             self._read_requests()
-            if len(self.signals) > told:
-                told += 1  # one at a time: the next may come while this one is acted on
-                if told > 1 or not self._has_started():  # the second signal, or nothing to save yet
+            if len(self.signals) > handled:
+                handled += 1  # one at a time: the next may come while this one is handled
+                if handled > 1 or not self._has_started():  # the second signal, or nothing to save yet
                     _kill_tree(worker)
                     ended = True
                 else:
                     self._emit(State(state="stopping"))
-                    self._ask(worker, launcher)
-                    asked_s = time.monotonic()
-            if asked_s and time.monotonic() - asked_s > self.stop_deadline_s:
+                    self._request_stop(worker, launcher)
+                    requested_s = time.monotonic()
+            if requested_s and time.monotonic() - requested_s > self.stop_deadline_s:
                 _kill_tree(worker)
                 ended = True
             if self._hangs():
@@ -166,11 +166,11 @@ class Supervisor:
 
     def _read_requests(self) -> None:
         """Count requests of the run's file as signals."""
-        found = asked(self.run)
-        self.signals += found[self.requests :]
-        self.requests = max(self.requests, len(found))
+        requests = read_stop_requests(self.run)
+        self.signals += requests[self.requests :]
+        self.requests = max(self.requests, len(requests))
 
-    def _ask(self, worker: subprocess.Popen[bytes], launcher: Launcher | None) -> None:
+    def _request_stop(self, worker: subprocess.Popen[bytes], launcher: Launcher | None) -> None:
         """Ask the worker to stop, which reads the run's file itself; Windows can't signal it."""
         if launcher is not None:
             launcher.send(worker, self.signals[0])

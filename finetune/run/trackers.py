@@ -2,7 +2,7 @@
 
 They get an event after it is written, so they change neither events nor the measured time of a step. Their files are in
 RUN/trackers. Nothing is sent from the machine unless the environment says so: WANDB_MODE=online, TRACKIO_SPACE_ID. A tracker
-that fails is switched off with a warning, and the run goes on.
+that fails is switched off with a warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trackers:
 
 
 def forecast_numbers(plan: Plan) -> dict[str, float]:
-    """The plan's forecast and budget in bytes, as constant lines beside the measured curves; empty without a forecast."""
+    """The plan's forecast and budget in bytes, as constant lines in charts of the measured ones; empty without a forecast."""
     forecast = plan.forecast
     numbers = {
         "forecast/peak_bytes": forecast.peak_bytes if forecast else None,
@@ -122,7 +122,7 @@ class _Attempt:
         """Name in W&B and Trackio. They can't undo steps, so a resumed run is a new one in the same group."""
         return f"{self.group}-from-{self.step}" if self.step else self.group
 
-    def place(self, name: str) -> Path:
+    def folder(self, name: str) -> Path:
         folder = self.run.trackers.resolve() / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -139,7 +139,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are repeated
-        self._writer = SummaryWriter(str(attempt.place("tensorboard")), purge_step=hidden_from)
+        self._writer = SummaryWriter(str(attempt.folder("tensorboard")), purge_step=hidden_from)
         self._writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -153,10 +153,10 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, attempt: _Attempt) -> None:
-        place = str(attempt.place("wandb"))
+        folder = str(attempt.folder("wandb"))
         _default_environment(
             WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_CONSOLE="off", WANDB_FINISH_TIMEOUT="300",
-            WANDB_DIR=str(attempt.run.trackers.resolve()), WANDB_CACHE_DIR=f"{place}/cache", WANDB_DATA_DIR=f"{place}/data",
+            WANDB_DIR=str(attempt.run.trackers.resolve()), WANDB_CACHE_DIR=f"{folder}/cache", WANDB_DATA_DIR=f"{folder}/data",
             WANDB_PROJECT=_PROJECT,
         )  # fmt: skip
         import wandb
@@ -173,7 +173,7 @@ class _Wandb:
 
 class _Trackio:
     def __init__(self, attempt: _Attempt) -> None:
-        _default_environment(TRACKIO_DIR=str(attempt.place("trackio")))  # read when it is imported
+        _default_environment(TRACKIO_DIR=str(attempt.folder("trackio")))  # read when it is imported
         import trackio
 
         self._run = trackio.init(

@@ -25,7 +25,7 @@ from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
 from finetune.model.padding import without_mask
 from finetune.model.techniques import step_context, training_arguments
 from finetune.recipe.compatibility import padding_multiple
-from finetune.run.best import best_of, best_sealed, evaluations, lost_best
+from finetune.run.best import best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.failures import is_disk_full
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from finetune.events import EventWriter
     from finetune.plan.plan import Plan
     from finetune.recipe import Settings
-    from finetune.run.best import Evaluated
+    from finetune.run.best import EvaluatedStep
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
 
@@ -120,7 +120,7 @@ class LongestEarly(Sampler[int]):
 
     The second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
     gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
-    change places with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
+    are swapped with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
     the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps.
     """
 
@@ -137,11 +137,11 @@ class LongestEarly(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order = torch.randperm(len(self._lengths), generator=generator).tolist()
-        places = self._places()
-        longest = heapq.nlargest(len(places), range(len(order)), key=self._lengths.__getitem__)
-        for row, place in zip(longest, places, strict=True):
+        indices = self._longest_indices()
+        longest = heapq.nlargest(len(indices), range(len(order)), key=self._lengths.__getitem__)
+        for row, index in zip(longest, indices, strict=True):
             other = order.index(row)
-            order[place], order[other] = row, order[place]
+            order[index], order[other] = row, order[index]
         starts = range(0, len(order), self._batch)
         return iter([row for start in starts for row in self._sorted(order[start : start + self._batch], start)])
 
@@ -149,8 +149,8 @@ class LongestEarly(Sampler[int]):
         """A step's rows by length: those of the first step from the longest down, others up."""
         return sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
 
-    def _places(self) -> tuple[int, ...]:
-        """Places of the longest rows in this epoch, the longest first."""
+    def _longest_indices(self) -> tuple[int, ...]:
+        """Indices of the longest rows in this epoch, the longest first."""
         rows = len(self._lengths)
         if self._epoch == 0:
             return (0,)[:rows] if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)
@@ -179,7 +179,7 @@ class RunTrainer(SFTTrainer):
         self._counted: dict[str, Any] = {}
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
-        self.best: Evaluated | None = None  # that has a checkpoint, or gets one before the next step
+        self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
         super().__init__(**arguments)
         self.samples = Samples(plan, run, self.processing_class)
 
@@ -249,11 +249,11 @@ class RunTrainer(SFTTrainer):
         return metrics
 
     def recall_best(self) -> None:
-        """Find the best step of a resumed run in its history; say when its checkpoint is lost."""
+        """Find the best step of a resumed run in its history; warn when its checkpoint is unusable."""
         evaluated = evaluations(self.state.log_history)
         self.best, lowest = best_sealed(evaluated, self.run), best_of(evaluated)
         if lowest is not None and lowest != self.best:
-            self.events.emit(RunWarning(message=lost_best(lowest.step, "missing or damaged")))
+            self.events.emit(RunWarning(message=unusable_best_message(lowest.step, "missing or damaged")))
 
     def is_best_so_far(self) -> bool:
         """After an evaluation: whether its loss is the lowest of the steps that have a checkpoint, and remembered as such."""
@@ -264,13 +264,13 @@ class RunTrainer(SFTTrainer):
         return True
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
-        """Write no model card: TRL would put one beside each checkpoint."""
+        """Write no model card: TRL would write one into each checkpoint."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run.checkpoints / _PARTIAL)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write to a temporary folder, then hash, sync and rename it to checkpoint-N while training goes on.
+        """Write to a temporary folder, then hash, sync and rename it to checkpoint-N while training continues.
 
         Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
         """
@@ -291,7 +291,7 @@ class RunTrainer(SFTTrainer):
         if sealing is not None:
             sealing.result()
 
-    def _seal(self, folder: Path, step: int, save_s: float, best: Evaluated | None) -> None:
+    def _seal(self, folder: Path, step: int, save_s: float, best: EvaluatedStep | None) -> None:
         began = time.perf_counter()
         with self._or_nothing(step):
             target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)

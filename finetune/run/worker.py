@@ -17,22 +17,22 @@ from finetune import events
 from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
-from finetune.garbage import collect_as_usual, collect_rarely, leave_all
+from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.model.weights import weights_fingerprint
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import at_end, record_measurements
-from finetune.run.best import in_words, save_result
+from finetune.run.base_adapter import base_adapter_hash, base_adapter_of, load_base_adapter
+from finetune.run.best import result_summary, save_result
 from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.memory import MemorySampler
-from finetune.run.origin import load_origin, origin_hash, origin_of
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted
 from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import MemoryHistory
 from finetune.run.trackers import Trackers
-from finetune.system import outlive_terminal, take_lock
+from finetune.system import ignore_hangup, take_lock
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -63,7 +63,7 @@ class Worker:
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
-        """Run the attempt; returns the exit status. The final event says how it ended."""
+        """Run the attempt; returns the exit status. The final event has the reason."""
         code = self._attempt()
         self.trackers.close(code)
         return code
@@ -88,8 +88,8 @@ class Worker:
             if is_disk_full(error):
                 full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
                 return self._failed(7, "paused", full)
-            if lost := lost_card(self.plan, self.run.path):
-                return self._failed(lost.exit_code, "failed", lost)
+            if card_error := lost_card(self.plan, self.run.path):
+                return self._failed(card_error.exit_code, "failed", card_error)
             return self._failed(1, "failed", FinetuneError(f"{type(error).__name__}: {error}"))
 
     def _failed(self, code: int, state: str, error: FinetuneError) -> int:
@@ -109,8 +109,8 @@ class Worker:
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
-        goes_on = self.plan.settings.adapter_name_or_path is not None
-        trainer.args.eval_on_start = goes_on and checkpoint is None and trainer.args.eval_strategy != "no"
+        continues = self.plan.settings.adapter_name_or_path is not None
+        trainer.args.eval_on_start = continues and checkpoint is None and trainer.args.eval_strategy != "no"
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
@@ -158,10 +158,10 @@ class Worker:
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
-        from finetune.run.layers import check_host_memory
+        from finetune.run.offloading_checks import check_host_memory
         from finetune.run.training import RunTrainer, sft_config
 
-        collect_as_usual()
+        restore_gc_thresholds()
         require_data(self.run)
         check_host_memory(self.plan)
         settings = self.plan.settings
@@ -195,7 +195,7 @@ class Worker:
         # after SFTTrainer, which casts the adapters of a 4-bit model to bf16
         prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
         if settings.adapter_name_or_path is not None:
-            load_origin(trainer.model, self.run)
+            load_base_adapter(trainer.model, self.run)
         return trainer, callback
 
     @cached_property
@@ -210,11 +210,11 @@ class Worker:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
         differences = facts_differ(checkpoint.facts, deciding_facts(self._facts)) if checkpoint else []
-        origin = origin_of(self.run)
+        origin = base_adapter_of(self.run)
         if origin is not None and origin.base != self._facts.get("base", origin.base) and origin.base is not None:
-            differences.append("the base model's weights are not those that the adapter it goes on from was trained on")
+            differences.append("the base model's weights are not those that its base adapter was trained on")
         if ranks.all_reduce_max(len(differences)):  # all end together: only local rank 0 has compared the weights
-            name = f"resume from {checkpoint.path.name}" if checkpoint else "go on from the adapter"
+            name = f"resume from {checkpoint.path.name}" if checkpoint else "continue from the adapter"
             raise FinetuneError(
                 [f"can't {name}: {line}" for line in differences or ["another process finds a difference"]],
                 "Restore the setting, or start a new run.",
@@ -268,7 +268,7 @@ class Worker:
         if result is None:
             return ""
         self.events.emit(result)
-        text = in_words(result, self.run, trainer.state.max_steps)
+        text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
     def _after_divergence(self) -> str:
@@ -287,13 +287,13 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
     facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
-    weights, origin = weights_fingerprint(plan.settings) if base else None, origin_hash(run)
+    weights, origin = weights_fingerprint(plan.settings) if base else None, base_adapter_hash(run)
     return {**facts, **({"base": weights} if weights else {}), **({"origin": origin} if origin else {})}
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data", "base", "origin"} - {"dataset"}  # which the fingerprint stands for
+    names = {*settings_that_decide(Decides.RESULT), "data", "base", "origin"} - {"dataset"}  # whose hash is the fingerprint
     return {name: value for name, value in facts.items() if name in names}
 
 
@@ -323,8 +323,8 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     """Entry point of the process."""
-    outlive_terminal()
-    collect_rarely()  # until everything is imported
+    ignore_hangup()
+    raise_gc_thresholds()  # until everything is imported
     run = RunDirectory(Path(sys.argv[1]))
     writes = ranks.this_rank().is_local_rank_0
     lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
@@ -333,7 +333,7 @@ def main() -> int:
         return 1
     worker = Worker(run)
     code = worker.main()
-    leave_all()
+    skip_gc_at_exit()
     return ranks.tear_down(worker.rank, code)
 
 

@@ -9,7 +9,7 @@ from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
 from finetune.model.configuration import resolve_model_path
 from finetune.plan.plan import read_plan
-from finetune.system import typed
+from finetune.system import shell_join
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -40,14 +40,14 @@ def vllm_command(runs: dict[str, RunDirectory], tokens: int | None = None) -> st
     if template:
         arguments += ["--chat-template", str(template.resolve())]
     modules = [f"{name}={folder.resolve()}" for name, folder in folders.items() if folder]
-    return typed([*arguments, "--lora-modules", *modules])
+    return shell_join([*arguments, "--lora-modules", *modules])
 
 
 def llama_command(runs: dict[str, RunDirectory]) -> str:
     """The command for llama.cpp's server, after the export."""
     name, run = next(iter(runs.items()))
     model = (run.path / "gguf-f16" / f"{name}-f16.gguf").resolve()
-    return typed(["llama-server", "--model", str(model), "--alias", name, "--jinja"])
+    return shell_join(["llama-server", "--model", str(model), "--alias", name, "--jinja"])
 
 
 def _adapter_config(folder: Any) -> dict[str, Any]:

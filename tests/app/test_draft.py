@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
+from app.background.queue import Queue
 from app.planning.draft import Draft, command_line
-from app.starts.waiting import Queue
-from app.views.recipe_form import fields, typed
+from app.views.recipe_form import as_settings, fields
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, parse_recipe, shipped_recipes
@@ -35,7 +35,7 @@ def test_the_first_draft_is_a_recipe_that_runs_anywhere(draft):
 @pytest.mark.parametrize("field", fields(), ids=lambda field: field.name)
 def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
     before = draft.read()
-    after = draft.change(**typed(field, field.text(before)))
+    after = draft.change(**as_settings(field, field.text(before)))
     assert after.recipe is not None
     assert after.recipe.model_dump() == before.recipe.model_dump()
 
@@ -53,7 +53,7 @@ def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
 )
 def test_what_is_typed_becomes_the_value_that_yaml_would_give(draft, name, text, value):
     field = next(field for field in fields() if field.name == name)
-    edited = draft.change(**typed(field, text))
+    edited = draft.change(**as_settings(field, text))
     assert getattr(edited.recipe, name) == value
     assert field.text(draft.read()) in (text, str(value).lower(), '["q_proj", "v_proj"]', "0.0001")
 
@@ -139,7 +139,7 @@ def test_a_deleted_run_is_kept_in_the_trash(workspace):
 
 
 def test_the_queue_is_files_and_keeps_its_order(workspace, monkeypatch):
-    monkeypatch.setattr(Queue, "ensure", lambda self: None)
+    monkeypatch.setattr(Queue, "ensure_starter", lambda self: None)
     queue = Queue(workspace)
     entries = [queue.add(load_recipe("tiny-cpu", [f"seed={seed}"])) for seed in (1, 2, 3)]
     again = Queue(workspace)

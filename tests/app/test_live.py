@@ -117,11 +117,11 @@ def test_a_long_history_is_read_in_the_background_and_kept(run, tmp_path, monkey
     live = follow(run, tmp_path)
     assert live.refresh() is False
     live.wait()
-    live._keep_digest()
+    live._save_digest()
     again = follow(run, tmp_path)
     again.refresh()
     again.wait()
-    assert again._kept > 50_000
+    assert again._saved_offset > 50_000
     assert again.digest.series["loss"].points() == live.digest.series["loss"].points()
     assert again.digest.step == 5000
 

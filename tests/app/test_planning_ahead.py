@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from app.planning.ahead import USUAL, Ahead, neighbours
 from app.planning.planner import Planner
+from app.planning.prefetch import USUAL, PlanPrefetcher, neighbours
 from app.planning.process import Questions, _data_key
 from app.workspace import Workspace
 from finetune.recipe import load_recipe, resolved
@@ -45,7 +45,7 @@ def test_neighbours_differ_in_one_setting_nearest_first_and_are_recipes():
 
 
 def test_every_neighbour_is_planned_in_another_process(planned):
-    ahead = Ahead(lambda recipe, _: planned.note(recipe))
+    ahead = PlanPrefetcher(lambda recipe, _: planned.note(recipe))
     ahead.start_from(RECIPE, SETTINGS)
     ahead.wait()
     assert len(planned()) == len(all_neighbours())
@@ -57,7 +57,7 @@ def test_a_question_ends_the_work_at_once(planned):
         planned.note(recipe)
         time.sleep(1000)
 
-    ahead = Ahead(make_plan)
+    ahead = PlanPrefetcher(make_plan)
     ahead.start_from(RECIPE, SETTINGS)
     while len(planned()) < len(USUAL):
         time.sleep(0.01)
@@ -87,7 +87,7 @@ def test_a_plan_that_fails_ahead_does_not_stop_the_others(planned):
         planned.note(recipe)
         raise RuntimeError("no such plan")
 
-    ahead = Ahead(make_plan)
+    ahead = PlanPrefetcher(make_plan)
     ahead.start_from(RECIPE, SETTINGS)
     ahead.wait()
     assert len(planned()) > 10

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.background.tasks import Tasks
 from app.chat.chats import Turn
 from app.pages import chat
 from app.pages.result import _BEFORE, _View
-from app.starts.tasks import Tasks
 from app.workspace import Workspace
-from finetune.run import origin
+from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_record
 
@@ -60,7 +60,7 @@ def test_evaluations_of_the_command_line_are_shown(page):
     lost = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
     (page.run.path / "evaluations" / "lost.json").write_text(json.dumps([lost]))
     scores = shown(page)[0]
-    assert "held-out rows of the run it went on from" in scores and "now - before" in scores and "tuned - base" in scores
+    assert "held-out rows of the run it continued" in scores and "now - before" in scores and "tuned - base" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
 
 
@@ -99,7 +99,7 @@ def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
 
 def test_rows_of_before_can_be_chosen_where_there_are_some(page):
     assert _BEFORE not in [choice[0] for choice in page.view.depending("finished")[0].choices]
-    origin.keep(page.run, page.run.adapter)
+    base_adapter.copy_base_adapter(page.run, page.run.adapter)
     assert _BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
     page.view.evaluate("finished", "Exact match", "", 0, _BEFORE, 0, False)
     assert page.started == [["eval", "--forgetting"]]
@@ -109,7 +109,7 @@ def test_rows_of_before_can_be_chosen_where_there_are_some(page):
                                                           ([Turn("a")], True, True), ([Turn("a")], False, False)])  # fmt: skip
 def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, alive, can_stop, monkeypatch):
     chats = SimpleNamespace(turns=lambda _: turns, at_work=lambda _: alive)
-    for name in ("_warning", "_price"):  # of the forecast
+    for name in ("_warning", "_offloading_note"):  # of the forecast
         monkeypatch.setattr(chat._View, name, lambda *_: "")
     view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
     assert view.show("finished")[2].interactive is can_stop

@@ -12,9 +12,9 @@ import pytest
 from finetune.cli.entry import main
 from finetune.errors import RecipeError
 from finetune.files import write_json
-from finetune.run.changes import change
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
-from finetune.run.keeping import discard, rename_run
+from finetune.run.rename_delete import delete_run, rename_run
+from finetune.run.update_settings import update_settings
 
 
 def finetune(capsys, monkeypatch, *arguments):
@@ -88,21 +88,21 @@ def test_runs_are_renamed_and_deleted(tmp_path, monkeypatch):
     assert open_run("b").path == Path("runs/b")
     with pytest.raises(RecipeError, match="not a valid"):
         rename_run(renamed, "../b")
-    assert (discard(renamed) / "plan.json").is_file() and runs_from_here() == []
+    assert (delete_run(renamed) / "plan.json").is_file() and runs_from_here() == []
 
 
 def test_settings_without_a_part_in_what_is_learnt_change_on_resume(planned):
     assert open_run("latest").path == Path("elsewhere/mine")
-    assert change(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
+    assert update_settings(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
     assert json.loads(planned.adjustments.read_text()) == {"save_steps": 7, "eval_steps": 9}
     refused = ["lora_r=4", "max_steps=9", "learning_rate=1e-3", "output_dir=x", "save_total_limit=auto"]
     with pytest.raises(RecipeError) as error:
-        change(planned, refused)
+        update_settings(planned, refused)
     assert len(error.value.problems) == 5 and "learnt" in error.value.problems[0]
     with pytest.raises(RecipeError, match="save_steps"):
-        change(planned, ["save_steps=often"])
+        update_settings(planned, ["save_steps=often"])
     with pytest.raises(RecipeError, match="did you mean 'save_steps'"):
-        change(planned, ["save_step=1"])
+        update_settings(planned, ["save_step=1"])
 
 
 def test_exit_leaves_the_chat(monkeypatch):

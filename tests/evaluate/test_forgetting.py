@@ -10,7 +10,7 @@ from finetune.bundled import PROBE
 from finetune.evaluate.forgetting import Forgetting, measure_forgetting
 from finetune.evaluate.paired import Difference
 from finetune.evaluate.score import compare
-from finetune.run import origin
+from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 
 
@@ -35,7 +35,7 @@ def run(home, kept_run):
     first = kept_run(home)
     shutil.copytree(first, home / "second")
     second = RunDirectory(home / "second")
-    origin.keep(second, first / "adapter")
+    base_adapter.copy_base_adapter(second, first / "adapter")
     return second
 
 

@@ -13,8 +13,8 @@ from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from
-from finetune.plan.make import make_plan
 from finetune.plan.plan import Plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import recipe_from
 
 TOKENS = 2048

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
-from finetune.plan.make import make_plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import recipe_from
 
 RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_length": 2048}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.card import find_card
-from finetune.plan.make import make_plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import load_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipe" / "foreign"

@@ -8,7 +8,7 @@ import pytest
 from finetune.card import find_card
 from finetune.files import cache_dir
 from finetune.plan.history import KEPT, read_history, record_run
-from finetune.plan.make import make_plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.units import GIB
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from finetune.card import find_card
-from finetune.plan.make import make_plan
 from finetune.plan.many_cards import needs_of_each_card
 from finetune.plan.plan import CardNeeds, ManyCards, Plan, Verdict
+from finetune.plan.planner import make_plan
 from finetune.recipe import recipe_from, resolved
 from finetune.units import GIB
 

@@ -8,8 +8,8 @@ import pytest
 
 from finetune.card import find_card
 from finetune.errors import MachineError, RecipeError
-from finetune.plan.make import make_plan
 from finetune.plan.plan import DataStatistics, Plan
+from finetune.plan.planner import make_plan
 from finetune.plan.search import least_bytes
 from finetune.plan.shape import ModelShape, shape_of
 from finetune.plan.speed import BUFFERS, Batches, Job, time_step
@@ -23,7 +23,7 @@ LLAMA = ModelShape(
     adapter_per_rank=12_943_360, adapters=560, layers=80, hidden=8192, attention_width=8192, table=1_050_673_152,
 )  # fmt: skip
 JOB = Job(LLAMA, find_card("rtx-4090"), Batches(2048, False, None), batch=16, world=1, rank=16, lean=True)
-ALL = Strategy(4, True, 1, "adamw_torch_fused", 1, offloaded=80, place="cpu")
+ALL = Strategy(4, True, 1, "adamw_torch_fused", 1, offloaded=80, offload_target="cpu")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_step_moves_every_layer_twice_but_those_whose_buffers_are_there():
 
 
 def test_of_copies_and_arithmetic_the_longer_ones_count_forward_and_backward_apart():
-    hidden, resident = time_step(JOB, ALL), time_step(JOB, dataclasses.replace(ALL, offloaded=0, place=False))
+    hidden, resident = time_step(JOB, ALL), time_step(JOB, dataclasses.replace(ALL, offloaded=0, offload_target=False))
     assert hidden.copies.waiting_s == 0 and hidden.step_s == resident.step_s
     slow = dataclasses.replace(JOB, card=dataclasses.replace(JOB.card, pcie_bytes_s=12.6e9))
     one_way = hidden.copies.bytes_per_step / 2 / 12.6e9
@@ -76,13 +76,13 @@ def test_of_copies_and_arithmetic_the_longer_ones_count_forward_and_backward_apa
 
 def test_a_drive_slower_than_the_link_sets_the_pace():
     drive = dataclasses.replace(JOB, drive_bytes_s=1e9)
-    file = dataclasses.replace(ALL, place="nvme")
+    file = dataclasses.replace(ALL, offload_target="nvme")
     assert [time_step(drive, each).copies.bytes_per_s for each in (file, ALL)] == [1e9, JOB.card.pcie_bytes_s]
     assert time_step(drive, file).step_s > 5 * time_step(drive, ALL).step_s
 
 
 def test_offloaded_layers_leave_only_their_buffers_on_the_card():
-    whole = dataclasses.replace(ALL, offloaded=0, place=False)
+    whole = dataclasses.replace(ALL, offloaded=0, offload_target=False)
     assert least_bytes(whole, JOB) - least_bytes(ALL, JOB) == (80 - BUFFERS) * LLAMA.layer_bytes(4)
 
 

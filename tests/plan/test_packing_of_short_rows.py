@@ -3,8 +3,8 @@
 import pytest
 
 from finetune.card import find_card
-from finetune.plan.make import make_plan
 from finetune.plan.plan import DataStatistics
+from finetune.plan.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.units import GIB
 

@@ -7,8 +7,8 @@ import pytest
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
-from finetune.plan.make import make_plan
 from finetune.plan.plan import DataStatistics, Plan, Verdict
+from finetune.plan.planner import make_plan
 from finetune.recipe import parse_recipe, unresolved
 from finetune.units import GIB
 

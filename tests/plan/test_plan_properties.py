@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from finetune.card import catalogue, find_card
 from finetune.errors import RecipeError
-from finetune.plan.make import make_plan
 from finetune.plan.plan import DataStatistics
+from finetune.plan.planner import make_plan
 from finetune.recipe import recipe_from, unresolved
 from finetune.units import GIB
 

@@ -11,7 +11,7 @@ from finetune.units import GIB
 PLAN = """
 import json, resource, sys
 from finetune.card import find_card
-from finetune.plan.make import make_plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.system import peak_rss_bytes
 recipe = parse_recipe(f"model_name_or_path: {sys.argv[1]}\\ndataset: d.jsonl\\n", "recipe", sys.argv[2:])

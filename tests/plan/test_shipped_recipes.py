@@ -5,7 +5,7 @@ import pytest
 from finetune.card import catalogue as cards
 from finetune.card import find_card
 from finetune.model.catalogue import catalogue as models
-from finetune.plan.make import make_plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import load_recipe, shipped_recipes
 
 FOR_A_CARD = sorted(name for name in shipped_recipes() if load_recipe(name).gpu in cards())

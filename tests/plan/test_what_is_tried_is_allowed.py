@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from finetune.card import find_card
-from finetune.plan.make import make_plan
+from finetune.plan.planner import make_plan
 from finetune.recipe import recipe_from, resolved
 from finetune.run.retry import next_smaller
 

@@ -12,7 +12,7 @@ from conftest import adapter_hash
 from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
 from finetune.recipe import load_recipe
-from finetune.run.best import Evaluated, best_of, evaluations, since_best
+from finetune.run.best import EvaluatedStep, best_of, evaluations, since_best
 from finetune.run.directory import require_intact_adapter
 from finetune.run.seal import MANIFEST
 from finetune.run.state import read_state
@@ -66,7 +66,7 @@ def overfitted(make, train):
 def test_best_and_patience_follow_from_the_history():
     history = [{"loss": 1.0, "step": 1}, *({"eval_loss": loss, "step": step} for step, loss in ((2, 3.0), (4, 1.0), (6, 1.0)))]
     found = evaluations([*history, {"eval_loss": float("nan"), "step": 8}])
-    assert best_of(found) == Evaluated(4, 1.0) and since_best(found) == 2
+    assert best_of(found) == EvaluatedStep(4, 1.0) and since_best(found) == 2
     assert best_of(found[3:]) is None and since_best(found[3:]) == 1 and since_best([]) == 0
 
 

@@ -7,12 +7,12 @@ import sys
 CODE = """
 import gc, json
 usual = gc.get_threshold()
-from finetune.garbage import collect_as_usual, collect_rarely, leave_all
-collect_rarely()
+from finetune.gc_settings import restore_gc_thresholds, raise_gc_thresholds, skip_gc_at_exit
+raise_gc_thresholds()
 rarely = gc.get_threshold()
-collect_as_usual()
+restore_gc_thresholds()
 print(json.dumps([usual, rarely, gc.get_threshold(), gc.get_freeze_count()]))
-leave_all()
+skip_gc_at_exit()
 """
 
 

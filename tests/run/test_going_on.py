@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result, read_events
-from finetune.plan.origin import find_adapter, taken_over
+from finetune.plan.base_adapter import find_adapter, inherit_settings
 from finetune.plan.plan import read_plan
 from finetune.recipe import load_recipe
+from finetune.run.base_adapter import base_adapter_of, require_usable_adapter, with_adapter_folder
 from finetune.run.directory import RunDirectory
-from finetune.run.origin import located, origin_of, require_usable
 from finetune.run.seal import MANIFEST, write_manifest
 from finetune.run.state import read_state
 
@@ -63,15 +63,15 @@ OPEN = ("lora_r=auto", "lora_alpha=auto", "target_modules=auto", "load_in_4bit=a
 
 def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_said(foreign):
     folder = foreign(use_rslora=True)
-    made, reasons = taken_over(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
+    made, reasons = inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
     assert (made.lora_r, made.lora_alpha, made.target_modules, made.use_rslora) == (4, 8.0, ["q_proj", "v_proj"], True)
     assert set(reasons) == {"lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora"}
     same = ["lora_r=4", "lora_alpha=8", "target_modules=[v_proj,q_proj]", "use_rslora=true"]
-    assert taken_over(load_recipe("tiny-cpu", [*same, f"adapter={folder}"]))[0].lora_r == 4
+    assert inherit_settings(load_recipe("tiny-cpu", [*same, f"adapter={folder}"]))[0].lora_r == 4
     with pytest.raises(RecipeError) as refused:
-        taken_over(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
+        inherit_settings(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
     assert len(refused.value.problems) == 4 and "leave out lora_r, lora_alpha, target_modules, use_dora" in refused.value.fix
-    assert taken_over(load_recipe("tiny-cpu"))[1] == {}
+    assert inherit_settings(load_recipe("tiny-cpu"))[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_said(fo
 )
 def test_an_adapter_that_is_not_trained_here_is_refused(foreign, changes):
     with pytest.raises(RecipeError, match="training does not go on from an adapter with"):
-        taken_over(load_recipe("tiny-cpu", [*OPEN, f"adapter={foreign(**changes)}"]))
+        inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={foreign(**changes)}"]))
 
 
 def test_what_is_no_adapter_is_named(foreign, tmp_path):
     with pytest.raises(RecipeError, match="nowhere is no run and no folder"):
-        located(load_recipe("tiny-cpu", ["adapter=nowhere"]))
+        with_adapter_folder(load_recipe("tiny-cpu", ["adapter=nowhere"]))
     (foreign() / "adapter_config.json").write_text("{")
     with pytest.raises(RecipeError, match="can't be read"):
-        taken_over(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
+        inherit_settings(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(RecipeError, match="has no adapter yet"):
@@ -102,9 +102,9 @@ def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_anoth
     (folder / "adapter_model.safetensors").write_bytes(b"")
     settings = plainest(load_recipe("tiny-cpu", [f"adapter={folder}"]))
     with pytest.raises(RecipeError, match="other base weights: other/base, and the recipe has tiny"):
-        require_usable(settings)
+        require_usable_adapter(settings)
     foreign(base_model_name_or_path="/models/somewhere")
-    require_usable(settings)
+    require_usable_adapter(settings)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make,
     (result,) = of(first, Result)
     losses = {event.step: event.eval_loss for event in of(again, Evaluation)}
     assert losses[0] == result.eval_loss and losses[6] != losses[0]
-    facts = origin_of(again)
+    facts = base_adapter_of(again)
     assert (facts.name, facts.step, facts.eval_loss) == (str(first.path), result.step, result.eval_loss)
     assert facts.base == manifest(again.adapter)["base"]
     assert manifest(again.checkpoints / "checkpoint-6")["facts"]["origin"]
@@ -173,13 +173,13 @@ def test_another_base_and_a_changed_adapter_are_refused(first, make, train, tmp_
     with pytest.raises(RecipeError, match="was trained on other base weights"):
         make(f"model_name_or_path={tmp_path}/base", "lora_alpha=24", f"adapter={first.path}")
     run = make("max_steps=2", "lora_alpha=24", f"adapter={first.path}")
-    tensors = load_file(run.origin / "adapter_model.safetensors")
+    tensors = load_file(run.base_adapter / "adapter_model.safetensors")
     save_file({name: values[:2] if "lora_A" in name else values for name, values in tensors.items()},
-              run.origin / "adapter_model.safetensors")  # fmt: skip
+              run.base_adapter / "adapter_model.safetensors")  # fmt: skip
     assert train(run) == 2 and "bytes, not the" in read_state(run).message
-    write_manifest(run.origin, {})
+    write_manifest(run.base_adapter, {})
     assert train(run) == 2 and "does not fit the model" in read_state(run).message
     settings = read_plan(run.plan).settings
     (first.adapter / "adapter_model.safetensors").open("ab").write(b"x")
     with pytest.raises(RecipeError, match="bytes, not the"):
-        require_usable(settings)
+        require_usable_adapter(settings)

@@ -11,8 +11,8 @@ from finetune.errors import DiskFull, MachineError
 from finetune.forecast.forecast import Forecast
 from finetune.plan.plan import LayerCopies, Plan, Verdict
 from finetune.recipe import parse_recipe, plainest
-from finetune.run.drive import read_rate
-from finetune.run.layers import check_host_memory, with_layers_checked
+from finetune.run.disk_speed import measure_read_rate
+from finetune.run.offloading_checks import check_host_memory, check_layer_offloading
 from finetune.units import GIB, MIB
 
 COPIES = LayerCopies("nvme", 80, 80, GIB, GIB // 8, 2**40, 3e9, 40.0, 180.0, 80.0, 180.0, 240.0)
@@ -38,22 +38,22 @@ def plan(monkeypatch):
 
 def test_too_little_host_memory_is_told_before_anything_is_loaded(plan):
     with pytest.raises(MachineError, match=r"80 layers need 32.0 GiB of pinned host memory, 7.22 GiB are free") as error:
-        with_layers_checked(plan(place="cpu", weight_bytes=32 * GIB, pinned_bytes=32 * GIB))
+        check_layer_offloading(plan(place="cpu", weight_bytes=32 * GIB, pinned_bytes=32 * GIB))
     assert "layer_offloading=nvme" in error.value.fix
     with pytest.raises(MachineError, match="layer_offloading nvme: 80 layers need 9.00 GiB"):
         check_host_memory(plan(pinned_bytes=9 * GIB))
     enough = plan(place="cpu", weight_bytes=6 * GIB, pinned_bytes=6 * GIB)
-    assert with_layers_checked(enough) is enough
+    assert check_layer_offloading(enough) is enough
 
 
 def test_a_drive_without_room_for_the_file_is_told(plan, tmp_path):
     with pytest.raises(DiskFull, match="the file of 80 layers needs"):
-        with_layers_checked(plan(weight_bytes=2**50), folder=tmp_path)
+        check_layer_offloading(plan(weight_bytes=2**50), folder=tmp_path)
 
 
 def test_the_drives_speed_is_measured_and_a_step_priced_with_it(plan, tmp_path):
     given = plan(moved_bytes_per_step=GIB)
-    seen = with_layers_checked(given, folder=tmp_path)
+    seen = check_layer_offloading(given, folder=tmp_path)
     assert seen.layer_copies.copied_bytes_per_s <= given.card.pcie_bytes_s
     assert seen.layer_copies.forward_copying_s == pytest.approx(GIB / 2 / seen.layer_copies.copied_bytes_per_s)
     assert "GB/s; the run moves 1.00 GiB a step behind 2 min 00 s of arithmetic" in seen.forecast.notes[-1]
@@ -63,19 +63,19 @@ def test_the_drives_speed_is_measured_and_a_step_priced_with_it(plan, tmp_path):
 def test_a_drive_far_too_slow_is_refused_unless_forced(plan, tmp_path):
     much = plan(moved_bytes_per_step=2**55)
     with pytest.raises(MachineError, match="layer_offloading nvme: the drive of .* reads .* GB/s") as error:
-        with_layers_checked(much, folder=tmp_path)
+        check_layer_offloading(much, folder=tmp_path)
     assert "--force" in error.value.fix and "FINETUNE_CACHE" in error.value.fix
-    assert with_layers_checked(much, force=True, folder=tmp_path).layer_copies.waiting_s > 1000
+    assert check_layer_offloading(much, force=True, folder=tmp_path).layer_copies.waiting_s > 1000
 
 
 def test_a_full_disk_and_a_folder_that_can_not_be_written_are_told(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DiskFull, match="can't be written"):
-        read_rate(tmp_path / "file")
+        measure_read_rate(tmp_path / "file")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))  # as a full disk: a file can't grow
     try:
         with pytest.raises(DiskFull, match="File too large"):
-            read_rate(tmp_path, sample_bytes=64 * MIB)
+            measure_read_rate(tmp_path, sample_bytes=64 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

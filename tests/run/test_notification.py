@@ -59,8 +59,8 @@ def test_a_supervisor_sends_one_when_its_run_has_ended(kept_run, home, program):
     run.plan.write_text(json.dumps(values))
     supervisor = Supervisor(run)
     supervisor.seen = [State(state="running"), ENDED]
-    assert supervisor._told(0) == 0 and said()[0] == "--title=finished: finished"
+    assert supervisor._notify(0) == 0 and said()[0] == "--title=finished: finished"
     program("apprise", 1)
-    assert supervisor._told(7) == 7
+    assert supervisor._notify(7) == 7
     assert read_events(run.events)[-1].message == "no notification was sent: apprise: no service"
     assert read_state(run).state == "finished"

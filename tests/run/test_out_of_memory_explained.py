@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from finetune.events import OutOfMemory, event_from, event_json
-from finetune.run.out_of_memory import MOST_HOLDERS, asked_by, explanation, free_memory, holders, room_bytes
+from finetune.run.out_of_memory import MOST_HOLDERS, explanation, free_memory, holders, requested_bytes, reservable_bytes
 from finetune.units import GIB, MIB
 
 ADDRESS = 0x7F0000000000
@@ -104,8 +104,8 @@ def test_with_the_history_the_request_is_known_to_the_byte():
         {"action": "alloc", "size": 7, "time_us": 30},
         {"action": "oom", "device_free": 0, "size": 123_456_789, "time_us": 20, "frames": []},
     ]
-    assert asked_by(snapshot(traces=traces)) == 123_456_789
-    assert asked_by(snapshot(traces=traces[1:2])) is None
+    assert requested_bytes(snapshot(traces=traces)) == 123_456_789
+    assert requested_bytes(snapshot(traces=traces[1:2])) is None
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_with_the_history_the_request_is_known_to_the_byte():
     ids=str,
 )
 def test_a_damaged_snapshot_explains_less_and_is_no_error(hostile):
-    assert asked_by(hostile) is None
+    assert requested_bytes(hostile) is None
     found = free_memory(hostile, GIB)
     assert found is None or (found.blocks, found.usable) == ((), ())
     assert all(size > 0 for size in holders(hostile).values())
 
 
 def test_room_is_what_the_limit_and_the_card_both_leave():
-    assert room_bytes(10, 8, 5) == 2 and room_bytes(10, 8, 1) == 1 and room_bytes(10, 11, 4) == 0
-    assert room_bytes(None, 8, 5) == 5 and room_bytes(10, None, None) is None
+    assert reservable_bytes(10, 8, 5) == 2 and reservable_bytes(10, 8, 1) == 1 and reservable_bytes(10, 11, 4) == 0
+    assert reservable_bytes(None, 8, 5) == 5 and reservable_bytes(10, None, None) is None
 
 
 def out_of_memory(**more):

@@ -1,4 +1,4 @@
-"""What the page's server and the endpoint share: the token, the host in a link, and serving until Ctrl-C."""
+"""Shared by the page's server and the endpoint: the token, the host in a link, and serving until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _LEAST_TOKEN = 16
 ANY_HOST = ("0.0.0.0", "::")
 
 
-def choose_token(given: str | None, fix: str) -> str:
+def choose_token(token: str | None, fix: str) -> str:
     """The given token, or a new random one. Raises CommandError for a short one, or one that a header or link can't have."""
-    if given is None:
+    if token is None:
         return secrets.token_urlsafe(32)
-    if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable() or set(given) & set(' ;,"\\'):
+    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable() or set(token) & set(' ;,"\\'):
         raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", fix)
-    return given
+    return token
 
 
 def host_in_url(host: str) -> str:
-    """How a link on this machine names the host that is listened on."""
+    """The host of a listening address as links on this machine write it."""
     return "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
 
 

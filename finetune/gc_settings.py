@@ -9,17 +9,17 @@ import gc
 _USUAL = gc.get_threshold()
 
 
-def collect_rarely() -> None:
+def raise_gc_thresholds() -> None:
     """Raise the thresholds, for short processes."""
     gc.set_threshold(50_000, 20, 20)
 
 
-def collect_as_usual() -> None:
+def restore_gc_thresholds() -> None:
     """Restore the usual thresholds; objects that exist already are no longer scanned."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
 
 
-def leave_all() -> None:
-    """Skip the collection at exit, for processes that somebody waits for."""
+def skip_gc_at_exit() -> None:
+    """Skip the collection at exit, for processes whose end somebody waits for."""
     gc.freeze()

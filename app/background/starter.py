@@ -1,6 +1,6 @@
-"""Starts queued runs in order, as the command line would: `python -m app.starts.starter RUNS`. Each is prepared in a child:
+"""Starts queued runs in order, as the command line would: `python -m app.background.starter RUNS`. Each is prepared in a child:
 
-`python -m app.starts.starter RUNS ENTRY` calls finetune.run.prepare, then finetune.run.control, and writes the entry's status.
+`python -m app.background.starter RUNS ENTRY` calls finetune.run.prepare and finetune.run.control and writes the entry's status.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+from app.background.queue import Entry, Queue
 from app.process import command, environment
-from app.starts.waiting import Entry, Queue
 from app.workspace import Workspace
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
-from finetune.garbage import collect_rarely
+from finetune.gc_settings import raise_gc_thresholds
 from finetune.recipe import AUTO, load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -28,39 +28,39 @@ _POLL_S = 0.3
 
 def main() -> int:
     """Start runs until the queue is empty; exit at once when another starter is running."""
-    collect_rarely()
+    raise_gc_thresholds()
     workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
     if len(sys.argv) > 2:
         hide_gpus()
         return start(workspace, Entry(Path(sys.argv[2])))
     queue = Queue(workspace)
-    lock = take_lock(queue.folder / ".lock", wait_s=1)  # whoever looks whether it is held holds it for a moment
+    lock = take_lock(queue.folder / ".lock", wait_s=1)  # a process that checks the lock holds it for a moment
     if lock is None:
         return 0
     with lock:
         while waiting := queue.waiting():
-            _take(workspace, waiting[0])
+            _start_next(workspace, waiting[0])
     return 0
 
 
-def _take(workspace: Workspace, entry: Entry) -> None:
+def _start_next(workspace: Workspace, entry: Entry) -> None:
     busy = next((run.path.name for run in workspace.list_runs() if is_alive(run)), None)
     if busy:
         status = entry.status()
         message = f"starts when {busy} has ended"
         if status["message"] != message and entry.path.exists():
-            entry.say("waiting", message, **_kept(status))
+            entry.set_status("waiting", message, **_options_of(status))
         time.sleep(_POLL_S)
         return
-    entry.say("preparing", "loading libraries", **_kept(entry.status()))
+    entry.set_status("preparing", "loading libraries", **_options_of(entry.status()))
     with entry.log.open("ab") as log:
         code = subprocess.run(
-            command("app.starts.starter", str(workspace.runs), str(entry.path)),
+            command("app.background.starter", str(workspace.runs), str(entry.path)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env=environment(), check=False,
         ).returncode  # fmt: skip
     if entry.status()["state"] == "preparing":  # it died before it wrote why
-        entry.say("failed", f"the preparation ended with status {code}", problems=[_last_line(entry.log)], fix="")
+        entry.set_status("failed", f"the preparation ended with status {code}", problems=[_last_line(entry.log)], fix="")
 
 
 def start(workspace: Workspace, entry: Entry) -> int:
@@ -74,10 +74,10 @@ def start(workspace: Workspace, entry: Entry) -> int:
             run = _prepare(workspace, entry, bool(status.get("force")))
             control.start(run)
     except FinetuneError as error:
-        entry.say("failed", error.title, problems=error.problems, fix=error.fix)
+        entry.set_status("failed", error.title, problems=error.problems, fix=error.fix)
         return error.exit_code
-    _wait_for_life(run)
-    entry.say("started", "", run=run.path.name)
+    _wait_until_alive(run)
+    entry.set_status("started", "", run=run.path.name)
     return 0
 
 
@@ -85,17 +85,17 @@ def _prepare(workspace: Workspace, entry: Entry, force: bool) -> RunDirectory:
     from finetune.run.prepare import create_run, prepare
 
     recipe = load_recipe(entry.recipe)
-    kept = _kept(entry.status())
-    prepared = prepare(recipe, force=force, progress=lambda text: entry.say("preparing", text, **kept))
+    options = _options_of(entry.status())
+    prepared = prepare(recipe, force=force, progress=lambda text: entry.set_status("preparing", text, **options))
     if recipe.output_dir == AUTO:  # the plan chooses the name, the app the folder
         name = Path(str(prepared.plan.settings.output_dir)).name
         settings = prepared.plan.settings.model_copy(update={"output_dir": str(workspace.runs / name)})
         prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, settings=settings))
-    entry.say("preparing", "writing the run directory", **kept)
+    entry.set_status("preparing", "writing the run directory", **options)
     return create_run(prepared)
 
 
-def _wait_for_life(run: RunDirectory) -> None:
+def _wait_until_alive(run: RunDirectory) -> None:
     """Wait until the supervisor has the run's lock, so that the next entry sees that a run is alive."""
     for _ in range(100):
         if is_alive(run):
@@ -103,7 +103,7 @@ def _wait_for_life(run: RunDirectory) -> None:
         time.sleep(0.1)
 
 
-def _kept(status: dict[str, object]) -> dict[str, object]:
+def _options_of(status: dict[str, object]) -> dict[str, object]:
     return {name: status.get(name) for name in ("resume", "force", "asked_s")}
 
 

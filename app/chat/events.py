@@ -1,4 +1,4 @@
-"""What the chat process writes: one line for a question, for each answer, and for its end."""
+"""Events that the chat process writes: one line for a question, for each answer, and for its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Question(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece(Event):
-    """The next words of an answer that is being made."""
+    """The next piece of an answer that is being generated."""
 
     kind: ClassVar[str] = "piece"
 
@@ -66,4 +66,4 @@ class Done(Event):
     id: str
 
 
-KINDS: dict[str, type[Event]] = {each.kind: each for each in (Question, Piece, Answer, Failure, Done)}
+KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece, Answer, Failure, Done)}

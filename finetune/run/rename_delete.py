@@ -30,7 +30,7 @@ def rename_run(run: RunDirectory, name: str) -> RunDirectory:
     return renamed
 
 
-def discard(run: RunDirectory) -> Path:
+def delete_run(run: RunDirectory) -> Path:
     """Delete a run by moving it to .trash in its folder; returns its path there. Raises RecipeError when it is alive."""
     _refuse_alive(run)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"

@@ -21,7 +21,7 @@ from finetune.errors import CommandError
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_is, process_record
-from finetune.system import typed
+from finetune.system import shell_join
 
 #: Commands of `finetune` on a run's result.
 VERBS = ("eval", "merge", "export", "serve", "report", "compare", "push")
@@ -93,9 +93,9 @@ class Tasks:
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
         arguments = [verb, str(run.path), *options, "--json"]
-        status = {"state": "running", "command": f"finetune {typed(arguments)}", "began_s": time.time()}
+        status = {"state": "running", "command": f"finetune {shell_join(arguments)}", "began_s": time.time()}
         write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
-        detach(self._workspace, "app.starts.tasks", str(task.path), *arguments, log=task.path / "log.txt")
+        detach(self._workspace, "app.background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
         return task
 
 
@@ -108,7 +108,7 @@ def _read(path: Path, most: int = 2**26) -> str:
 
 
 def main() -> int:
-    """The detached process: `python -m app.starts.tasks FOLDER VERB RUN ...` runs the command and writes how it ended."""
+    """The detached process: `python -m app.background.tasks FOLDER VERB RUN ...` runs the command and writes how it ended."""
     task, arguments = Task(Path(sys.argv[1])), sys.argv[2:]
     status = {**(task.status() or {}), "process": process_record(os.getpid())}
     write_json(task.path / "status.json", status)

@@ -1,4 +1,4 @@
-"""The adapter that a run goes on from: found, compared, and kept in the run with the rows that its own run held out."""
+"""The base adapter, from which a run continues: resolved, checked, and copied into the run with held-out rows of its run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError, RecipeError
 from finetune.files import sha256_of, write_json
 from finetune.model.weights import weights_fingerprint
-from finetune.plan.origin import find_adapter, read_origin
+from finetune.plan.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import open_run
 from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class OriginFacts:
+class BaseAdapterFacts:
     """Where an adapter is from: its run, or folder, its step and held-out loss, and a hash of its base model's weights.
 
     None is not known: adapters of other programs.
@@ -38,51 +38,51 @@ class OriginFacts:
     eval_loss: float | None = None
     base: str | None = None
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """For example `runs/first (step 40, held-out loss 0.0123)`."""
         parts = [f"step {self.step:,}"] if self.step is not None else []
         parts += [f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss is not None else []
         return f"{self.name} ({', '.join(parts)})" if parts else self.name
 
 
-def located(recipe: Recipe) -> Recipe:
-    """The recipe with its adapter's folder in place of a run's name. Raises RecipeError when there is none."""
+def with_adapter_folder(recipe: Recipe) -> Recipe:
+    """The recipe with its adapter's folder instead of a run's name. Raises RecipeError when there is none."""
     name = recipe.adapter_name_or_path
     if name is None:
         return recipe
     try:
-        found = find_adapter(name)
+        folder = find_adapter(name)
     except RecipeError as error:
         try:  # `latest`, or a run outside runs/
-            found = find_adapter(str(open_run(name).path))
+            folder = find_adapter(str(open_run(name).path))
         except CommandError:
             raise error from None
-    return recipe.model_copy(update={"adapter_name_or_path": str(found)})
+    return recipe.model_copy(update={"adapter_name_or_path": str(folder)})
 
 
-def require_usable(settings: Settings) -> None:
-    """Raise RecipeError when the adapter that training goes on from has changed, or belongs to another base model."""
+def require_usable_adapter(settings: Settings) -> None:
+    """Raise RecipeError when the adapter that training continues from has changed, or belongs to another base model."""
     if settings.adapter_name_or_path is None:
         return
-    origin = read_origin(settings.adapter_name_or_path)
-    if not (origin.folder / WEIGHTS).is_file():
-        raise RecipeError(f"adapter_name_or_path {origin.folder} has no {WEIGHTS}", "Save it as safetensors.")
-    if changes := changes_in(origin.folder):
-        raise RecipeError([f"{origin.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
-    sealed, now = facts_of(origin.folder).base, weights_fingerprint(settings)
+    adapter = read_base_adapter(settings.adapter_name_or_path)
+    if not (adapter.folder / WEIGHTS).is_file():
+        raise RecipeError(f"adapter_name_or_path {adapter.folder} has no {WEIGHTS}", "Save it as safetensors.")
+    if changes := changes_in(adapter.folder):
+        raise RecipeError([f"{adapter.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
+    sealed, now = facts_of(adapter.folder).base, weights_fingerprint(settings)
     if sealed is not None and now is not None:
         differs = sealed != now
     else:  # a folder of another machine says nothing, a name on the hub does
-        differs = bool(_NAME.fullmatch(origin.base or "")) and origin.base != settings.model_name_or_path
+        differs = bool(_NAME.fullmatch(adapter.base_model or "")) and adapter.base_model != settings.model_name_or_path
     if differs:
         raise RecipeError(
-            f"the adapter in {origin.folder} was trained on other base weights: {origin.base}, "
+            f"the adapter in {adapter.folder} was trained on other base weights: {adapter.base_model}, "
             f"and the recipe has {settings.model_name_or_path}",
             "An adapter only fits the weights that it was trained on: set model_name_or_path to them.",
         )
 
 
-def facts_of(folder: Path) -> OriginFacts:
+def facts_of(folder: Path) -> BaseAdapterFacts:
     """What is known of the adapter in a folder."""
     manifest = _json(folder / MANIFEST)
     run = _run_of(folder)
@@ -90,49 +90,50 @@ def facts_of(folder: Path) -> OriginFacts:
     if base is None and run is not None:  # of a run from before an adapter had it
         checkpoint, _ = newest_verified(run / "checkpoints")
         base = checkpoint.facts.get("base") if checkpoint else None
-    return OriginFacts(str(run or folder), manifest.get("step"), manifest.get("eval_loss"), base)
+    return BaseAdapterFacts(str(run or folder), manifest.get("step"), manifest.get("eval_loss"), base)
 
 
-def keep(run: RunDirectory, folder: Path) -> None:
-    """Copy the adapter into a run, which then needs its first run no more, and the rows that this one held out."""
-    run.origin.mkdir()
+def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
+    """Copy the adapter and the held-out rows of its run into a run, which then no longer needs that one."""
+    run.base_adapter.mkdir()
     for name in ("adapter_config.json", WEIGHTS):
-        shutil.copyfile(folder / name, run.origin / name)
+        shutil.copyfile(folder / name, run.base_adapter / name)
     first = _run_of(folder)
     if first is not None and (first / "data" / "eval").is_dir():
-        shutil.copytree(first / "data" / "eval", run.origin / HELD_OUT / "eval")
-        shutil.copyfile(first / "data" / "eval_examples.json", run.origin / HELD_OUT / "eval_examples.json")
-    write_json(run.origin / _FACTS, asdict(facts_of(folder)))
-    write_manifest(run.origin, {})
+        shutil.copytree(first / "data" / "eval", run.base_adapter / HELD_OUT / "eval")
+        shutil.copyfile(first / "data" / "eval_examples.json", run.base_adapter / HELD_OUT / "eval_examples.json")
+    write_json(run.base_adapter / _FACTS, asdict(facts_of(folder)))
+    write_manifest(run.base_adapter, {})
 
 
-def origin_of(run: RunDirectory) -> OriginFacts | None:
-    """Where the adapter is from that a run went on from; None when it began with a new one."""
-    values = _json(run.origin / _FACTS)
-    return OriginFacts(**values) if values else None
+def base_adapter_of(run: RunDirectory) -> BaseAdapterFacts | None:
+    """Facts of the adapter that a run continued from; None when it began with a new one."""
+    values = _json(run.base_adapter / _FACTS)
+    return BaseAdapterFacts(**values) if values else None
 
 
-def origin_hash(run: RunDirectory) -> str | None:
-    """Hash of the adapter that a run went on from; None without one."""
-    path = run.origin / WEIGHTS
+def base_adapter_hash(run: RunDirectory) -> str | None:
+    """Hash of the adapter that a run continued from; None without one."""
+    path = run.base_adapter / WEIGHTS
     return sha256_of(path) if path.is_file() else None
 
 
-def load_origin(model: Any, run: RunDirectory) -> None:
-    """Put the adapter that the run goes on from into the new one of `model`. Raises RecipeError when it is another's."""
+def load_base_adapter(model: Any, run: RunDirectory) -> None:
+    """Load the adapter that the run continues from into `model`. Raises RecipeError when it does not match."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    if changes := changes_in(run.origin):
-        raise RecipeError([f"{run.origin}: {change}" for change in changes[:5]], f"Start a new run: finetune run {run.recipe}")
+    if changes := changes_in(run.base_adapter):
+        problems = [f"{run.base_adapter}: {change}" for change in changes[:5]]
+        raise RecipeError(problems, f"Start a new run: finetune run {run.recipe}")
     try:
-        found: Any = set_peft_model_state_dict(model, load_file(run.origin / WEIGHTS))
+        load_result: Any = set_peft_model_state_dict(model, load_file(run.base_adapter / WEIGHTS))
     except (RuntimeError, KeyError, ValueError) as error:  # of other shapes
-        raise RecipeError(f"the adapter in {run.origin} does not fit the model: {str(error).splitlines()[0]}") from None
-    odd = [*found.unexpected_keys, *(key for key in found.missing_keys if ".lora_" in key)]
+        raise RecipeError(f"the adapter in {run.base_adapter} does not fit the model: {str(error).splitlines()[0]}") from None
+    odd = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]
     if odd:
         raise RecipeError(
-            f"the adapter in {run.origin} does not have the layers of target_modules: {', '.join(odd[:3])}",
+            f"the adapter in {run.base_adapter} does not have the layers of target_modules: {', '.join(odd[:3])}",
             "Leave out target_modules: they are the adapter's.",
         )
 

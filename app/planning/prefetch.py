@@ -20,7 +20,7 @@ USUAL = {
 MakePlan = Callable[[Recipe, Callable[[str], None]], Any]
 
 
-class Ahead:
+class PlanPrefetcher:
     """Plans recipes that differ in one setting from the last planned one, nearest value first.
 
     One fork of this process for each setting: it has the libraries and the data already, and no question waits for it. `leave`

@@ -1,4 +1,4 @@
-"""Training on from an adapter: where it is, and the settings that a recipe takes over from it."""
+"""The base adapter, from which training continues: where it is, and the settings that a recipe inherits from it."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ _PLAIN: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Origin:
-    """An adapter to go on from: its folder, the settings of its parameters, and its base model by name and revision."""
+class BaseAdapter:
+    """An adapter to continue from: its folder, the settings of its parameters, and its base model by name and revision."""
 
     folder: Path
-    taken: dict[str, Any]
-    base: str | None
+    settings: dict[str, Any]
+    base_model: str | None
 
 
-def taken_over(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """The recipe with the settings of the adapter that it goes on from, and a reason for each.
+def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with the settings of the adapter that it continues from, and a reason for each.
 
     Raises RecipeError with every setting that is not the adapter's.
     """
     if recipe.adapter_name_or_path is None:
         return recipe, {}
-    origin = read_origin(recipe.adapter_name_or_path)
-    taken, problems, names = {}, [], []
+    adapter = read_base_adapter(recipe.adapter_name_or_path)
+    inherited, problems, names = {}, [], []
     quantised = True in (recipe.load_in_4bit, recipe.load_in_8bit)
-    for name, value in origin.taken.items():
+    for name, value in adapter.settings.items():
         if name not in _SHAPES and quantised:
             continue
-        given = getattr(recipe, name)
-        if given == AUTO or name not in recipe.model_fields_set:
-            taken[name] = value
-        elif name in _SHAPES and _comparable(given) != _comparable(value):
-            problems.append(f"{name} is {given}; the adapter in {origin.folder} has {value}")
+        recipe_value = getattr(recipe, name)
+        if recipe_value == AUTO or name not in recipe.model_fields_set:
+            inherited[name] = value
+        elif name in _SHAPES and _comparable(recipe_value) != _comparable(value):
+            problems.append(f"{name} is {recipe_value}; the adapter in {adapter.folder} has {value}")
             names.append(name)
     if problems:
         raise RecipeError(problems, f"Training on takes these from the adapter: leave out {', '.join(names)}.")
     try:
-        made = resolved(recipe, **taken)
+        resolved_recipe = resolved(recipe, **inherited)
     except ValueError as error:
-        raise RecipeError(f"with the settings of the adapter in {origin.folder}: {error}") from None
-    return made, dict.fromkeys(taken, "the adapter's, from which training goes on")
+        raise RecipeError(f"with the settings of the adapter in {adapter.folder}: {error}") from None
+    return resolved_recipe, dict.fromkeys(inherited, "the adapter's, from which training goes on")
 
 
-def read_origin(name: str) -> Origin:
+def read_base_adapter(name: str) -> BaseAdapter:
     """The adapter in a folder or of a run: one of this program's, or any LoRA adapter of PEFT. Raises RecipeError."""
     folder = find_adapter(name)
     try:
@@ -72,11 +72,11 @@ def read_origin(name: str) -> Origin:
     plan = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
     if plan.is_file():
         settings = read_plan(plan).settings
-        taken = {each: getattr(settings, each) for each in _SHAPES}
+        inherited = {name: getattr(settings, name) for name in _SHAPES}
         # what was trained on quantised weights belongs to them
-        taken |= {each: True for each in ("load_in_4bit", "load_in_8bit") if getattr(settings, each)}
-        return Origin(folder, taken, settings.model_name_or_path)
-    return Origin(folder, _of_peft(config, name), base)
+        inherited |= {name: True for name in ("load_in_4bit", "load_in_8bit") if getattr(settings, name)}
+        return BaseAdapter(folder, inherited, settings.model_name_or_path)
+    return BaseAdapter(folder, _of_peft(config, name), base)
 
 
 def find_adapter(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Settings that may change when a run is resumed: those that have no part in what is learnt."""
+"""Update a run's settings when it is resumed: those that do not affect the result."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from finetune.recipe.schema import AUTO, Decides, decided_by
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust
 
-#: Settings that decide nothing that is learnt, but are fixed once a run exists.
+#: Settings that do not affect the result, but are fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "launch", "gpu"}
-#: They choose among the steps, and change none of them.
+#: They choose among the steps and change none of them.
 _CHOOSE = {"eval_steps", "early_stopping_patience"}
 _SCHEDULE = "the learning rate of all steps so far was for the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 
 
-def change(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
+def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     """Save `key=value` changes for a run's next attempts and return them. Raises RecipeError with every one that can't be."""
     changes = load_changes(overrides)
-    again = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
+    fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
     problems = []
     for name, value in changes.items():
         if name in _FIXED:
@@ -32,7 +32,7 @@ def change(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
         elif value == AUTO:
             problems.append(f"{name}=auto: the plan is made; give a value")
     if problems:
-        raise RecipeError(problems, again)
+        raise RecipeError(problems, fix)
     settings = read_plan(run.plan).settings
     recipe = recipe_from({**settings.model_dump(exclude_unset=True, mode="json"), **changes})
     typed = {name: recipe.model_dump(mode="json")[name] for name in changes}

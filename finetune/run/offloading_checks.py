@@ -1,4 +1,4 @@
-"""What layer offloading needs of this machine, checked before a run starts: host memory, or a drive that reads fast enough."""
+"""Checks before a run that layer offloading has what it needs: host memory, or a drive that reads fast enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.card.host import free_for_run
 from finetune.errors import DiskFull, MachineError
 from finetune.files import cache_dir, free_disk_bytes
 from finetune.plan.resources import too_little_host_memory
-from finetune.run.drive import read_rate
+from finetune.run.disk_speed import measure_read_rate
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ MOST_TIMES = 5.0
 _OTHER_DRIVE = "set FINETUNE_CACHE to a folder on an NVMe drive"
 
 
-def with_layers_checked(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Plan:
+def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Plan:
     """The plan with what was measured of the drive. `force` accepts what is only slow; `folder`: where an offload's file is.
 
     Raises MachineError and DiskFull for what this machine lacks.
@@ -40,29 +40,29 @@ def check_host_memory(plan: Plan) -> None:
     if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:  # a retry or resume changed it
         return
     free = free_for_run()
-    held = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
-    if held > free:
-        raise too_little_host_memory(copies.place, copies.layers, held, free)
+    needed = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
+    if needed > free:
+        raise too_little_host_memory(copies.place, copies.layers, needed, free)
 
 
 def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -> Plan:
-    # a file of an earlier run is there already; whose it is, is found out when it is opened
-    room = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.safetensors"))
-    if copies.weight_bytes > room:
+    # counts the file of an earlier run, which is reused or replaced when it is opened
+    available = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.safetensors"))
+    if copies.weight_bytes > available:
         raise DiskFull(
-            f"{folder} has {format_bytes(room)} free, the file of {copies.layers} layers needs "
+            f"{folder} has {format_bytes(available)} free, the file of {copies.layers} layers needs "
             f"{format_bytes(copies.weight_bytes)}",
             f"Free some space, or {_OTHER_DRIVE}.",
         )
-    rate = read_rate(folder)
+    rate = measure_read_rate(folder)
     if rate is None:
         return plan.noting(f"how fast the drive of {folder} reads is not measured on this system")
     seen = copies.at(min(rate, plan.card.pcie_bytes_s or rate))
-    words = f"the drive of {folder} reads {rate / 1e9:.2f} GB/s; the run {seen.words}"
+    summary = f"the drive of {folder} reads {rate / 1e9:.2f} GB/s; the run {seen.summary}"
     if not force and (seen.waiting_s or 0.0) > (MOST_TIMES - 1) * (seen.computing_s or math.inf):
         raise MachineError(
-            f"layer_offloading nvme: {words}",
+            f"layer_offloading nvme: {summary}",
             f"Set layer_offloading=cpu with {format_bytes(copies.weight_bytes)} of host memory, {_OTHER_DRIVE}, "
             "or run anyway: --force.",
         )
-    return dataclasses.replace(plan, layer_copies=seen).noting(words)
+    return dataclasses.replace(plan, layer_copies=seen).noting(summary)

@@ -1,7 +1,7 @@
 """The queue: one folder for each requested run; one process starts them in order when no other run is alive.
 
 A folder has recipe.yaml and status.json: `{"state": waiting | preparing | started | failed, "message": ..., "run": ...}`. The
-page may be closed and the app may end: the starter (app.starts.starter) is a separate, detached process.
+page may be closed and the app may end: the starter (app.background.starter) is a separate, detached process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune.system import is_locked, rename
 
 OPEN = ("waiting", "preparing")
 #: Started and failed entries that are kept.
-_KEPT = 8
+_MOST_CLOSED = 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Entry:
         except (OSError, ValueError):
             return {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
 
-    def say(self, state: str, message: str = "", **values: Any) -> None:
+    def set_status(self, state: str, message: str = "", **values: Any) -> None:
         """Write the status atomically."""
         write_json(self.path / "status.json", {"state": state, "message": message, **values})
 
@@ -69,8 +69,8 @@ class Queue:
 
     def newest(self) -> Entry | None:
         """The newest entry."""
-        found = self.entries()
-        return found[-1] if found else None
+        entries = self.entries()
+        return entries[-1] if entries else None
 
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
         """Queue a new run, or with `resume` that run's continuation; returns at once."""
@@ -78,10 +78,10 @@ class Queue:
         building.mkdir(mode=0o700)
         entry = Entry(building)
         entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
-        entry.say("waiting", "in the queue", resume=resume, force=force, asked_s=time.time())
+        entry.set_status("waiting", "in the queue", resume=resume, force=force, asked_s=time.time())
         entry = Entry(rename(building, self.folder / building.name[1:]))
-        self.forget_old()
-        self.ensure()
+        self.remove_old()
+        self.ensure_starter()
         return entry
 
     def cancel(self, name: str) -> bool:
@@ -92,13 +92,13 @@ class Queue:
                 return True
         return False
 
-    def ensure(self) -> None:
+    def ensure_starter(self) -> None:
         """Start the starter when entries wait and none is running; a second one would exit at once."""
         if self.waiting() and not is_locked(self.folder / ".lock"):
-            detach(self.workspace, "app.starts.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
+            detach(self.workspace, "app.background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
 
-    def forget_old(self) -> None:
+    def remove_old(self) -> None:
         """Remove all but the newest started and failed entries."""
-        done = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
-        for entry in done[:-_KEPT]:
+        closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
+        for entry in closed[:-_MOST_CLOSED]:
             shutil.rmtree(entry.path, ignore_errors=True)

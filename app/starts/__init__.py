@@ -1,1 +1,0 @@
-"""The queue of runs, and the process that starts them."""

@@ -1,0 +1,112 @@
+"""`fits` and `forecast`: the memory of a trainer's own step on a GPU, before it trains."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.card import find_card
+from finetune.card.allocator import expandable_segments
+from finetune.errors import RecipeError
+from finetune.forecast.allocator_replay import replay
+from finetune.forecast.device_peak import forecast_of
+from finetune.forecast.ledger import USUAL_CAPABILITY, ledger_of
+from finetune.plan.plan import Verdict, verdict_of
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.forecast.allocator_replay import Replay
+    from finetune.forecast.forecast import Forecast
+    from finetune.forecast.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a training step fits a GPU. True where it does: `if not finetune.fits(trainer): ...`.
+
+    `budget_bytes`: what is free on `gpu`. `forecast`: peaks by part, phase and layer; lower end, likely peak and upper end.
+    """
+
+    gpu: str
+    verdict: Verdict
+    budget_bytes: int
+    forecast: Forecast
+
+    def __bool__(self) -> bool:
+        return self.verdict in (Verdict.FITS, Verdict.AT_LIMIT)
+
+    def __str__(self) -> str:
+        forecast = self.forecast
+        ends = f"{format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)}"
+        budget = f"{format_bytes(self.budget_bytes)} on {self.gpu}"
+        lines = [f"{self.verdict}: {format_bytes(forecast.peak_bytes)} ({ends}) of {budget}"]
+        lines += [f"  {part:<12} {format_bytes(size):>10}" for part, size in forecast.parts.items() if size]
+        return "\n".join([*lines, *(f"  {note}" for note in forecast.notes)])
+
+
+def fits(trainer: Any, gpu: str | None = None) -> Fit:
+    """Whether `trainer` (TRL's or transformers') can train its longest rows on `gpu`, by a dry run of its own step.
+
+    `gpu`: this machine's by default, `cpu`, or a name of the catalogue (`finetune doctor` lists them). Nothing of the trainer
+    is changed and no GPU is opened. Raises a FinetuneError for an unknown GPU, or a step that needs the values of tensors.
+    """
+    card = find_card(gpu or "auto")
+    forecast = forecast_trainer(trainer, card)
+    return Fit(card.name, verdict_of(forecast, card.free_bytes), card.free_bytes, forecast)
+
+
+def forecast(
+    model: Any,
+    args: Any,
+    *,
+    peft_config: Any = None,
+    rows: int | None = None,
+    tokens: int | None = None,
+    gpu: str | None = None,
+) -> Forecast:
+    """The forecast of TRL's SFTTrainer for `model` with these `args` (SFTConfig), without a dataset.
+
+    `model`: a transformers model or a PeftModel, with weights or on meta, or the name of a model whose configuration is read.
+    `rows` (per_device_train_batch_size) of `tokens` (max_length) each. `gpu`: as for `fits`. Nothing that is given is changed.
+    Raises a FinetuneError.
+    """
+    from finetune.api.trainer_step import sft_trainer
+
+    tokens = tokens or args.max_length
+    if not tokens:
+        raise RecipeError("the length of the rows is not known: max_length is None", "Give tokens=.")
+    card = find_card(gpu or "auto")
+    with sft_trainer(model, args, peft_config, tokens) as trainer:
+        return forecast_trainer(trainer, card, rows=rows, tokens=tokens)
+
+
+def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, tokens: int | None = None) -> Forecast:
+    """The forecast of `trainer`'s step on `card`, with its longest rows, or `rows` of `tokens` each."""
+    from finetune.api.trainer_step import largest_batch, simulate_trainer
+
+    capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
+    rows = rows or trainer.args.per_device_train_batch_size
+    with _quiet():
+        loader = copy.copy(trainer).get_train_dataloader()
+        batch = largest_batch(loader.dataset, loader.collate_fn, rows, tokens)
+        simulation = simulate_trainer(trainer, batch, capability)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    run = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
+    return forecast_of(run, card, _replayed(simulation, card), even=False)
+
+
+def _replayed(simulation: Simulation, card: Card) -> Replay | None:
+    trace = None if card.is_cpu else simulation.trace()
+    return replay(trace, expandable=expandable_segments()) if trace else None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

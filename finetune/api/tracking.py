@@ -1,0 +1,57 @@
+"""`track`: which tensors take the memory of any code, on real or fake tensors, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from finetune.forecast.tracker import StorageTracker
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MemoryTracker(StorageTracker):
+    """Live and peak bytes of tensors made inside `track()`, and of those given to it, rounded up to torch's blocks."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest sum of live tensors so far."""
+        return max((peak.total_bytes for peak in self.peaks.values()), default=0)
+
+    @property
+    def peaks_by_phase(self) -> dict[str, int]:
+        """The highest sum of each phase; `tracker.phase = "backward"` begins one."""
+        highest: Counter[str] = Counter()
+        for (phase, _), peak in self.peaks.items():
+            highest[phase] = max(highest[phase], peak.total_bytes)
+        return dict(highest)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{phase or 'all'}: {format_bytes(size)}" for phase, size in self.peaks_by_phase.items())
+
+
+@contextmanager
+def track(model: torch.nn.Module | None = None, *, phase: str = "all") -> Iterator[MemoryTracker]:
+    """Track the memory of what runs inside: `with finetune.track(model) as memory: ...; memory.peak_bytes`.
+
+    `model`: its parameters, buffers and gradients exist already and are counted, too. With it the peaks know the running layer.
+    Counts tensors, not what libraries allocate beside them; the peak lacks the CUDA context and cuBLAS's workspaces.
+    """
+    tracker = MemoryTracker()
+    tracker.phase, tracker.part = phase, "activations"
+    for tensor in _tensors_of(model) if model is not None else ():
+        with tracker.tagging("weights"):
+            tracker.track(tensor)
+    tracker.record()
+    with tracker:
+        yield tracker
+
+
+def _tensors_of(model: Any) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    yield from (parameter.grad for parameter in model.parameters() if parameter.grad is not None)

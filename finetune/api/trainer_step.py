@@ -1,0 +1,209 @@
+"""A trainer's own step on fake tensors: its model, collator, loss and optimizer, for the longest rows of its dataset."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.api.fake_copy import fake_copy
+from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
+from finetune.compat.torch import backward, fake_tensor_mode
+from finetune.compat.transformers import fake_experts, without_packing_detection
+from finetune.errors import RecipeError
+from finetune.forecast.card_semantics import card_semantics
+from finetune.forecast.fake_model import fake_dora_weights, state_dict_copies
+from finetune.forecast.fake_optimizer import first_step, paged_states_on_host, zero_gradients
+from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.forecast.simulate import Simulation, garbage_collection_paused, observe, record_accumulation
+from finetune.forecast.tracker import StorageTracker
+from finetune.model.adapters import trainable_parameters
+from finetune.model.build import build_on_meta
+from finetune.model.padding import without_mask
+
+if TYPE_CHECKING:
+    from finetune.forecast.rules import Capability
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The collated micro-batch of the longest rows: shape and type of each tensor, other values as they are.
+
+    `trained_tokens`: labels that count in the loss. `padded`: batches of this size may have an attention mask.
+    """
+
+    inputs: dict[str, Any]
+    trained_tokens: int
+    padded: bool
+
+
+def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = None) -> LargestBatch:
+    """The `rows` longest rows, as the trainer's collator makes them; with `tokens` they are that long instead.
+
+    Raises RecipeError for rows without a length.
+    """
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise RecipeError(
+            "the dataset is streamed, so its longest rows are not known", "Give tokens=, or a dataset with a length."
+        )
+    lengths = [max(len(value) for value in row.values() if isinstance(value, (list, torch.Tensor))) for row in dataset]
+    longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-rows:]
+    examples = (
+        [dataset[index] for index in reversed(longest)] if tokens is None else [_resized(dataset[longest[-1]], tokens)] * rows
+    )
+    inputs = dict(collator(examples))
+    labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+    trained = int((labels[..., 1:] != -100).sum()) if labels is not None else 0
+    uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then some batch of this size has a mask
+    return LargestBatch(inputs, trained, mask is not None and uneven)
+
+
+def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The row with so many tokens: each list of one value per token is repeated or cut."""
+    length = len(row["input_ids"])
+    return {
+        name: (list(value) * -(-tokens // length))[:tokens] if isinstance(value, list) and len(value) == length else value
+        for name, value in row.items()
+    }
+
+
+@contextmanager
+def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Iterator[Any]:
+    """TRL's trainer for a fake copy of `model`, or of the named model's configuration, with one row of so many tokens."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTTrainer
+
+    from finetune.bundled import model_path
+
+    if isinstance(model, str):
+        model = _on_meta(model, args)
+    args = copy.copy(args)
+    args.use_cpu, args.report_to, args.eval_strategy, args.do_eval = True, [], "no", False
+    row = Dataset.from_dict({"input_ids": [[0] * tokens]})
+    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))  # the row has tokens already
+    with fake_tensor_mode():
+        copied: Any = fake_copy(model, StorageTracker())
+        trainer = SFTTrainer(model=copied, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
+    yield trainer
+
+
+def _on_meta(name: str, args: Any) -> Any:
+    from transformers import AutoConfig
+
+    named = dict(args.model_init_kwargs or {})
+    if "quantization_config" in named:
+        raise RecipeError(
+            f"{name} is quantised when it is loaded, which a name alone can't show",
+            "Load it and use finetune.fits(trainer), or: finetune plan MODEL",
+        )
+    dtype = named.get("dtype", "float32")
+    config = AutoConfig.from_pretrained(name)
+    return build_on_meta(
+        config, None, dtype=getattr(torch, str(dtype).removeprefix("torch.")), attention="sdpa", remote_code=False
+    )
+
+
+def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability | None) -> Simulation:
+    """One optimizer step of `trainer`, and an evaluation where it has one, on a GPU of this compute capability; None: the CPU.
+
+    The trainer and its model are not changed.
+    """
+    rules = rules_for_cpu() if capability is None else rules_for(capability)
+    rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
+    tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
+    with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+        with _fake_tensors(capability, batch), tracker:
+            model = fake_copy(trainer.model, tracker)
+            observe(model, tracker)
+            if not batch.padded:  # its values say so, and a fake mask has none
+                model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+            shadow = _shadow(trainer, model)
+            _run(shadow, model, tracker, batch, on_cpu=capability is None)
+        del model, shadow
+    return Simulation(tracker.peaks, tracker.host, (), (), tracker.recording)
+
+
+def _without_mask(_model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return arguments, without_mask(named)
+
+
+def _assumed_scalar(_tracker: StorageTracker, _function: Any, arguments: tuple[Any, ...], _named: dict[str, Any]) -> Any:
+    """The value that is read of a fake tensor, such as a count for a metric: 1."""
+    dtype = arguments[0].dtype
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+@contextmanager
+def _fake_tensors(capability: Capability | None, batch: LargestBatch) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(own_quantisation_maps())
+        stack.enter_context(fake_experts())
+        if capability is not None:
+            stack.enter_context(card_semantics(batch.trained_tokens))
+        if "position_ids" not in batch.inputs:
+            stack.enter_context(without_packing_detection())
+        stack.enter_context(fake_tensor_mode())
+        yield
+
+
+def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
+    """The trainer with the fake model and metrics of its own."""
+    shadow = copy.copy(trainer)
+    shadow.model = shadow.model_wrapped = model
+    shadow.optimizer = shadow.lr_scheduler = None
+    for name in ("_metrics",):
+        if hasattr(trainer, name):
+            setattr(shadow, name, copy.deepcopy(getattr(trainer, name)))
+    return shadow
+
+
+def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
+    args = shadow.args
+    model.train()
+    if args.gradient_checkpointing and not model.is_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    optimizer = shadow.create_optimizer()
+    first_step(optimizer, model, tracker, on_cpu=on_cpu)
+    if args.gradient_accumulation_steps != 1:
+        zero_gradients(model, tracker)
+    tracker.recording.begin("micro-batch")
+    loss = _loss(shadow, model, tracker, batch, "forward")
+    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
+    backward(loss)
+    del loss
+    tracker.recording.begin("clipping")
+    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
+    torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=not on_cpu)
+    tracker.recording.begin("optimizer")
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+    tracker.recording.begin("save")
+    gc.collect()
+    tracker.phase, tracker.part = "save", "workspace"
+    state_dict_copies(model, tracker)
+
+
+def _loss(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, phase: str) -> torch.Tensor:
+    tracker.phase, tracker.part, tracker.layer = phase, "activations", None
+    inputs = {name: _fake(value) for name, value in batch.inputs.items()}
+    args = shadow.args
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
+        loss: torch.Tensor = shadow.compute_loss(model, inputs)
+    return loss
+
+
+def _fake(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
