@@ -33,12 +33,15 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
     `model` itself is not changed. Tensors on meta (offloaded weights) stay there, unless all are: a model without weights.
     """
     memo = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
+    tracker.recording.begin("load")
     trains = any("lora_" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         part = "adapters" if trains and parameter.requires_grad else "weights"
         tracker.layer = layer_number(name)
         with tracker.tagging(part):
             _copy_parameter(parameter, memo)
+        if part == "weights":
+            tracker.recording.weights[tracker.layer] += parameter.nbytes
     with tracker.tagging("weights"):
         for buffer in model.buffers():
             _copy_tensor(buffer, memo)

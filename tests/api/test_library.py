@@ -1,0 +1,135 @@
+"""What `import finetune` offers to other programs: light, refusing what can't fit, changing nothing that it is not asked to."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from trl import SFTConfig, SFTTrainer
+
+import finetune
+from finetune.bundled import model_path
+from finetune.errors import DoesNotFit, RecipeError
+
+IMPORTED = """
+import os, sys
+before = dict(os.environ)
+import finetune
+finetune.__all__, dir(finetune)
+heavy = {"torch", "transformers", "typer", "gradio", "app", "pydantic", "numpy"} & set(sys.modules)
+print(sorted(heavy), dict(os.environ) == before)
+"""
+
+
+def small_model(layers=3):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+
+
+def loss_and_gradients(model):
+    ids = torch.arange(64).view(2, 32)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def trainer(tmp_path, tokens=32, **arguments):
+    args = SFTConfig(
+        output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True, max_length=None, per_device_train_batch_size=1,
+        gradient_checkpointing=False, disable_tqdm=True, save_strategy="no", **arguments,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": [[5] * tokens]})
+    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
+    return SFTTrainer(model=small_model(), args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+def test_importing_it_loads_nothing_heavy_and_changes_no_environment():
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    result = subprocess.run([sys.executable, "-c", IMPORTED], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "[] True\n"
+
+
+def test_an_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="no attribute 'fit_in'"):
+        finetune.fit_in  # noqa: B018
+
+
+def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path):
+    plain = trainer(tmp_path, tokens=3_000_000)
+    before = {name: id(parameter) for name, parameter in plain.model.named_parameters()}
+    callback = finetune.MemoryCallback(plain, gpu="rtx-3060")
+    plain.add_callback(callback)
+    with pytest.raises(DoesNotFit, match="does not fit") as refused:
+        plain.train()
+    assert "gradient_checkpointing=True" in refused.value.fix and plain.state.global_step == 0
+    assert not callback.fit and callback.error is None
+    assert {name: id(parameter) for name, parameter in plain.model.named_parameters()} == before
+
+
+def test_a_step_that_fits_is_forecast_and_trained(tmp_path, capsys):
+    plain = trainer(tmp_path)
+    plain.add_callback(finetune.MemoryCallback(plain, gpu="cpu"))
+    plain.train()
+    assert "finetune: forecast fits: " in capsys.readouterr().err and plain.state.global_step == 1
+
+
+def test_a_forecast_needs_no_dataset_and_leaves_the_model_as_it_is(tmp_path):
+    model, args = small_model(), trainer(tmp_path).args
+    names = [name for name, _ in model.named_modules()]
+    short, long = (finetune.forecast(model, args, rows=2, tokens=tokens, gpu="rtx-4090") for tokens in (64, 128))
+    assert short.parts["weights"] == long.parts["weights"] and short.parts["activations"] < long.parts["activations"]
+    assert [name for name, _ in model.named_modules()] == names and not any(p.is_meta for p in model.parameters())
+    with pytest.raises(RecipeError, match="max_length is None"):
+        finetune.forecast(model, args)
+
+
+def test_a_model_is_forecast_by_its_name(tmp_path):
+    args, lora = trainer(tmp_path).args, LoraConfig(r=8, target_modules="all-linear")
+    forecast = finetune.forecast(str(model_path("tiny-base")), args, peft_config=lora, tokens=64, gpu="rtx-4090")
+    assert forecast.parts["adapters"] > 0 and forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
+
+
+def test_lean_layers_save_less_and_give_the_same_gradients():
+    model = small_model()
+    with finetune.track(model) as before:
+        loss, gradients = loss_and_gradients(model)
+    model.zero_grad()
+    summary = finetune.lean(model)
+    assert len(summary) == 3 and "1 MLP" in summary[0]
+    with finetune.track(model) as memory:
+        lean_loss, lean_gradients = loss_and_gradients(model)
+    assert memory.peak_bytes < 0.9 * before.peak_bytes
+    assert lean_loss == pytest.approx(loss, rel=1e-6)
+    assert all(
+        torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6) for ours, theirs in zip(lean_gradients, gradients, strict=True)
+    )
+    assert finetune.lean(model, enabled=False) == []
+
+
+def test_offloaded_layers_give_the_same_losses_and_gradients_to_the_bit():
+    resident, offloaded = small_model(), small_model()
+    finetune.offload_layers(offloaded, 2)
+    for model in (resident, offloaded):
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        model.train()
+    loss, gradients = loss_and_gradients(resident)
+    other_loss, other_gradients = loss_and_gradients(offloaded)
+    assert other_loss == loss
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(other_gradients, gradients, strict=True))
+
+
+def test_more_layers_than_there_are_can_not_be_offloaded():
+    with pytest.raises(RecipeError, match="4 layers can't be offloaded: the model has 3"):
+        finetune.offload_layers(small_model(), 4)
+    with pytest.raises(RecipeError, match="no decoder layers"):
+        finetune.lean(torch.nn.Linear(2, 2))
