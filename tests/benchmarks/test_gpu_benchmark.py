@@ -27,8 +27,8 @@ def lines(warm_python, tmp_path_factory):
     results = tmp_path_factory.mktemp("gpu") / "results.jsonl"
     command = [warm_python, "-m", "benchmarks.gpu.measure", "--gpu", "cpu", "--model", "tiny", "--minutes", "15"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "--results", results], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run([*command, "--results", results], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     return {line["cell"]: line for line in read_results(results)}
 
 
@@ -88,9 +88,9 @@ def test_a_model_of_a_shape_is_complete_and_random(tmp_path):
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     matrices = [tensor for tensor in tensors.values() if tensor.dim() == 2]
     assert all(0.01 < tensor.float().std() < 0.03 for tensor in matrices)
-    assert not any(torch.equal(one, other) for one, other in zip(matrices, matrices[1:], strict=False))
-    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert not any(torch.equal(matrix, other) for matrix, other in zip(matrices, matrices[1:], strict=False))
+    _, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
 
 
 def test_a_cap_that_does_not_bite_is_a_wrong_result():
@@ -122,13 +122,13 @@ def test_the_newest_result_on_a_card_is_shown_with_its_error():
 
 
 def test_a_pruned_wheel_has_one_cuda_library_and_a_record_of_what_is_left(tmp_path):
-    wheel, kept = tmp_path / "bitsandbytes-1-py3-none-any.whl", "libbitsandbytes_cuda130.so"
-    names = [f"bitsandbytes/{name}" for name in ("__init__.py", "libbitsandbytes_cpu.so", kept, "libbitsandbytes_cuda118.so")]
+    wheel, cuda = tmp_path / "bitsandbytes-1-py3-none-any.whl", "libbitsandbytes_cuda130.so"
+    names = [f"bitsandbytes/{name}" for name in ("__init__.py", "libbitsandbytes_cpu.so", cuda, "libbitsandbytes_cuda118.so")]
     with zipfile.ZipFile(wheel, "w") as file:
         for name in names:
             file.writestr(name, "x")
         file.writestr("bitsandbytes-1.dist-info/RECORD", "".join(f"{name},,\n" for name in names))
-    carry.prune(wheel, kept)
+    carry.prune(wheel, cuda)
     with zipfile.ZipFile(wheel) as file:
         assert file.namelist() == [*names[:3], "bitsandbytes-1.dist-info/RECORD"]
         assert file.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines() == [f"{name},," for name in names[:3]]

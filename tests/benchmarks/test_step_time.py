@@ -15,6 +15,6 @@ from benchmarks.step_time import trend  # noqa: E402
 @pytest.mark.parametrize("growth", [0.0, 0.1])
 def test_growth_is_within_the_interval_and_the_interval_is_that_of_the_noise(growth):
     noise = random.Random(0)
-    found, wide = trend([math.exp(growth * place / 1249 + noise.gauss(0, 0.25)) for place in range(1250)])
-    assert abs(found - growth) < wide
+    estimate, wide = trend([math.exp(growth * step / 1249 + noise.gauss(0, 0.25)) for step in range(1250)])
+    assert abs(estimate - growth) < wide
     assert wide == pytest.approx(1.96 * 0.25 * math.sqrt(12 / 1250), rel=0.1)

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.compiler
 
 def test_a_driver_is_named_with_the_cuda_it_runs(machine):
     machine("t4")
-    found = check_driver()
-    assert found.state == "ok" and found.facts == {"driver": "580.65.06", "cuda": "13.0"}
+    finding = check_driver()
+    assert finding.state == "ok" and finding.facts == {"driver": "580.65.06", "cuda": "13.0"}
 
 
-def test_a_driver_that_does_not_answer_is_told_with_its_words(machine):
+def test_a_driver_that_does_not_answer_is_reported_with_its_words(machine):
     machine("t4", "start = 9")
     assert check_driver().state in ("warn", "fail") and "Driver Not Loaded" in check_driver().what
 
@@ -30,25 +30,25 @@ def test_a_driver_updated_under_the_machine_needs_a_restart(machine):
 
 def test_a_free_card_is_fine(machine):
     machine("h200")
-    (found,) = check_cards()
-    assert found.state == "ok" and found.facts["free_bytes"] == (143771 - 616) * MIB
+    (finding,) = check_cards()
+    assert finding.state == "ok" and finding.facts["free_bytes"] == (143771 - 616) * MIB
 
 
 def test_a_card_in_use_names_the_process_that_uses_it(machine):
     machine("t4", "used_mib = 9000", "compute = self 8999")
-    (found,) = check_cards()
-    assert found.state == "warn" and "python" in found.what and "8.79 GiB" in found.what
-    assert found.facts["free_bytes"] < 7 * GIB
+    (finding,) = check_cards()
+    assert finding.state == "warn" and "python" in finding.what and "8.79 GiB" in finding.what
+    assert finding.facts["free_bytes"] < 7 * GIB
 
 
 def test_a_card_off_the_bus_is_a_failure_beside_the_one_that_works(machine):
     machine("lost-card")
-    working, lost = check_cards()
-    assert (working.state, lost.state) == ("ok", "fail")
-    assert "card 0 does not answer (gpu is lost)" in lost.what and "dmesg" in lost.fix
+    working, unresponsive = check_cards()
+    assert (working.state, unresponsive.state) == ("ok", "fail")
+    assert "card 0 does not answer (gpu is lost)" in unresponsive.what and "dmesg" in unresponsive.fix
 
 
-def test_a_hidden_card_is_told_as_hidden(machine):
+def test_a_hidden_card_is_reported_as_hidden(machine):
     machine("two-3090", CUDA_VISIBLE_DEVICES="GPU-30911111")
     desktop, other = check_cards()
     assert (desktop.state, other.state) == ("skip", "ok") and "hidden by CUDA_VISIBLE_DEVICES" in desktop.what
@@ -56,13 +56,13 @@ def test_a_hidden_card_is_told_as_hidden(machine):
 
 def test_every_instance_of_a_split_card_has_a_line(machine):
     machine("mig")
-    assert [found.facts["name"] for found in check_cards()] == ["NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 MIG 3g.71gb"]
+    assert [finding.facts["name"] for finding in check_cards()] == ["NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 MIG 3g.71gb"]
 
 
 def test_inside_a_container_no_process_is_named(machine):
     machine("container")
-    (found,) = check_cards()
-    assert found.state == "warn" and "pid" not in found.what and "container" in found.what
+    (finding,) = check_cards()
+    assert finding.state == "warn" and "pid" not in finding.what and "container" in finding.what
 
 
 def test_under_wsl_the_fallback_to_system_memory_is_named(machine):
@@ -72,12 +72,12 @@ def test_under_wsl_the_fallback_to_system_memory_is_named(machine):
 
 def test_an_old_driver_is_read_without_its_newer_functions(machine):
     machine("old-driver")
-    assert check_driver().facts["cuda"] == "11.4" and [found.state for found in check_cards()] == ["ok"]
+    assert check_driver().facts["cuda"] == "11.4" and [finding.state for finding in check_cards()] == ["ok"]
 
 
 @pytest.mark.slow
 def test_a_process_of_its_own_finds_the_driver_by_the_librarys_name(machine):
     command = [sys.executable, "-m", "finetune", "doctor", "--json"]
-    done = subprocess.run(command, env=machine("4090-desktop"), capture_output=True, text=True)
-    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert "RTX 4090" in found["card memory"]["what"] and found["driver"]["facts"]["driver"] == "580.95.05"
+    process = subprocess.run(command, env=machine("4090-desktop"), capture_output=True, text=True)
+    findings = {finding["check"]: finding for finding in json.loads(process.stdout)["findings"]}
+    assert "RTX 4090" in findings["card memory"]["what"] and findings["driver"]["facts"]["driver"] == "580.95.05"

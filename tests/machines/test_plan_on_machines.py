@@ -61,11 +61,11 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     recipe = load_recipe("tiny-cpu", ["gpu=auto", "dtype=auto"])
     monkeypatch.setattr(sys, "argv", ["finetune", "plan", "tiny-cpu", "gpu=auto", "dtype=auto", "--json"])
     assert main() == 3
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     page = Questions().answer({"kind": "plan", "recipe": write_recipe(recipe)})["plan"]
-    assert told["card"] == page["card"] and told["card"]["uuid"].startswith("GPU-30911111")
+    assert printed["card"] == page["card"] and printed["card"]["uuid"].startswith("GPU-30911111")
     shown = plan_view.card_note(Plan.from_json(page))
-    assert "CPU-only build" in told["card"]["problem"] and "CPU-only build" in shown and "Install the wheel" in shown
+    assert "CPU-only build" in printed["card"]["problem"] and "CPU-only build" in shown and "Install the wheel" in shown
 
 
 @pytest.mark.slow

@@ -29,11 +29,11 @@ from finetune.plan.plan import read_plan
 from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
 from finetune.run import supervise
-from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement
+from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
 from finetune.run.failures import describe
 from finetune.run.memory import MemorySampler
 from finetune.run.prepare import create_run, prepare
-from finetune.run.retry import next_smaller, nothing_smaller
+from finetune.run.retry import next_smaller, no_smaller_plan
 from finetune.run.state import read_state
 from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config
@@ -65,8 +65,8 @@ def card(tmp_path, monkeypatch):
     """card(plan) -> the plan's card, recorded."""
 
     def insert(plan, free_bytes=None, **more):
-        known = {"uuid": plan.card.uuid, "total_bytes": plan.card.total_bytes, "free_bytes": free_bytes or plan.card.free_bytes}
-        return RecordedCard(tmp_path / "calls.jsonl", **known, **more).insert(monkeypatch)
+        facts = {"uuid": plan.card.uuid, "total_bytes": plan.card.total_bytes, "free_bytes": free_bytes or plan.card.free_bytes}
+        return RecordedCard(tmp_path / "calls.jsonl", **facts, **more).insert(monkeypatch)
 
     return insert
 
@@ -83,17 +83,17 @@ def own_signals():
 
 def supervised(run, environment, tmp_path):
     """Run the real supervisor to its end; the environment that its real worker started with."""
-    told = tmp_path / "told"
-    told.mkdir()
-    (told / "sitecustomize.py").write_text(
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
         "import json, os, sys\n"
         "if 'finetune.run.worker' in sys.orig_argv:\n"
-        f"    open({str(told / 'environment.json')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
+        f"    open({str(folder / 'environment.json')!r}, 'w').write(json.dumps(dict(os.environ)))\n"
     )
-    path = os.pathsep.join([str(told), *filter(None, sys.path)])
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     command = [sys.executable, "-m", "finetune.run.supervise", str(run.path)]
-    done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
-    return done.returncode, json.loads((told / "environment.json").read_text())
+    process = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    return process.returncode, json.loads((folder / "environment.json").read_text())
 
 
 def test_with_two_cards_the_worker_sees_the_planned_one_and_no_other(machine, make_run, tmp_path):
@@ -153,28 +153,28 @@ def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monke
     assert cards_of(plan) == (DESKTOP,)
 
 
-def test_a_smaller_card_in_the_place_of_the_planned_one_is_told(machine, make_run, monkeypatch, own_signals):
+def test_a_smaller_card_instead_of_the_planned_one_is_reported(machine, make_run, monkeypatch, own_signals):
     machine("3060-and-4090")
     run = make_run()
     plan = read_plan(run.plan)
     machine("3060-and-4090", CUDA_VISIBLE_DEVICES="GPU-30600000")
     message = "the planned card, NVIDIA GeForce RTX 4090 with 23.5 GiB, is not there; the run uses NVIDIA GeForce RTX 3060 with"
-    assert replacement(plan, cards_of(plan)).startswith(message)
+    assert replacement_message(plan, cards_of(plan)).startswith(message)
     large = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, peak_high_bytes=15 * GIB))
-    assert replacement(large, cards_of(large)).endswith("and may need 15.0 GiB")
+    assert replacement_message(large, cards_of(large)).endswith("and may need 15.0 GiB")
     monkeypatch.setattr(supervise, "worker_command", lambda _: [sys.executable, "-S", "-c", "raise SystemExit(1)"])
     assert Supervisor(run).main() == 1
     assert [event.message for event in read_events(run.events) if isinstance(event, RunWarning)] == [
-        replacement(plan, cards_of(plan))
+        replacement_message(plan, cards_of(plan))
     ]
 
 
-def test_an_equal_card_in_the_place_of_the_planned_one_is_no_news(machine, make_run, monkeypatch):
+def test_an_equal_card_instead_of_the_planned_one_is_no_news(machine, make_run, monkeypatch):
     machine("two-3090")
     plan = read_plan(make_run().plan)
-    assert replacement(plan, cards_of(plan)) == ""
+    assert replacement_message(plan, cards_of(plan)) == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
-    assert cards_of(plan) == (DESKTOP,) and replacement(plan, (DESKTOP,)) == ""
+    assert cards_of(plan) == (DESKTOP,) and replacement_message(plan, (DESKTOP,)) == ""
 
 
 def test_a_run_without_a_planned_card_trains_on_one_of_two(machine, make_run, card, monkeypatch):
@@ -256,9 +256,9 @@ def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(m
 def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machine, make_run, card):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
-    held = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
+    blocks = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
     recorded = card(plan)
-    recorded.answers["snapshot"] = {"segments": [{"stream": 0, "segment_type": "large", "blocks": held}], "device_traces": []}
+    recorded.answers["snapshot"] = {"segments": [{"stream": 0, "segment_type": "large", "blocks": blocks}], "device_traces": []}
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
     tight = dataclasses.replace(plan, budget_bytes=RESERVED + plan.card.context_bytes + 100 * MIB)
     event = describe(error, "evaluate", tight, MemorySampler(on_cuda=True))
@@ -291,7 +291,7 @@ def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_
     plan = plan_recipe(load_recipe(recipe, ["gpu=auto"]), find_card("auto"), without_rows)
     settings, recorded = plan.settings, card(plan)
 
-    def held(budget):
+    def replay_with(budget):
         limit_card(dataclasses.replace(plan, budget_bytes=round(budget)))
         return replayed(
             read_config(settings), settings, rows=RowShape(settings.max_length),
@@ -300,8 +300,8 @@ def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_
         )  # fmt: skip
 
     assert plan.forecast.peak_low_bytes > 2 * GIB
-    assert held(plan.forecast.peak_high_bytes).reserved_bytes <= recorded.limit_bytes()
-    assert held(0.9 * plan.forecast.peak_low_bytes) is None
+    assert replay_with(plan.forecast.peak_high_bytes).reserved_bytes <= recorded.limit_bytes()
+    assert replay_with(0.9 * plan.forecast.peak_low_bytes) is None
 
 
 @pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
@@ -392,9 +392,9 @@ def test_a_run_that_was_forced_needs_no_more_than_its_budget(machine, make_run, 
 
 
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
-    held, context = 3000 * MIB, 300 * MIB
-    used = f"used_mib = {(held + RESERVED + context) // MIB}"
-    machine("h200", used, f"graphics = 1 {held // MIB}", f"compute = self {(RESERVED + context) // MIB}")
+    others, context = 3000 * MIB, 300 * MIB
+    used = f"used_mib = {(others + RESERVED + context) // MIB}"
+    machine("h200", used, f"graphics = 1 {others // MIB}", f"compute = self {(RESERVED + context) // MIB}")
     run = make_run()
     recorded = card(read_plan(run.plan))
     for variable in ("before", "after"):
@@ -449,7 +449,7 @@ def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
     machine("4090-desktop")
     plan = read_plan(make_run("load_in_4bit=false", "layer_offloading=false").plan)
     assert next_smaller(plan, "load") is None
-    message = nothing_smaller(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
+    message = no_smaller_plan(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
     assert "(pid 1) 1.07 GiB" in message and "load_in_4bit=true or a smaller model" in message
 
 
@@ -475,7 +475,7 @@ def test_without_a_compiler_the_run_is_planned_and_trained_without_triton(machin
     assert "try_kernel" not in [name for name, *_ in recorded.calls()]
 
 
-def test_with_a_compiler_a_kernel_is_tried_and_its_error_is_told(machine, make_run, card, with_triton):
+def test_with_a_compiler_a_kernel_is_tried_and_its_error_is_reported(machine, make_run, card, with_triton):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
     assert plan.forecast.notes == () or not any("Triton" in note for note in plan.forecast.notes)

@@ -105,7 +105,7 @@ def test_an_index_that_is_not_there_is_answered_with_those_that_are(machine):
         find_card("2")
 
 
-def test_an_index_that_is_hidden_is_told_as_hidden(machine):
+def test_an_index_that_is_hidden_is_reported_as_hidden(machine):
     machine("two-3090", CUDA_VISIBLE_DEVICES=OTHER)
     with pytest.raises(RecipeError, match="hides card 0"):
         find_card("0")
@@ -197,7 +197,7 @@ def test_process_ids_of_the_host_are_not_taken_for_those_of_the_container(machin
     assert card.free_bytes == (24564 - 452 - 9000) * MIB
 
 
-def test_a_process_without_bytes_is_told_as_unknown(machine):
+def test_a_process_without_bytes_is_reported_as_unknown(machine):
     machine("wsl")
     assert "(bytes unknown)" in find_card("auto").reason and "0 B" not in find_card("auto").reason
 
@@ -208,7 +208,7 @@ def test_an_old_driver_counts_its_reserve_as_used_and_is_read_all_the_same(machi
     assert card.total_bytes == 24 * GIB and card.free_bytes == 24 * GIB - 300 * MIB
 
 
-def test_a_driver_too_old_for_torch_is_told_by_the_plan_and_refused_by_a_run(machine):
+def test_a_driver_too_old_for_torch_is_reported_by_the_plan_and_refused_by_a_run(machine):
     machine("old-driver")
     assert "driver 470.256.02 supports CUDA up to 11.4" in find_card("auto").problem
     with pytest.raises(RecipeError, match="is built for CUDA 13.0") as error:
@@ -221,7 +221,7 @@ def test_an_older_wheel_runs_on_an_older_driver(machine):
     assert find_card("auto", here=True).problem == ""
 
 
-def test_torch_without_cuda_is_told_by_the_plan_and_refused_by_a_run(machine):
+def test_torch_without_cuda_is_reported_by_the_plan_and_refused_by_a_run(machine):
     machine("4090-desktop", cuda=None)
     assert "CPU-only build" in find_card("auto").problem
     with pytest.raises(RecipeError, match="gpu: rtx-4090, but torch .* is a CPU-only build"):

@@ -28,7 +28,7 @@ FILES = {module_name(path): path for top in ("finetune", "app") for path in ROOT
 
 def imported(name, inside_functions):
     """Modules of the tree that a module imports when it runs; what is only for annotations does not run."""
-    found = set()
+    modules = set()
 
     def visit(nodes):
         for node in nodes:
@@ -36,14 +36,14 @@ def imported(name, inside_functions):
                 continue
             if isinstance(node, ast.ImportFrom):
                 parts = [f"{node.module}.{part.name}" for part in node.names]
-                found.update(part if part in FILES else node.module for part in parts)
+                modules.update(part if part in FILES else node.module for part in parts)
             elif isinstance(node, ast.Import):
-                found.update(part.name for part in node.names)
+                modules.update(part.name for part in node.names)
             elif inside_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(ast.iter_child_nodes(node))
 
     visit(ast.parse(FILES[name].read_text("utf-8")).body)
-    return {other for other in found if other in FILES and other != name}
+    return {other for other in modules if other in FILES and other != name}
 
 
 def layer_of(name):
