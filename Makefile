@@ -11,7 +11,7 @@ LOWEST := .venv-lowest
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CARD := .venv-card-$(TORCH)
 
-.PHONY: demo test test-card test-lowest check docs setup setup-test setup-check ui clean
+.PHONY: demo test test-card test-lowest check docs setup setup-test setup-check setup-card ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -49,6 +49,7 @@ ui: setup
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
 setup-check: $(VENV)/.installed-check
+setup-card: $(CARD)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -69,8 +69,8 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
         costs.append(1000 * (time.perf_counter() - began))
         sizes.append(len(json.dumps(sent).encode()))
     began = time.perf_counter()
-    again = LiveRun(run, folder / "kept.json")
-    while not again.refresh():
+    reopened = LiveRun(run, folder / "kept.json")
+    while not reopened.refresh():
         time.sleep(0.01)
     return {
         "steps": steps, "events_bytes": run.events.stat().st_size, "tick_cpu_ms_p95": round(sorted(cpu)[int(0.95 * TICKS)], 1),

@@ -1,4 +1,4 @@
-"""The cells of card_matrix.py: which models, settings, rows and GPUs the forecast is held against."""
+"""The cells of card_matrix.py: which models, settings, rows and GPUs the forecast is compared with."""
 
 from __future__ import annotations
 
@@ -156,10 +156,10 @@ def few_layers() -> list[Cell]:
 def write_rows(path: Path, kind: str, seed: int = 0) -> None:
     """48 conversations: `even` of one length, `uneven` of up to 900 tokens. The answers are a third of each."""
     rng = random.Random(seed)
-    words = ["alpha", "beta", "gamma", "delta", "order", "parcel", "invoice", "desk", "lamp", "blue", "Monday", "seven"]
+    vocabulary = ["alpha", "beta", "gamma", "delta", "order", "parcel", "invoice", "desk", "lamp", "blue", "Monday", "seven"]
     with path.open("w", encoding="utf-8") as file:
         for _ in range(48):
             count = 300 if kind == "even" else rng.randint(6, 300)
-            text = [" ".join(rng.choice(words) for _ in range(length)) for length in (2 * count // 3, count // 3)]
+            text = [" ".join(rng.choice(vocabulary) for _ in range(length)) for length in (2 * count // 3, count // 3)]
             turns = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), text, strict=True)]
             file.write(json.dumps({"messages": turns}) + "\n")

@@ -4,9 +4,9 @@
 
 A recipe gets a random model of few layers, format, technique, rank, micro-batch, lengths and share of trained tokens, and a
 memory budget: of ten recipes seven within 1 % above the upper end of the forecast ("fits", just so), two between the ends, and
-one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps,
-evaluates and saves within that budget. Results go to benchmarks/reference/card_edge.csv, a line for each recipe; those that are
-there are left out without --again. Runs are forks of this process, which has imported everything and opened no GPU.
+one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps, evaluates and saves within that budget.
+Results go to benchmarks/reference/card_edge.csv, a line for each recipe. Recipes in it are left out without --again.
+Runs are forks of this process, which has imported everything and opened no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.card_cells import FORMATS, TECHNIQUES, USUAL
 from benchmarks.card_matrix import on_machine, restart_with_libraries, with_own_caches
@@ -32,6 +32,11 @@ from standin_gpu.machine import Machine, describe, read_catalogue
 from standin_gpu.sparse_model import write_sparse_model
 
 GIB = 1 << 30
+if TYPE_CHECKING:
+    from finetune.forecast.forecast import Forecast
+
+    BudgetOf = Callable[[Forecast], float]
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "reference" / "card_edge.csv"
 COLUMNS = (
@@ -42,6 +47,7 @@ COLUMNS = (
 MODELS = ("Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-4B", "google/gemma-3-4b-it")
 LEFT_OUT = ("embeddings in host memory", "layers in host memory")
 GPU = "rtx-4090"
+CATALOGUE = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
 #: Shares of the recipes with a budget above the forecast, and with one above or between its ends.
 ABOVE, BETWEEN = 0.7, 0.9
 #: Tokens of the rows: shorter ones are cut, and may have no answer left to train on.
@@ -52,7 +58,7 @@ FINISHED, OUT_OF_MEMORY = 0, 5
 
 @dataclass(frozen=True)
 class EdgeRecipe:
-    """A random recipe; its budget is that of `place` (in 0 to 1) among those above, between and below the forecast's ends."""
+    """A random recipe; its budget is at `budget_position` (0 to 1) among those above, between and below the forecast's ends."""
 
     seed: int
     model: str
@@ -61,16 +67,17 @@ class EdgeRecipe:
     technique: str
     rows: str
     expandable: bool
-    place: float
+    budget_position: float
     settings: dict[str, Any]
 
-    def budget_bytes(self, low: int, high: int) -> float:
-        """The budget for a forecast with these ends."""
-        if self.place < ABOVE:
-            return high * (1 + 0.01 * self.place / ABOVE) + GIB / 100  # budgets are in hundredths of a GiB
-        if self.place < BETWEEN:
-            return low + (high - low) * (self.place - ABOVE) / (BETWEEN - ABOVE)
-        return low * (1 - 0.03 * (self.place - BETWEEN) / (1 - BETWEEN))
+    def budget_bytes(self, forecast: Forecast) -> float:
+        """The budget for this forecast."""
+        lower, upper = forecast.peak_low_bytes, forecast.peak_high_bytes
+        if self.budget_position < ABOVE:
+            return upper * (1 + 0.01 * self.budget_position / ABOVE) + GIB / 100
+        if self.budget_position < BETWEEN:
+            return lower + (upper - lower) * (self.budget_position - ABOVE) / (BETWEEN - ABOVE)
+        return lower * (1 - 0.03 * (self.budget_position - BETWEEN) / (1 - BETWEEN))
 
 
 def random_recipe(seed: int) -> EdgeRecipe:
@@ -101,11 +108,10 @@ def main() -> int:
     options = parser.parse_args()
     restart_with_libraries("benchmarks.card_edge")
     results = {} if options.again else read_results(options.output)
-    gpus = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
     with tempfile.TemporaryDirectory(prefix="card_edge_") as folder:
-        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(folder), describe([GPU], gpus))
+        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(folder), describe([GPU], CATALOGUE))
         with on_machine(machine, wsl=False):
-            _import_everything()
+            import_worker()
         for seed in range(options.seed, options.seed + options.recipes):
             if seed in results:
                 continue
@@ -117,7 +123,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _import_everything() -> None:
+def import_worker() -> None:
     """What a worker imports, so that its fork need not; torch asks NVML whether there is a GPU, and opens none."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
@@ -130,7 +136,7 @@ def _import_everything() -> None:
     import finetune.run.worker  # noqa: F401
 
 
-def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
+def run_recipe(recipe: EdgeRecipe, machine: Machine, budget_of: BudgetOf | None = None) -> dict[str, Any]:
     """Plan the recipe twice, first to learn where its edge is, and run it within the budget of the second plan."""
     began = time.monotonic()
     line: dict[str, Any] = {
@@ -139,15 +145,18 @@ def run_recipe(recipe: EdgeRecipe, machine: Machine) -> dict[str, Any]:
         "micro_batch": recipe.settings["per_device_train_batch_size"], "rows": recipe.rows,
         "segments": "expandable" if recipe.expandable else "segments",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=machine.folder) as place, on_machine(machine, wsl=not recipe.expandable):
-        planned, output = Path(place) / "planned.json", Path(place) / "output.txt"
-        status = in_fork(lambda: _plan(recipe, machine.folder, Path(place)), output)
+    with tempfile.TemporaryDirectory(dir=machine.folder) as run_folder, on_machine(machine, wsl=not recipe.expandable):
+        planned, output = Path(run_folder) / "planned.json", Path(run_folder) / "output.txt"
+        status = in_fork(lambda: _plan(recipe, machine.folder, Path(run_folder), budget_of or recipe.budget_bytes), output)
         if status == 0:
             line |= json.loads(planned.read_text(encoding="utf-8"))
-            status = in_fork(lambda: _train(Path(place) / "run"), output)
-        said = output.read_text(encoding="utf-8").strip()[-200:]
+            status = in_fork(lambda: train_run(Path(run_folder) / "run"), output)
+        messages = output.read_text(encoding="utf-8").strip()[-200:]
     outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
-    return line | {"outcome": outcomes.get(status) or f"exit {status}: {said}", "seconds": round(time.monotonic() - began, 1)}
+    return line | {
+        "outcome": outcomes.get(status) or f"exit {status}: {messages}",
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def in_fork(function: Callable[[], int], output: Path) -> int:
@@ -161,7 +170,7 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         status = function()
-    except BaseException:  # noqa: BLE001 - a fork must not go on with what the parent does
+    except BaseException:  # noqa: BLE001 - a fork must not return into the parent's code
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -169,26 +178,27 @@ def in_fork(function: Callable[[], int], output: Path) -> int:
         os._exit(status)
 
 
-def _plan(recipe: EdgeRecipe, folder: Path, place: Path) -> int:
+def _plan(recipe: EdgeRecipe, folder: Path, run_folder: Path, budget_of: BudgetOf) -> int:
     """Make the run's directory, and planned.json with columns of the results."""
     from finetune.run.prepare import create_run
 
     with_own_caches(folder)
-    model = _write_model(recipe, folder)
-    first = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl").plan.forecast
-    budget = f"{recipe.budget_bytes(first.peak_low_bytes, first.peak_high_bytes) / GIB:.3f}GiB"
-    prepared = _prepared(recipe, model, place, folder / f"{recipe.rows}.jsonl", budget)
+    model = write_model(recipe, folder)
+    first = prepare_recipe(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl").plan.forecast
+    budget = f"{budget_of(first) / GIB:.6f}GiB"
+    prepared = prepare_recipe(recipe, model, run_folder, folder / f"{recipe.rows}.jsonl", budget)
     plan = prepared.plan
     create_run(prepared)
     line = {
         "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,
         "budget_bytes": plan.budget_bytes, "verdict": plan.verdict.value,
     }  # fmt: skip
-    (place / "planned.json").write_text(json.dumps(line), encoding="utf-8")
+    (run_folder / "planned.json").write_text(json.dumps(line), encoding="utf-8")
     return 0
 
 
-def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
+def write_model(recipe: EdgeRecipe, folder: Path) -> str:
+    """The path of the recipe's model of few layers, in sparse files."""
     from finetune.model.catalogue import catalogue
 
     model = folder / f"{recipe.model.replace('/', '--')}-{recipe.layers}"
@@ -202,17 +212,19 @@ def _write_model(recipe: EdgeRecipe, folder: Path) -> str:
     return str(model)
 
 
-def _prepared(recipe: EdgeRecipe, model: str, place: Path, rows: Path, budget: str = "auto") -> Any:
+def prepare_recipe(recipe: EdgeRecipe, model: str, run_folder: Path, rows: Path, budget: str = "auto") -> Any:
+    """The recipe planned for this machine, with its run in `run_folder`, also where it does not fit."""
     from finetune.recipe.load import load_recipe
     from finetune.run.prepare import prepare
 
-    source = place / "recipe.yaml"
+    source = run_folder / "recipe.yaml"
     source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
-    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(place / "run")}
+    values = {**recipe.settings, "memory_budget": budget, "output_dir": str(run_folder / "run")}
     return prepare(load_recipe(str(source), [f"{name}={json.dumps(value)}" for name, value in values.items()]), force=True)
 
 
-def _train(run: Path) -> int:
+def train_run(run: Path) -> int:
+    """The exit status of the run's worker in this process."""
     import torch
 
     from finetune.plan.plan import read_plan
@@ -225,6 +237,8 @@ def _train(run: Path) -> int:
     os.environ.clear()
     os.environ.update(environment)
     torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # the parent counted GPUs, and opened none
+    if settings := environment.get("PYTORCH_ALLOC_CONF"):  # torch read its variable when the parent imported it
+        torch._C._accelerator_setAllocatorSettings(settings)
     sys.argv = ["worker", str(run)]
     return work()
 

@@ -58,13 +58,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="card_matrix_") as folder:
         with_own_caches(Path(folder))
         for cell in cells:
-            known = results.get(cell.name)
-            if (cell.planned or not known) if options.forecast else (known and not options.again):
+            measured = results.get(cell.name)
+            if (cell.planned or not measured) if options.forecast else (measured and not options.again):
                 continue
             if time.monotonic() - began > options.seconds:
                 break
             start = time.monotonic()
-            lines, problem = run_cell(cell, Path(folder), known if options.forecast else None)
+            lines, problem = run_cell(cell, Path(folder), measured if options.forecast else None)
             failed += bool(problem)
             results[cell.name] = lines
             write_results(options.output, results)
@@ -104,12 +104,12 @@ def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = N
             write_sparse_model(Path(model), {**values, "num_hidden_layers": cell.layers}, tokenizer)
     elif not (hub / f"models--{cell.model.replace('/', '--')}").exists():
         write_to_hub_cache(hub, cell.model, values, tokenizer)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory(dir=folder) as run_folder:
         gpus = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
-        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(place), describe([cell.gpu], gpus))
+        machine = Machine(Path(sys.prefix) / "standin_libraries", Path(run_folder), describe([cell.gpu], gpus))
         with on_machine(machine, wsl=not cell.expandable):
             try:
-                return _train(cell, model, Path(place), folder / f"{cell.rows}.jsonl", measured)
+                return _train(cell, model, Path(run_folder), folder / f"{cell.rows}.jsonl", measured)
             except Exception as error:  # noqa: BLE001 - the other cells go on
                 return measured or [], f"{type(error).__name__}: {error}"
 
@@ -136,7 +136,7 @@ def on_machine(machine: Machine, *, wsl: bool) -> Iterator[None]:
 
 
 def _train(
-    cell: Cell, model: str, place: Path, rows: Path, measured: list[dict[str, Any]] | None
+    cell: Cell, model: str, run_folder: Path, rows: Path, measured: list[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]], str]:
     from finetune.files import cache_dir
     from finetune.recipe.load import load_recipe
@@ -145,9 +145,9 @@ def _train(
     from finetune.run.supervise import worker_environment
 
     (cache_dir() / "history.jsonl").unlink(missing_ok=True)  # else earlier cells' errors widen the bounds
-    source = place / "recipe.yaml"
+    source = run_folder / "recipe.yaml"
     source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
-    recipe = load_recipe(str(source), cell.overrides(rows, place / "run"))
+    recipe = load_recipe(str(source), cell.overrides(rows, run_folder / "run"))
     prepared = prepare(recipe, force=True)
     plan = prepared.plan
     if measured is not None:

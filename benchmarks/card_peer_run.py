@@ -94,10 +94,10 @@ def next_length(peaks: dict[int, int], fits: int, over: int, limit: int) -> int:
     grain = max(GRAIN_TOKENS, round(GRAIN_SHARE * fits) // GRAIN_TOKENS * GRAIN_TOKENS)
     if over - fits <= grain:
         return fits
-    known = sorted(peaks)[-2:]
+    last_two = sorted(peaks)[-2:]
     guess = 2 * fits if fits else over // 2
-    if len(known) == 2 and peaks[known[1]] > peaks[known[0]]:
-        slope = (peaks[known[1]] - peaks[known[0]]) / (known[1] - known[0])
+    if len(last_two) == 2 and peaks[last_two[1]] > peaks[last_two[0]]:
+        slope = (peaks[last_two[1]] - peaks[last_two[0]]) / (last_two[1] - last_two[0])
         guess = fits + round(0.9 * (limit - peaks[fits]) / slope)
     if over - guess < grain:
         guess = (fits + over) // 2

@@ -115,25 +115,25 @@ def main() -> int:
     """Run the cells that are asked for; the exit status says whether all of them have figures."""
     options = arguments()
     restart_with_libraries("benchmarks.card_peers")
-    pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(each.split("=", 1) for each in options.peer)}
+    pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(peer.split("=", 1) for peer in options.peer)}
     lines, began, failed = read_lines(options.output), time.monotonic(), 0
     too_large: set[tuple[str, str]] = set()
     with tempfile.TemporaryDirectory(prefix="card_peers_") as folder:
         for cell in all_cells(options.kinds):
-            known = lines.get(key_of(cell_values(cell)))
-            if known and known["failed"] and cell.kind == "largest":
+            result = lines.get(key_of(cell_values(cell)))
+            if result and result["failed"] and cell.kind == "largest":
                 too_large.add((cell.peer, cell.gpu))
-            wanted = all(text in cell.name for text in options.only) and (options.again or not known)
+            wanted = all(text in cell.name for text in options.only) and (options.again or not result)
             if not wanted or (cell.peer, cell.gpu) in too_large or time.monotonic() - began > options.seconds:
                 continue
             start = time.monotonic()
-            line = run_cell(cell, pythons.get(cell.peer), options.models or Path(folder) / "models")
-            failed += bool(line["failed"])
-            if line["failed"] and cell.kind == "largest":
+            result = run_cell(cell, pythons.get(cell.peer), options.models or Path(folder) / "models")
+            failed += bool(result["failed"])
+            if result["failed"] and cell.kind == "largest":
                 too_large.add((cell.peer, cell.gpu))
-            lines[key_of(line)] = line
+            lines[key_of(result)] = result
             write_lines(options.output, lines)
-            print(f"{cell.name}: {summary(line)} ({time.monotonic() - start:.0f} s)", flush=True)
+            print(f"{cell.name}: {summary(result)} ({time.monotonic() - start:.0f} s)", flush=True)
     return 1 if failed else 0
 
 
@@ -160,8 +160,8 @@ def run_cell(cell: Cell, python: str | None, models: Path) -> dict[str, Any]:
     libraries = Path(python).parent.parent / "standin_libraries"
     if not libraries.is_dir():
         return line_of(cell, {"failed": "not run: the environment has no stand-in libraries"})
-    with tempfile.TemporaryDirectory(prefix="card_peer_") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="card_peer_") as temporary:
+        folder = Path(temporary)
         job = write_job(cell, model, folder)
         machine = Machine(libraries, folder, describe([cell.gpu], catalogue()))
         return line_of(cell, run_job(cell.peer, python, job, machine, models))
@@ -176,7 +176,7 @@ def write_model(name: str, folder: Path) -> None:
 
 
 def write_job(cell: Cell, model: Path, folder: Path) -> Path:
-    """What benchmarks/card_peer_run.py is told; a row's first and last token are the tokenizer's own."""
+    """The job file of benchmarks/card_peer_run.py; a row's first and last token are the tokenizer's own."""
     tokens, settings, search = cell.tokens, cell.settings, {}
     if cell.kind == "longest":
         tokens, most = (planned_tokens(cell), MOST_TOKENS) if cell.peer == "finetune" else (1024, GPUS[cell.gpu])
@@ -206,7 +206,7 @@ def planned_tokens(cell: Cell) -> int:
 
 
 def run_job(peer: str, python: str, job: Path, machine: Machine, shared: Path) -> dict[str, Any]:
-    """Figures of one run, or why there are none. `shared`: where peers keep what they compile, for the next run."""
+    """Figures of one run, or why there are none. `shared`: folder of the peers' compiled code, for the next run."""
     result, folder = job.with_name("result.json"), job.parent
     environment = {
         "PYTHONPATH": str(ROOT) if peer == "finetune" else "", "HF_HOME": str(folder / "hub_home"),
@@ -214,13 +214,13 @@ def run_job(peer: str, python: str, job: Path, machine: Machine, shared: Path) -
     }  # fmt: skip
     command = [python, str(ROOT / "benchmarks" / "card_peer_run.py"), peer, str(job), str(result)]
     try:
-        done = machine.run(*command, check=False, environment=environment, cwd=folder, timeout=LIMIT_S)
+        process = machine.run(*command, check=False, environment=environment, cwd=folder, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"failed": f"did not end in {LIMIT_S} s"}
-    (shared / f"log-{peer}").write_text(done.stdout + done.stderr, encoding="utf-8")
+    (shared / f"log-{peer}").write_text(process.stdout + process.stderr, encoding="utf-8")
     if not result.exists():
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        return {"failed": f"exit status {done.returncode}: {' '.join(last)[:200]}"}
+        last = [line for line in process.stderr.splitlines() if line.strip()][-1:]
+        return {"failed": f"exit status {process.returncode}: {' '.join(last)[:200]}"}
     return json.loads(result.read_text(encoding="utf-8"))
 
 
@@ -254,7 +254,7 @@ def line_of(cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(line: dict[str, Any]) -> str:
-    """A line in words."""
+    """Summary of a line."""
     if line["failed"]:
         return line["failed"]
     sizes = [f"{int(line[name]) / 2**30:.3f} GiB {name.split('_')[0]}" for name in COLUMNS if name.endswith("_bytes")]

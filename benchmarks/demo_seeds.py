@@ -1,7 +1,7 @@
 """How far the demo's score depends on its seed: the bundled model trained with each, as `make demo` does, and scored.
 
     python benchmarks/demo_seeds.py                                          # the recipe's seed and three more
-    python benchmarks/demo_seeds.py --seeds 1 2 3 4 5 6 7 8 --runs seeds     # interrupted, it goes on with the seeds left
+    python benchmarks/demo_seeds.py --seeds 1 2 3 4 5 6 7 8 --runs seeds     # interrupted, it continues with the seeds left
     PYTHONPATH=../other-tree python benchmarks/demo_seeds.py --runs before   # another version of this project, same seeds
 
 A seed decides the adapters' first values and the order of the rows; the 120 held-out rows are the same. Two versions that
@@ -33,12 +33,12 @@ def main() -> None:
     arguments.add_argument("--runs", type=Path, help="folder in which the runs stay; those that finished are only scored")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        place = (options.runs or Path(temporary)).absolute()
+        runs = (options.runs or Path(temporary)).absolute()
         print("seed  exact match  held-out loss", flush=True)
-        scores = [scored(place / f"seed-{seed}", seed) for seed in options.seeds]
-    right = [sum(each.tuned.exact) for each in scores]
+        scores = [scored(runs / f"seed-{seed}", seed) for seed in options.seeds]
+    right = [sum(score.tuned.exact) for score in scores]
     spread = f", standard deviation {statistics.stdev(right):.2f}" if len(right) > 1 else ""
-    losses = statistics.fmean(each.tuned.loss or 0.0 for each in scores)
+    losses = statistics.fmean(score.tuned.loss or 0.0 for score in scores)
     print(f"mean  {statistics.fmean(right):.2f} of {scores[0].rows} ({min(right)} to {max(right)}{spread})  {losses:.5f}")
 
 
@@ -58,9 +58,9 @@ def scored(path: Path, seed: int) -> Comparison:
             code = Worker(run).main()
         if code:
             sys.exit(code)
-    made = compare(run)
-    print(f"{seed:4}  {sum(made.tuned.exact):4} of {made.rows}  {made.tuned.loss:13.5f}", flush=True)
-    return made
+    comparison = compare(run)
+    print(f"{seed:4}  {sum(comparison.tuned.exact):4} of {comparison.rows}  {comparison.tuned.loss:13.5f}", flush=True)
+    return comparison
 
 
 if __name__ == "__main__":

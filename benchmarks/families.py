@@ -234,23 +234,23 @@ def write_table(outcomes: list[Outcome]) -> None:
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Outcome)], lineterminator="\n")
         writer.writeheader()
-        for one in outcomes:
-            writer.writerow(asdict(one) | {
-                "first_loss": f"{one.first_loss:.3f}", "last_loss": f"{one.last_loss:.3f}",
-                "worst_error": f"{one.worst_error:.5f}",
+        for outcome in outcomes:
+            writer.writerow(asdict(outcome) | {
+                "first_loss": f"{outcome.first_loss:.3f}", "last_loss": f"{outcome.last_loss:.3f}",
+                "worst_error": f"{outcome.worst_error:.5f}",
             })  # fmt: skip
 
 
 def main() -> None:
     """Print a line for each family and bits."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("families", nargs="*")
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--processes", type=int, default=2)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
     os.environ.setdefault("FINETUNE_CACHE", tempfile.mkdtemp())
-    cases = [(family, bits) for family in given.families or sorted(FAMILIES) for bits in BITS]
-    with ProcessPoolExecutor(given.processes, initializer=_use_tests) as pool:
+    cases = [(family, bits) for family in options.families or sorted(FAMILIES) for bits in BITS]
+    with ProcessPoolExecutor(options.processes, initializer=_use_tests) as pool:
         outcomes = []
         for outcome in pool.map(outcome_of, *zip(*cases, strict=True)):
             outcomes.append(outcome)
@@ -259,7 +259,7 @@ def main() -> None:
                 f"{outcome.worst_phase:13} {outcome.worst_error:+.2%}",
                 flush=True,
             )
-    if given.write:
+    if options.write:
         write_table(outcomes)
 
 

@@ -110,11 +110,11 @@ def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
 
 def model_values(name: str) -> dict[str, Any]:
     """config.json of a model: from the project's catalogue, or from reference/model_configs.json."""
-    known = {**catalogue(), **json.loads((REFERENCE / "model_configs.json").read_text(encoding="utf-8"))}
-    found = next((known[key] for key in (name, f"{name}-Instruct", name.removesuffix("-Instruct")) if key in known), None)
-    if found is None:
+    configs = {**catalogue(), **json.loads((REFERENCE / "model_configs.json").read_text(encoding="utf-8"))}
+    values = next((configs[key] for key in (name, f"{name}-Instruct", name.removesuffix("-Instruct")) if key in configs), None)
+    if values is None:
         raise SystemExit(f"no configuration of {name}: add its dimensions to {REFERENCE / 'model_configs.json'}")
-    return dict(found)
+    return dict(values)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.turns import in_words  # noqa: E402
+from benchmarks.interleaved_runs import ratio_text  # noqa: E402
 from finetune.model import lean_functions as functions  # noqa: E402
 from finetune.model import lean_layers  # noqa: E402
 from finetune.model.rotary import rotary_forward  # noqa: E402
@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     layer, once = decoder_layer(options)
     variants = variants_for(options)
-    kernels = {name: kernels_of(made, layer, once) for name, made in variants.items()}
+    kernels = {name: kernels_of(patches, layer, once) for name, patches in variants.items()}
     took: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(options.turns):
         for name in sorted(variants, reverse=turn % 2 == 1):
@@ -62,37 +62,37 @@ def main() -> None:
     size = f"hidden {options.hidden}, {options.tokens} tokens, rank {options.rank}"
     print(f"a Llama layer, {size}, {options.dtype}, {options.device}")
     for name, times in took.items():
-        ratio = beside(times, took["lean"])
+        ratio = ratio_of(times, took["lean"])
         print(f"{name}: {kernels[name]} kernels, {1000 * statistics.median(times):.2f} ms, / lean {ratio}")
     print(f"RoPE alone, lean / the model's own: {rotary_alone(options, layer)}")
 
 
-def beside(times: list[float], others: list[float]) -> str:
-    """The ratio of the times of the same turns, in words."""
-    logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
-    return in_words(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
+def ratio_of(times: list[float], others: list[float]) -> str:
+    """The ratio of the times of the same turns, with its interval, as text."""
+    logs = [math.log(own / reference) for own, reference in zip(times, others, strict=True)]
+    return ratio_text(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
 def variants_for(options: argparse.Namespace) -> dict[str, Any]:
     """What is patched in each variant; None for ordinary layers."""
     off = {"lean_layers.rotary_forward": lambda module: None}
-    found: dict[str, Any] = {"ordinary": None, "lean": {}, "lean, the model's own RoPE": off}
+    variants: dict[str, Any] = {"ordinary": None, "lean": {}, "lean, the model's own RoPE": off}
     if options.dtype != "float32":
-        found["lean, adapters cast once"] = {"lean_functions._cast": kept_casts()}
+        variants["lean, adapters cast once"] = {"lean_functions._cast": cached_casts()}
     if options.device == "cuda":
-        found["lean, fused norm"] = {"lean_functions.FUSED_NORM": True}
-    return found
+        variants["lean, fused norm"] = {"lean_functions.FUSED_NORM": True}
+    return variants
 
 
-def kept_casts() -> Callable[..., Any]:
+def cached_casts() -> Callable[..., Any]:
     """The adapters' cast, made once: they don't change here."""
-    cast, kept = functions._cast, dict[Any, Any]()
+    cast, cached = functions._cast, dict[Any, Any]()
 
     def once(linears: Any, dtype: torch.dtype) -> Any:
         key = (*(id(linear.a) for linear in linears), dtype)
-        if key not in kept:
-            kept[key] = cast(linears, dtype)
-        return kept[key]
+        if key not in cached:
+            cached[key] = cast(linears, dtype)
+        return cached[key]
 
     return once
 
@@ -142,18 +142,18 @@ def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
     own, dtype = type(layer.self_attn).forward, getattr(torch, options.dtype)
     heads = [part.out_features // layer.self_attn.head_dim for part in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
     shapes = [(1, options.tokens, count, layer.self_attn.head_dim) for count in heads]
-    given = [torch.randn(shape, device=options.device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+    inputs = [torch.randn(shape, device=options.device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
     turns = torch.randn(2, 1, options.tokens, layer.self_attn.head_dim, device=options.device, dtype=dtype).unbind()
-    grads = [torch.randn_like(each) for each in given]
+    grads = [torch.randn_like(head) for head in inputs]
     took: dict[str, list[float]] = {"own": [], "lean": []}
     for turn in range(options.turns):
         for name in sorted(took, reverse=turn % 2 == 1):
             forward = own if name == "own" else rotary_forward(layer.self_attn)
             function = forward.__globals__["apply_rotary_pos_emb"]
             took[name].append(
-                seconds(lambda call=function: torch.autograd.grad(call(*given, *turns), given, grads), options.device)
+                seconds(lambda call=function: torch.autograd.grad(call(*inputs, *turns), inputs, grads), options.device)
             )
-    return beside(took["lean"], took["own"])
+    return ratio_of(took["lean"], took["own"])
 
 
 def kernels_of(changes: dict[str, Any] | None, layer: torch.nn.Module, once: Callable[[], None]) -> int:
@@ -171,10 +171,10 @@ class Counted(TorchDispatchMode):
 
     kernels = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         """Count it and call it."""
         self.kernels += function.overloadpacket.__name__ not in FREE
-        return function(*given, **(named or {}))
+        return function(*arguments, **(named or {}))
 
 
 def seconds(once: Callable[[], Any], device: str) -> float:

@@ -58,20 +58,20 @@ def main() -> None:
     arguments.add_argument("cards", nargs="*", default=list(TARGETS))
     arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to compare with")
     options = arguments.parse_args()
-    changes = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.without)}
+    changes = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in options.without)}
     for card in options.cards:
         plan = longest(card, changes)
         if plan is None or plan.forecast is None:
             print(f"{card:18} not even {STEP} tokens", flush=True)
             continue
         parts = sorted(plan.forecast.parts.items(), key=lambda part: -part[1])
-        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > GIB / 100)
+        peak_parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > GIB / 100)
         budget = (plan.budget_bytes or 0) / GIB
         table = "host" if plan.settings.offload_embeddings else "card"
         settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {table}"
         print(
             f"{card:18} {plan.settings.max_length:8,} tokens (target {TARGETS.get(card, 0):,}); {settings};"
-            f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {budget:.2f} GiB; at the peak: {held}",
+            f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {budget:.2f} GiB; at the peak: {peak_parts}",
             flush=True,
         )
 

@@ -27,10 +27,10 @@ TEXT = (
 
 def write_rows(path: Path, rows: int) -> None:
     """A file of conversations, about 476 bytes each."""
-    pick, known = random.Random(1), TEXT.split()
+    pick, vocabulary = random.Random(1), TEXT.split()
 
     def words(count: int) -> str:
-        return " ".join(pick.choices(known, k=count))
+        return " ".join(pick.choices(vocabulary, k=count))
 
     with path.open("w", encoding="utf-8") as file:
         for number in range(rows):
@@ -45,12 +45,12 @@ def measure(command: list[str], folder: Path, until: int | None = None) -> dict[
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
-    first_s, peak, told, status, used = 0.0, 0, 0, None, None
+    first_s, peak, output_bytes, status, used = 0.0, 0, 0, None, None
     while used is None:
-        done, status, used_now = os.wait4(process.pid, os.WNOHANG)
-        used = used_now if done else None
-        told += len(process.stderr.read() or b"")
-        first_s = first_s or (time.monotonic() - began if told else 0.0)
+        exited, status, used_now = os.wait4(process.pid, os.WNOHANG)
+        used = used_now if exited else None
+        output_bytes += len(process.stderr.read() or b"")
+        first_s = first_s or (time.monotonic() - began if output_bytes else 0.0)
         peak = max(peak, memory(process.pid))
         if until is not None and len(list((folder / "cache").rglob("*.arrow"))) >= until:
             process.send_signal(signal.SIGKILL)
@@ -90,8 +90,8 @@ def main() -> int:
     parser.add_argument("--recipe", default="tiny-cpu")
     parser.add_argument("--kill", action="store_true", help="kill the first command in the middle and continue")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(temporary)
         path = folder / "rows.jsonl"
         write_rows(path, options.rows)
         print(f"{options.rows:,} rows, {path.stat().st_size / 1e6:.0f} MB", flush=True)
@@ -99,10 +99,10 @@ def main() -> int:
         names = ["killed in the middle", "continued"] if options.kill else ["first command"]
         for name in (*names, "second command"):
             half = options.rows // 4096 // 2 if name.startswith("killed") else None
-            found = measure(command, folder, half)
+            costs = measure(command, folder, half)
             print(
-                f"{name}: {found['cpu_s']:.1f} CPU seconds, {found['wall_s']:.1f} s, {found['peak_bytes'] / 2**20:,.0f} MiB, "
-                f"first output after {found['first_output_s']:.1f} s, status {found['status']}",
+                f"{name}: {costs['cpu_s']:.1f} CPU seconds, {costs['wall_s']:.1f} s, {costs['peak_bytes'] / 2**20:,.0f} MiB, "
+                f"first output after {costs['first_output_s']:.1f} s, status {costs['status']}",
                 flush=True,
             )
     return 0

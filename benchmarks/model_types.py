@@ -57,7 +57,7 @@ def write_table(outcomes: list[Outcome]) -> None:
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("model_type", "result", "detail"))
-        writer.writerows((one.kind, one.result, one.detail) for one in sorted(outcomes, key=lambda one: one.kind))
+        writer.writerows((row.kind, row.result, row.detail) for row in sorted(outcomes, key=lambda row: row.kind))
 
 
 def model_types() -> list[str]:
@@ -86,7 +86,7 @@ def outcome_of(kind: str, layers: int | None = LAYERS) -> Outcome:
 
     began = time.perf_counter()
 
-    def made(result: str, detail: str) -> Outcome:
+    def outcome(result: str, detail: str) -> Outcome:
         return Outcome(
             kind,
             result,
@@ -97,18 +97,18 @@ def outcome_of(kind: str, layers: int | None = LAYERS) -> Outcome:
     try:
         values = default_values(kind, layers)
     except Exception as error:  # noqa: BLE001 - some types have no default configuration
-        return made(
+        return outcome(
             REFUSED, f"transformers has no default configuration of it: {type(error).__name__}: {error}".splitlines()[0]
         )
     try:
         plan = planned(values)
-        return made(FORECAST, plan.forecast.method)
+        return outcome(FORECAST, plan.forecast.method)
     except FinetuneError as error:
-        return made(REFUSED, f"{'; '.join(error.problems)} ({error.fix})")
+        return outcome(REFUSED, f"{'; '.join(error.problems)} ({error.fix})")
     except Exception as error:  # noqa: BLE001 - the table is about these
-        place = traceback.extract_tb(error.__traceback__)
-        own = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in place][-4:]
-        return made(ERROR, f"{type(error).__name__}: {str(error)[:300]} at {' '.join(own)}".replace("\n", " "))
+        stack = traceback.extract_tb(error.__traceback__)
+        own = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in stack][-4:]
+        return outcome(ERROR, f"{type(error).__name__}: {str(error)[:300]} at {' '.join(own)}".replace("\n", " "))
 
 
 def planned(values: dict[str, object], **more: object):  # type: ignore[no-untyped-def]
@@ -125,21 +125,21 @@ def planned(values: dict[str, object], **more: object):  # type: ignore[no-untyp
 
 def main() -> None:
     """Print the table, then the count of each result."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("types", nargs="*")
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--full", action="store_true")
-    options.add_argument("--processes", type=int, default=2)
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
     os.environ.setdefault("FINETUNE_CACHE", tempfile.mkdtemp())
-    kinds = given.types or model_types()
-    with ProcessPoolExecutor(given.processes) as pool:
+    kinds = options.types or model_types()
+    with ProcessPoolExecutor(options.processes) as pool:
         outcomes = []
-        for outcome in pool.map(outcome_of, kinds, [None if given.full else LAYERS] * len(kinds)):
+        for outcome in pool.map(outcome_of, kinds, [None if options.full else LAYERS] * len(kinds)):
             outcomes.append(outcome)
             print(f"{outcome.kind:28} {outcome.result:10} {outcome.seconds:6.1f} s  {outcome.detail}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in Counter(outcome.result for outcome in outcomes).items()))
-    if given.write:
+    if options.write:
         write_table(outcomes)
 
 

@@ -33,16 +33,16 @@ def main() -> int:
 
     import torch
 
-    from benchmarks.turns import Run, in_words
+    from benchmarks.interleaved_runs import Run, ratio_text
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.worker import Worker
 
     torch.set_num_threads(1)
     logs: list[float] = []
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         overrides = [f"max_steps={options.steps}", "save_steps=0", "eval_steps=0"]
-        prepared = prepare(load_recipe("tiny-cpu", [*overrides, f"output_dir={place}/run"]))
+        prepared = prepare(load_recipe("tiny-cpu", [*overrides, f"output_dir={folder}/run"]))
         trainers = {"plain": plain_trainer(create_run(prepared)), "ours": Worker(create_run(prepared))._build()[0]}
         runs = {name: Run(trainer) for name, trainer in trainers.items()}
         for turn in range(options.steps // TURN):
@@ -51,7 +51,7 @@ def main() -> int:
                 logs.append(math.log(took["ours"] / took["plain"]))
     middle, wide = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
     milliseconds = 1000 * statistics.median(runs["plain"].seconds)
-    print(f"with events / plain: {in_words(middle, wide)}, {len(logs)} turns, {milliseconds:.0f} ms a plain step")
+    print(f"with events / plain: {ratio_text(middle, wide)}, {len(logs)} turns, {milliseconds:.0f} ms a plain step")
     return int(math.exp(middle - wide) > ALLOWED)
 
 

@@ -54,8 +54,8 @@ class Watch:
         def counting(trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
             ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
             real = ids.numel() if mask is None else (mask != 0).sum()
-            for place, new in enumerate(((labels[..., 1:] != -100).sum(), real, ids.numel())):
-                counted[place] = counted[place] + new
+            for kind, new in enumerate(((labels[..., 1:] != -100).sum(), real, ids.numel())):
+                counted[kind] = counted[kind] + new
             labelled[0] = labelled[0] + (labels[..., 1:] if hasattr(trainer, "_loss_shifts_labels") else labels).ne(-100).sum()
             return training_step(trainer, model, inputs, *more, **named)
 
@@ -75,7 +75,7 @@ class Watch:
                     torch.cuda.synchronize()
                 watch.step_s.append(watch.clock() - self.began)
                 watch.first_step_s = watch.first_step_s or time.time() - PROCESS_BEGAN_S
-                watch.tokens.append([int(each) for each in counted])
+                watch.tokens.append([int(count) for count in counted])
                 watch.share = float(labelled[0] / counted[0])
                 counted[:], labelled[0] = [0, 0, 0], 0
 

@@ -60,15 +60,15 @@ def main() -> int:
     arguments.add_argument("--gpu", default="cpu", help="of the recipe; cpu or auto")
     arguments.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     options = arguments.parse_args()
-    pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(each.split("=", 1) for each in options.peer)}
-    with tempfile.TemporaryDirectory() as place:
-        prepared, job = prepare(Path(place), options.rows, options.gpu)
+    pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(peer.split("=", 1) for peer in options.peer)}
+    with tempfile.TemporaryDirectory() as temporary:
+        prepared, job = prepare(Path(temporary), options.rows, options.gpu)
         runs: dict[str, list[Any]] = {peer: [] for peer in PEERS if peer in pythons}
         for number in range(options.rounds):
             order = list(runs)
             for peer in order[number % len(order) :] + order[: number % len(order)]:
-                runs[peer].append(run(peer, pythons[peer], prepared, job, Path(place) / f"{peer}-{number}"))
-                print(f"round {number}: {peer}: {said(runs[peer][-1])}", flush=True)
+                runs[peer].append(run(peer, pythons[peer], prepared, job, Path(temporary) / f"{peer}-{number}"))
+                print(f"round {number}: {peer}: {figures_text(runs[peer][-1])}", flush=True)
     table = [row_of(peer, runs.get(peer), runs["finetune"], options.rows) for peer in PEERS]
     for row in table:
         print(", ".join(f"{name} {value}" for name, value in row.items() if value not in ("", None)))
@@ -80,8 +80,8 @@ def main() -> int:
     return int(any(row["failed"] and runs.get(row["peer"]) for row in table))
 
 
-def prepare(place: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
-    """The planned run, and what all other peers are told: model, rows in the run's order, and settings."""
+def prepare(folder: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
+    """The planned run, and the job of all other peers: model, rows in the run's order, and settings."""
     from datasets import load_from_disk
 
     import finetune
@@ -91,26 +91,26 @@ def prepare(place: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
     from finetune.run.training import LongestEarly
 
     drawn = random.Random(0)
-    known = ["the", "a", "one", "some", "any", "this", "that", "it"]
-    words = [" ".join(drawn.choices(known, k=length(drawn))) for _ in range(rows)]
-    source = place / "unordered.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in words), encoding="utf-8")
+    vocabulary = ["the", "a", "one", "some", "any", "this", "that", "it"]
+    drawn_texts = [" ".join(drawn.choices(vocabulary, k=length(drawn))) for _ in range(rows)]
+    source = folder / "unordered.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in drawn_texts), encoding="utf-8")
     prepared = plan_run(recipe_from({
         "model_name_or_path": "tiny", "dataset": {"path": str(source)}, "gpu": gpu, "lora_r": RANK, "lora_alpha": 2.0 * RANK,
         "target_modules": "all-linear", "effective_batch_size": BATCH, "num_train_epochs": 1.0, "packing": False,
         "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "seed": SEED, "eval_steps": 0,
-        "save_steps": 0, "output_dir": str(place / "run"),
+        "save_steps": 0, "output_dir": str(folder / "run"),
     }))  # fmt: skip
     plan = prepared.plan
-    kept = load_from_disk(str(create_run(prepared).data / "train"))
-    order = list(LongestEarly([len(ids) for ids in kept["input_ids"]], SEED, BATCH, plan.total_steps or 0))
-    texts = [words[row] for row in order]
-    (place / "rows").mkdir()
-    ordered = place / "rows" / "rows.jsonl"
+    dataset = load_from_disk(str(create_run(prepared).data / "train"))
+    order = list(LongestEarly([len(ids) for ids in dataset["input_ids"]], SEED, BATCH, plan.total_steps or 0))
+    texts = [drawn_texts[row] for row in order]
+    (folder / "rows").mkdir()
+    ordered = folder / "rows" / "rows.jsonl"
     ordered.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     model = Path(finetune.__file__).parent / "bundled" / "tiny-base"
     if plan.settings.dtype == "float32":
-        model = in_float32(model, place / "model")
+        model = in_float32(model, folder / "model")
     return prepared, {
         "model": str(model), "rows": str(ordered), "batch": BATCH, "rank": RANK, "seed": SEED, "learning_rate": LEARNING_RATE,
         "max_length": plan.settings.max_length,
@@ -144,16 +144,16 @@ def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path
     command = [python, str(Path(__file__).with_name("peer_run.py")), peer, *files]
     environment = dict(os.environ) if python == sys.executable else {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        return (last or [f"exit status {done.returncode}"])[0][:200]
+    if process.returncode:
+        last = [line for line in process.stderr.splitlines() if line.strip()][-1:]
+        return (last or [f"exit status {process.returncode}"])[0][:200]
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
-def said(figures: dict[str, Any] | str) -> str:
+def figures_text(figures: dict[str, Any] | str) -> str:
     """A run in a line."""
     if isinstance(figures, str):
         return figures
@@ -163,7 +163,7 @@ def said(figures: dict[str, Any] | str) -> str:
 
 def rate(figures: dict[str, Any], kind: int) -> float:
     """Tokens per second after the warm-up: 0 supervised, 1 real, 2 with padding."""
-    return sum(each[kind] for each in figures["tokens"][WARM_UP:]) / sum(figures["step_s"][WARM_UP:])
+    return sum(counts[kind] for counts in figures["tokens"][WARM_UP:]) / sum(figures["step_s"][WARM_UP:])
 
 
 def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dict[str, Any]:
@@ -171,21 +171,21 @@ def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dic
     row: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "peer": peer, "rows": rows}
     if not runs:
         return {**row, "failed": "not run: no environment was given"}
-    pairs = [(one, own) for one, own in zip(runs, ours, strict=True) if isinstance(one, dict) and isinstance(own, dict)]
+    pairs = [(run, own) for run, own in zip(runs, ours, strict=True) if isinstance(run, dict) and isinstance(own, dict)]
     if not pairs:
-        return {**row, "failed": next((one for one in runs if isinstance(one, str)), "no run of this project to compare with")}
-    good = [one for one, _ in pairs]
-    ratios = [rate(one, 1) / rate(own, 1) for one, own in pairs]
+        return {**row, "failed": next((run for run in runs if isinstance(run, str)), "no run of this project to compare with")}
+    good = [run for run, _ in pairs]
+    ratios = [rate(run, 1) / rate(own, 1) for run, own in pairs]
     difference, why = compared(*pairs[0])
 
     median = statistics.median
     kinds = enumerate(("supervised", "real", "padded"))
-    tokens = {name: round(median([rate(one, kind) for one in good])) for kind, name in kinds}
+    tokens = {name: round(median([rate(run, kind) for run in good])) for kind, name in kinds}
     peaks = {"peak_rss_mib": "peak_rss_bytes", "allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes"}
-    mib = {name: round(max(one[key] for one in good) / 2**20) for name, key in peaks.items() if key in good[0]}
+    mib = {name: round(max(run[key] for run in good) / 2**20) for name, key in peaks.items() if key in good[0]}
     return {
         **row, "version": good[0]["version"], "device": good[0]["device"], "rounds": len(good),
-        "first_step_s": round(median([one["first_step_s"] for one in good]), 1),
+        "first_step_s": round(median([run["first_step_s"] for run in good]), 1),
         **{f"{name}_tokens_per_s": value for name, value in tokens.items()}, **mib, "ratio": round(median(ratios), 3),
         "least_ratio": round(min(ratios), 3), "most_ratio": round(max(ratios), 3), "mfu": mfu(good) or "",
         "first_loss": round(good[0]["losses"][0], 4), "last_loss": round(good[0]["losses"][-1], 4),
@@ -193,16 +193,16 @@ def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dic
     }  # fmt: skip
 
 
-def compared(one: dict[str, Any], own: dict[str, Any]) -> tuple[float, str]:
+def compared(peer: dict[str, Any], own: dict[str, Any]) -> tuple[float, str]:
     """Mean difference of the losses of two runs as a share, and why the first has failed; empty when it has not."""
-    if len(one["losses"]) < len(own["tokens"]):
-        return 0.0, f"{len(one['losses'])} steps in place of {len(own['tokens'])}"
-    shares = [abs(a / b - 1) for a, b in zip(one["losses"], own["losses"], strict=False)]
-    supervised = [sum(each[0] for each in run["tokens"]) for run in (one, own)]
+    if len(peer["losses"]) < len(own["tokens"]):
+        return 0.0, f"{len(peer['losses'])} steps in place of {len(own['tokens'])}"
+    shares = [abs(a / b - 1) for a, b in zip(peer["losses"], own["losses"], strict=False)]
+    supervised = [sum(counts[0] for counts in run["tokens"]) for run in (peer, own)]
     if abs(supervised[0] / supervised[1] - 1) > TOLERANCE["first"]:
         return statistics.mean(shares), f"trained on {supervised[0]:,} tokens, not {supervised[1]:,}"
     if shares[0] > TOLERANCE["first"]:
-        return statistics.mean(shares), f"first loss {one['losses'][0]:.4f}, not {own['losses'][0]:.4f}"
+        return statistics.mean(shares), f"first loss {peer['losses'][0]:.4f}, not {own['losses'][0]:.4f}"
     if statistics.mean(shares) > TOLERANCE["run"]:
         return statistics.mean(shares), f"losses differ by {statistics.mean(shares):.1%}"
     return statistics.mean(shares), ""
@@ -221,7 +221,7 @@ def mfu(runs: list[dict[str, Any]]) -> float | None:
     shape, card = shape_of(read_config(recipe), recipe), find_card("auto")
     if card.bf16_flops is None:
         return None
-    return round(statistics.median([4 * shape.computed * rate(one, 1) / card.bf16_flops for one in runs]), 3)
+    return round(statistics.median([4 * shape.computed * rate(figures, 1) / card.bf16_flops for figures in runs]), 3)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ def main() -> None:
     arguments.add_argument("--moves", type=int, default=40)
     arguments.add_argument("--rest", type=float, default=20.0, help="seconds between the first plan and the first move")
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        os.environ["FINETUNE_CACHE"] = f"{place}/cache"
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["FINETUNE_CACHE"] = f"{temporary}/cache"
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        planner = Planner(Workspace(Path(place), Path(place) / "runs"))
+        planner = Planner(Workspace(Path(temporary), Path(temporary) / "runs"))
         print(f"first plan, libraries not loaded yet: {ask(planner, START):.2f} s", flush=True)
         time.sleep(options.rest)
         for kind in ("single", "walk"):

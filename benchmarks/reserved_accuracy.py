@@ -26,10 +26,10 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 import forecast_accuracy as accuracy
 from finetune.card.allocator import AllocatorSettings
 from finetune.compat.torch import backward
+from finetune.forecast.allocator_replay import Player
 from finetune.forecast.caching_allocator import CachingAllocator
 from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
 from finetune.forecast.fake_model import materialise
-from finetune.forecast.reserved import Player
 from finetune.forecast.rules import cublas_workspace_bytes, rules_for
 from finetune.forecast.simulate import garbage_collection_paused, observe
 from finetune.forecast.trace import RELEASED, Event, Trace
@@ -71,7 +71,7 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
     )
     trace = _steps(row, config)
     allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT, torch_version=MEASURED_WITH)
-    player = Player(allocator, trace.kept)
+    player = Player(allocator, trace.persistent)
     player.play([(-2 - number, size) for number, size in _loading(row, config)])
     player.play(trace.parts["step 0"])
     allocator.reset_peaks()
@@ -125,10 +125,10 @@ def _loading(row: accuracy.Row, config: PretrainedConfig) -> Iterator[Event]:
     numbers = _Numbers()
     yield from _load_4bit(base, numbers) if row.four_bit else _load_16bit(base, numbers)
     # PEFT makes adapters in the base's dtype, then casts them to fp32; beside 4-bit weights they are fp32 from the start.
-    made = [(numbers(), elements) for elements in adapters]
-    yield from ((number, elements * (4 if row.four_bit else 2)) for number, elements in made)
+    adapter_blocks = [(numbers(), elements) for elements in adapters]
+    yield from ((number, elements * (4 if row.four_bit else 2)) for number, elements in adapter_blocks)
     if not row.four_bit:
-        for number, elements in made:
+        for number, elements in adapter_blocks:
             yield numbers(), 4 * elements
             yield number, RELEASED
     yield numbers(), row.micro_batch * row.tokens * 8

@@ -37,9 +37,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         link = chosen.url or stack.enter_context(page_started(Path.cwd(), "--runs", str(chosen.runs.absolute())))
-        said = take(link, out, chosen.only)
-    print("\n".join(said) or f"{out}: no console errors")
-    return 1 if said else 0
+        errors = take(link, out, chosen.only)
+    print("\n".join(errors) or f"{out}: no console errors")
+    return 1 if errors else 0
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
     """Visit each page in both themes and sizes; returns the console errors."""
     from playwright.sync_api import sync_playwright
 
-    said: list[str] = []
+    errors: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium") or None, args=ARGUMENTS)
         for size, (width, height) in SIZES.items():
@@ -68,26 +68,26 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
                 first.close()
                 for page in pages:
                     address = f"{link.partition('?')[0].rstrip('/')}/{ADDRESSES[page]}"
-                    said += _picture(context, address, out / f"{page}-{theme}-{size}.png")
+                    errors += _picture(context, address, out / f"{page}-{theme}-{size}.png")
                 context.close()
         browser.close()
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(errors))
 
 
 def _picture(context: Any, address: str, path: Path) -> list[str]:
     """Screenshot one page; returns its console errors, without those of connections that closing the tab breaks."""
-    said: list[str] = []
+    errors: list[str] = []
     tab = context.new_page()
-    tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(address)
     tab.wait_for_selector("h1.ft-title")
     tab.wait_for_timeout(_SETTLE_MS)
     tab.wait_for_function("!document.querySelector('.ft-busy')", timeout=_BUSY_MS)
     tab.screenshot(path=str(path), full_page=True)
-    found = list(said)
+    own_errors = list(errors)
     tab.close()
-    return found
+    return own_errors
 
 
 def _scheme(theme: str) -> Any:

@@ -28,8 +28,8 @@ def main() -> None:
     arguments.add_argument("--pairs", type=int, default=7)
     arguments.add_argument("--place", default=None, help="A folder on the disk to measure; a temporary one otherwise.")
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.place) as place:
-        trainer = trained_trainer(Path(place) / "run")
+    with tempfile.TemporaryDirectory(dir=options.place) as folder:
+        trainer = trained_trainer(Path(folder) / "run")
         ratios = []
         for pair in range(options.pairs + 1):
             order = (False, True) if pair % 2 else (True, False)
@@ -45,14 +45,14 @@ def main() -> None:
     print(f"median ratio {statistics.median(ratios):.4f} over {len(ratios)} pairs")
 
 
-def trained_trainer(place: Path) -> Any:
+def trained_trainer(folder: Path) -> Any:
     """The run's trainer after one step, with optimizer states."""
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.worker import Worker
 
     overrides = ["max_steps=1", "save_steps=0", "eval_steps=0", f"lora_r={RANK}", "lora_alpha=16", "dataset.max_rows=32"]
-    worker = Worker(create_run(prepare(load_recipe("tiny-cpu", [*overrides, f"output_dir={place}"]))))
+    worker = Worker(create_run(prepare(load_recipe("tiny-cpu", [*overrides, f"output_dir={folder}"]))))
     trainer, _ = worker._build()
     trainer.train()
     return trainer

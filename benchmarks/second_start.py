@@ -57,7 +57,7 @@ def started(start: str, folder: Path, device: str) -> dict[str, object]:
     import psutil
 
     from finetune.model.build import build_base
-    from finetune.model.put_away import base_from, open_store
+    from finetune.model.quantised_cache import base_from, open_store
     from finetune.model.transformers_config import load_config
     from finetune.recipe import plainest, recipe_from
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-from benchmarks.turns import Run, in_words  # noqa: E402
+from benchmarks.interleaved_runs import Run, ratio_text  # noqa: E402
 
 TOKENS, FEW, ALLOWED = 32, 1_000, 1.02
 #: Steps of a turn of the long run and of the one beside it; the first, with the caches of the other run, is not timed.
@@ -51,17 +51,17 @@ def main() -> int:
     arguments.add_argument("--rows", type=int, default=1_000_000)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        save_model(place / "model")
-        missed = [with_many_rows(place, options.rows), late_in_a_run(place, options.steps)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_model(folder / "model")
+        missed = [with_many_rows(folder, options.rows), late_in_a_run(folder, options.steps)]
     return int(any(missed))
 
 
-def late_in_a_run(place: Path, steps: int) -> bool:
+def late_in_a_run(folder: Path, steps: int) -> bool:
     """Time a long run beside short ones; returns whether a target is missed."""
-    run = Run(trainer_of(place, steps))
-    beside = turns_of(lambda: Run(trainer_of(place, SHORT)), SHORT)
+    run = Run(trainer_of(folder, steps))
+    beside = turns_of(lambda: Run(trainer_of(folder, SHORT)), SHORT)
     ratios: list[float] = []
     turns = steps // TURN
     tenth = max(1, turns // 10)
@@ -75,19 +75,19 @@ def late_in_a_run(place: Path, steps: int) -> bool:
     growth, wide = trend(ratios)
     print(
         f"{steps:,} steps: calls, last half / first half {calls:.4f} ({statistics.median(run.calls):,.0f} a step); processor "
-        f"seconds, end / begin {in_words(growth, wide)}, {len(ratios)} turns, "
+        f"seconds, end / begin {ratio_text(growth, wide)}, {len(ratios)} turns, "
         f"{1000 * statistics.median(run.seconds):.2f} ms a step",
         flush=True,
     )
     return max(calls, math.exp(growth - wide)) > ALLOWED
 
 
-def with_many_rows(place: Path, rows: int) -> bool:
+def with_many_rows(folder: Path, rows: int) -> bool:
     """Time a run with many rows beside one with few, once built before it and once after it: of two equal runs the one that was
     built first can take some per cent longer. Returns whether a target is missed."""
     logs, calls = [], []
     for first in (rows, FEW):
-        runs = {count: Run(trainer_of(place, COMPARED, count)) for count in (first, rows + FEW - first)}
+        runs = {count: Run(trainer_of(folder, COMPARED, count)) for count in (first, rows + FEW - first)}
         for turn in range(COMPARED // BESIDE):
             took = {count: statistics.median(runs[count].advance(BESIDE)) for count in sorted(runs, reverse=turn % 2 == 1)}
             if turn:  # the first one has the rows' order in it
@@ -100,18 +100,18 @@ def with_many_rows(place: Path, rows: int) -> bool:
             flush=True,
         )
     middle, wide = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    print(f"{rows:,} rows / {FEW:,} rows: processor seconds {in_words(middle, wide)}, {len(logs)} turns", flush=True)
+    print(f"{rows:,} rows / {FEW:,} rows: processor seconds {ratio_text(middle, wide)}, {len(logs)} turns", flush=True)
     return max(*calls, math.exp(middle - wide)) > ALLOWED
 
 
 def trend(ratios: list[float]) -> tuple[float, float]:
     """Last ratio over first one, as a logarithm, by a line through the ratios' logarithms; and half of its 95 % interval."""
     logs, count = [math.log(ratio) for ratio in ratios], len(ratios)
-    places = [place / (count - 1) - 0.5 for place in range(count)]
-    middle, squares = statistics.fmean(logs), sum(place**2 for place in places)
-    slope = sum(place * value for place, value in zip(places, logs, strict=True)) / squares
-    left = [value - middle - slope * place for place, value in zip(places, logs, strict=True)]
-    error = math.sqrt(sum(each**2 for each in left) / (count - 2) / squares)
+    xs = [x / (count - 1) - 0.5 for x in range(count)]
+    middle, squares = statistics.fmean(logs), sum(x**2 for x in xs)
+    slope = sum(x * value for x, value in zip(xs, logs, strict=True)) / squares
+    residuals = [value - middle - slope * x for x, value in zip(xs, logs, strict=True)]
+    error = math.sqrt(sum(residual**2 for residual in residuals) / (count - 2) / squares)
     return slope, 1.96 * error
 
 
@@ -140,28 +140,28 @@ def save_model(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-def trainer_of(place: Path, steps: int, rows: int | None = None) -> Any:
+def trainer_of(folder: Path, steps: int, rows: int | None = None) -> Any:
     """The trainer of a new run of so many steps, and with so many rows."""
     from finetune.run.prepare import create_run
     from finetune.run.worker import Worker
 
-    trainer = Worker(create_run(prepared(place, steps)))._build()[0]
+    trainer = Worker(create_run(prepared(folder, steps)))._build()[0]
     if rows is not None:
-        trainer.train_dataset = many_rows(place / f"{rows}", rows)
+        trainer.train_dataset = many_rows(folder / f"{rows}", rows)
     return trainer
 
 
 @functools.cache
-def prepared(place: Path, steps: int) -> Any:
+def prepared(folder: Path, steps: int) -> Any:
     """The plan and the rows of a run of so many steps."""
     from finetune.recipe import recipe_from
     from finetune.run.prepare import prepare
 
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": f"a row {n}"}) + "\n" for n in range(100)), encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"a row {n}"}) + "\n" for n in range(100)), encoding="utf-8")
     return prepare(recipe_from({
-        "model_name_or_path": str(place / "model"), "dataset": {"path": str(place / "rows.jsonl")}, "gpu": "cpu", "lora_r": 2,
+        "model_name_or_path": str(folder / "model"), "dataset": {"path": str(folder / "rows.jsonl")}, "gpu": "cpu", "lora_r": 2,
         "lora_alpha": 4.0, "max_steps": steps, "effective_batch_size": 1, "eval_steps": 0, "save_steps": 0, "max_length": 64,
-        "learning_rate": 1e-4, "output_dir": str(place / "run"),
+        "learning_rate": 1e-4, "output_dir": str(folder / "run"),
     }))  # fmt: skip
 
 

@@ -53,7 +53,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 class Row:
     """One technique: bytes saved for backward, optimizer bytes on the card, losses; measured peak and step time on a GPU."""
 
-    kept_bytes: int
+    saved_bytes: int
     optimizer_bytes: int
     losses: list[float]
     peak_bytes: int | None
@@ -99,7 +99,7 @@ def _settings(folder: str, arguments: argparse.Namespace, **changes: Any) -> Set
 
 
 def _measure(settings: Recipe, arguments: argparse.Namespace) -> Row:
-    kept, state = _bytes_without_data(settings, arguments)
+    saved_bytes, state = _bytes_without_data(settings, arguments)
     torch.manual_seed(1)
     model = attach_adapters(build_base(settings, load_config(settings), device=arguments.device, weights=True), settings)
     prepare_for_training(model, settings)
@@ -120,7 +120,7 @@ def _measure(settings: Recipe, arguments: argparse.Namespace) -> Row:
         times.append(time.perf_counter() - began)
     settled = sorted(times[len(times) // 2 :])
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    return Row(kept, state, losses, peak, settled[len(settled) // 2] if on_gpu else None)
+    return Row(saved_bytes, state, losses, peak, settled[len(settled) // 2] if on_gpu else None)
 
 
 def _bytes_without_data(settings: Recipe, arguments: argparse.Namespace) -> tuple[int, int]:
@@ -134,12 +134,12 @@ def _bytes_without_data(settings: Recipe, arguments: argparse.Namespace) -> tupl
         before = tracker.live_bytes
         with step_context(settings, "cpu"):
             loss = _loss(model, batch, "cpu")
-            kept = tracker.live_bytes - before
+            saved_bytes = tracker.live_bytes - before
             loss.backward()
         del loss
         before = tracker.live_bytes
         optimizer.step()
-        return kept, tracker.live_bytes - before
+        return saved_bytes, tracker.live_bytes - before
 
 
 def _optimizer(model: torch.nn.Module, settings: Recipe, arguments: argparse.Namespace) -> torch.optim.Optimizer:
@@ -180,8 +180,8 @@ def _print(rows: dict[str, Row], arguments: argparse.Namespace) -> None:
         table.add_column(name, justify="left" if name == "technique" else "right")
     for name, row in rows.items():
         worst = max(abs(ours - theirs) for ours, theirs in zip(row.losses, plain.losses, strict=True))
-        saved, difference = 1 - row.kept_bytes / plain.kept_bytes, "0" if worst == 0 else f"{worst:.1e}"
-        cells = [name, f"{row.kept_bytes / KIB:,.0f} KiB", f"{saved:.1%}", f"{row.optimizer_bytes / KIB:,.0f} KiB"]
+        saved, difference = 1 - row.saved_bytes / plain.saved_bytes, "0" if worst == 0 else f"{worst:.1e}"
+        cells = [name, f"{row.saved_bytes / KIB:,.0f} KiB", f"{saved:.1%}", f"{row.optimizer_bytes / KIB:,.0f} KiB"]
         cells += [f"{row.losses[-1]:.4f}", difference]
         measured = [format_bytes(row.peak_bytes), f"{1000 * row.step_s:.0f} ms"] if row.step_s is not None else []
         table.add_row(*cells, *measured)

@@ -27,8 +27,8 @@ def measure(policy: str) -> tuple[float, float]:
     """Seconds and processor seconds of 2,000 small products with the given OMP_WAIT_POLICY ("" is OpenMP's default)."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
-    done = subprocess.run([sys.executable, "-c", STEPS], env=environment, capture_output=True, text=True, check=True)
-    wall, cpu = map(float, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", STEPS], env=environment, capture_output=True, text=True, check=True)
+    wall, cpu = map(float, process.stdout.split())
     return wall, cpu
 
 

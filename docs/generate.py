@@ -27,6 +27,7 @@ from blocks.measured import (
     peers,
     reserved,
     stand_in,
+    stand_in_edge,
     stand_in_models,
     stand_in_short,
 )  # fmt: skip
@@ -62,6 +63,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "card-peers": card_peers,
     "stand-in": stand_in,
     "stand-in-models": stand_in_models,
+    "stand-in-edge": stand_in_edge,
     "stand-in-short": stand_in_short,
     "stand-in-short-zh": functools.partial(
         stand_in_short,

@@ -17,8 +17,8 @@ from app.views import plan as plan_view
 from app.views import recipe_form
 from app.views.binding import BUTTON, QUIET, show
 from app.views.markup import inert, note, problem
+from finetune.card.device_selection import cards_here
 from finetune.card.find import catalogue
-from finetune.card.here import cards_here
 from finetune.errors import FinetuneError
 from finetune.plan.plan import Plan, Suggestion, Verdict
 from finetune.recipe import AUTO, shipped_recipes, write_recipe

@@ -32,7 +32,7 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
             else f" Missing at the upper end: {format_bytes(-plan.headroom_bytes)}."
         )  # fmt: skip
     if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
-        text += f" At the limit: {forecast.at_limit.words}."
+        text += f" At the limit: {forecast.at_limit.summary}."
     if plan.shortfall:
         fits = plan.shortfall.largest_model_that_fits
         text += f" The largest part: {plan.shortfall.part}."

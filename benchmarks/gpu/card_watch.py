@@ -58,7 +58,7 @@ def used_here() -> dict[str, int]:
 
 
 class CardWatch:
-    """Inside `with`, samples the used bytes of each card; `grown` are the peaks less `before`, the bytes at the start."""
+    """Inside `with`, samples the used bytes of each card; `growth` are the peaks less `before`, the bytes at the start."""
 
     def __init__(self) -> None:
         self._handles = handles()
@@ -79,7 +79,7 @@ class CardWatch:
         self._thread.join()
 
     @property
-    def grown(self) -> list[int]:
+    def growth(self) -> list[int]:
         """Bytes by card; empty without a card."""
         return [peak - before for peak, before in zip(self._peaks, self.before, strict=True)]
 

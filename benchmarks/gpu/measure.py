@@ -49,8 +49,8 @@ def main() -> int:
     if not on_cpu and not handles():
         print("There is no NVIDIA card here; nothing was measured. Without one: --gpu cpu --model tiny", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="finetune-gpu-") as place, _room(options.model) as models:
-        session = Session(options, Path(place), Path(models), Results(options.results, _facts(on_cpu)))
+    with tempfile.TemporaryDirectory(prefix="finetune-gpu-") as folder, _models_folder(options.model) as models:
+        session = Session(options, Path(folder), Path(models), Results(options.results, _facts(on_cpu)))
         session.run()
     return 0 if session.as_expected else 1
 
@@ -84,8 +84,8 @@ def _facts(on_cpu: bool) -> dict[str, Any]:
     return {**facts, "card": name, "driver": driver}
 
 
-def _room(model: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder for the models: in memory where there is room."""
+def _models_folder(model: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder for the models: in memory where it fits."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > ROOM_BYTES
     return tempfile.TemporaryDirectory(prefix="finetune-models-", dir=memory if roomy and model != "tiny" else None)
@@ -94,16 +94,16 @@ def _room(model: str) -> tempfile.TemporaryDirectory[str]:
 class Session:
     """One call: its folders, its end, its results."""
 
-    def __init__(self, options: argparse.Namespace, place: Path, models: Path, results: Results) -> None:
-        self.options, self.place, self.models, self.results = options, place, models, results
+    def __init__(self, options: argparse.Namespace, folder: Path, models: Path, results: Results) -> None:
+        self.options, self.folder, self.models, self.results = options, folder, models, results
         self.on_cpu = options.gpu == "cpu"
         self.deadline = time.monotonic() + 60 * options.minutes
         self.matmul_flops: float | None = None
-        self.grown: list[int] = []
+        self.card_growth: list[int] = []
         self.as_expected = True
         wanted = [name for name in options.only.split(",") if name]
         self.cells = [cell for cell in CELLS if not wanted or cell.name in wanted]
-        own = {"FINETUNE_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's order
+        own = {"FINETUNE_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as in NVML
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         if self.on_cpu:
             own["OMP_NUM_THREADS"] = "1"  # two cells run at once
@@ -112,9 +112,9 @@ class Session:
     def run(self) -> None:
         """Probe, plan, and run the cells; a line for each."""
         with ThreadPoolExecutor() as pool:
-            made = {full: pool.submit(self._make_model, full) for full in (False, True)}
+            futures = {full: pool.submit(self._make_model, full) for full in (False, True)}
             self._probe()
-            for model in made.values():
+            for model in futures.values():
                 model.result()
         plans = self._plan()
         with ThreadPoolExecutor(2 if self.on_cpu else 1) as pool:  # on a CPU nothing is timed for its own sake
@@ -139,11 +139,11 @@ class Session:
         if self.options.only:
             return
         code, lines = self._process(["benchmarks.gpu.probe"], "probe", 90)
-        for found in lines:
-            error = found.get("error")
+        for line in lines:
+            error = line.get("error")
             state = "finished" if error is None else "skipped" if NEEDS_CARD in error else "failed"
-            self.results.add(f"probe {found.pop('part')}", state=state, **found)
-            self.matmul_flops = found.get("bf16_flops", self.matmul_flops)
+            self.results.add(f"probe {line.pop('part')}", state=state, **line)
+            self.matmul_flops = line.get("bf16_flops", self.matmul_flops)
         if code != 0:
             self.results.add("probe", state="failed", error=self._tail("probe", code))
             self.as_expected = False
@@ -159,27 +159,27 @@ class Session:
         for number, group in enumerate(groups.values()):
             parts[number % count] += group
         with ThreadPoolExecutor(count) as pool:
-            made = pool.map(self._plan_part, range(count), parts)
-        return {plan["cell"]: plan for part in made for plan in part}
+            plans = pool.map(self._plan_part, range(count), parts)
+        return {plan["cell"]: plan for part in plans for plan in part}
 
     def _plan_part(self, number: int, wishes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        path, log = self.place / f"wishes-{number}.json", f"plans-{number}"
+        path, log = self.folder / f"wishes-{number}.json", f"plans-{number}"
         path.write_text(json.dumps(wishes))
         code, plans = self._process(["benchmarks.gpu.plans", str(path)], log, self.left_s())
         planned = {plan["cell"] for plan in plans}
-        lost = [wish["cell"] for wish in wishes if wish["cell"] not in planned]
-        return plans + [{"cell": cell, "error": self._tail(log, code)} for cell in lost]
+        unplanned = [wish["cell"] for wish in wishes if wish["cell"] not in planned]
+        return plans + [{"cell": cell, "error": self._tail(log, code)} for cell in unplanned]
 
     def _wish(self, cell: Cell) -> dict[str, Any]:
         length, steps = self.options.length, self.options.steps
-        rows, held_out = self.place / f"rows-{cell.documents}.jsonl", self.place / f"held-out-{cell.documents}.jsonl"
+        rows, held_out = self.folder / f"rows-{cell.documents}.jsonl", self.folder / f"held-out-{cell.documents}.jsonl"
         for path, count in ((rows, 4 * steps * cell.documents), (held_out, 4)):
             if not path.exists():
                 write_rows(path, length, count, cell.documents)
         recipe = {
             **COMMON, **cell.settings, "model_name_or_path": self.model(cell.full_depth), "gpu": self.options.gpu,
             "dataset": {"path": str(rows), "eval_path": str(held_out), "format": "text"}, "max_length": length,
-            "max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": str(self.place / "runs" / cell.name),
+            "max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": str(self.folder / "runs" / cell.name),
         }  # fmt: skip
         return {"cell": cell.name, "recipe": recipe, "cap": cell.cap}
 
@@ -187,18 +187,18 @@ class Session:
         """Run a cell and write its line; any error is a line, too."""
         began = time.monotonic()
         try:
-            found = self._refused(cell, plan) or self._measured(cell, plan)
+            outcome = self._refused(cell, plan) or self._measured(cell, plan)
         except Exception as error:  # noqa: BLE001 - recorded, and the next cell goes on
-            found = {"state": "failed", "error": f"{type(error).__name__}: {error}"}
-        if "not available" in str(found["error"]):
-            found["state"] = "skipped"
-        as_expected = found["state"] in (cell.ends, "skipped") and not found.get("wrong")
+            outcome = {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        if "not available" in str(outcome["error"]):
+            outcome["state"] = "skipped"
+        as_expected = outcome["state"] in (cell.ends, "skipped") and not outcome.get("wrong")
         self.as_expected &= as_expected
         if cell.plain_trl:  # the forecast is not of TRL's own program
             plan = {**plan, "forecast": None}
         facts = {"what": cell.what, "settings": cell.settings, "length": self.options.length, "full_depth": cell.full_depth}
         ends = {"expected": cell.ends, "as_expected": as_expected, "took_s": time.monotonic() - began}
-        self.results.add(**{**facts, **plan, **found, **ends, "cell": cell.name})
+        self.results.add(**{**facts, **plan, **outcome, **ends, "cell": cell.name})
 
     def _refused(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any] | None:
         """Why a cell is not begun; None when it is."""
@@ -210,7 +210,7 @@ class Session:
 
     def _measured(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any]:
         """What a cell's process left: its state, memory by phase, speed."""
-        run, result = RunDirectory(Path(plan["run"])), self.place / f"{cell.name}.json"
+        run, result = RunDirectory(Path(plan["run"])), self.folder / f"{cell.name}.json"
         module = "benchmarks.gpu.plain_trl" if cell.plain_trl else "benchmarks.gpu.attempt"
         cast = ["--peft-cast"] if cell.peft_cast else []
         limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
@@ -218,45 +218,45 @@ class Session:
         environment = {**cards, **self.environment, **cell.environment}
         with CardWatch() as watch:
             code, _ = self._process([module, str(run.path), str(result), *cast], cell.name, limit_s, environment)
-        self.grown = [max(pair) for pair in zip(watch.grown, self.grown or watch.grown, strict=True)]
+        self.card_growth = [max(pair) for pair in zip(watch.growth, self.card_growth or watch.growth, strict=True)]
         own = json.loads(result.read_text()) if result.exists() else {}
-        found = (
+        outcome = (
             _of_trl(own, self.on_cpu) if cell.plain_trl else of_events(read_events(run.events) if run.events.exists() else [])
         )
-        if code is None or code not in (0, 5) or (code == 5) != (found["state"] == OUT_OF_MEMORY) or not found["state"]:
-            found["state"] = "failed" if code is not None else "timed out"
-            found["error"] = found.get("error") or self._tail(cell.name, code)
-        found["phases"] = {**own.get("phases", {}), **found.get("phases", {})}
-        for peaks in found["phases"].values():  # the whole card, less what was in use before
+        if code is None or code not in (0, 5) or (code == 5) != (outcome["state"] == OUT_OF_MEMORY) or not outcome["state"]:
+            outcome["state"] = "failed" if code is not None else "timed out"
+            outcome["error"] = outcome.get("error") or self._tail(cell.name, code)
+        outcome["phases"] = {**own.get("phases", {}), **outcome.get("phases", {})}
+        for peaks in outcome["phases"].values():  # the whole card, less what was in use before
             used = peaks.pop("card_used_bytes", None)
             peaks["card_bytes"] = used - watch.before[0] if used and len(watch.before) == 1 else None
-        found["allocator"] = own.get("allocator", {})
-        measured = found.get("measured", {})
-        measured["card_bytes"] = max(watch.grown, default=None)
+        outcome["allocator"] = own.get("allocator", {})
+        measured = outcome.get("measured", {})
+        measured["card_bytes"] = max(watch.growth, default=None)
         measured.update(self._utilisation(measured, plan))
-        found["wrong"] = _cap_problem(found["allocator"], plan) if cell.cap else None
-        return found
+        outcome["wrong"] = _cap_problem(outcome["allocator"], plan) if cell.cap else None
+        return outcome
 
     def _utilisation(self, measured: dict[str, Any], plan: dict[str, Any]) -> dict[str, float | None]:
         """Model FLOP/s as a share of the card's published rate (MFU) and of the rate that the probe measured."""
         rate, flops = measured.get("tokens_per_s"), plan.get("flops_per_token")
-        done = rate * flops if rate and flops else None
+        achieved = rate * flops if rate and flops else None
         published = plan.get("bf16_flops")
         return {
-            "flops": done, "mfu": done / published if done and published else None,
-            "share_of_measured_matmul": done / self.matmul_flops if done and self.matmul_flops else None,
+            "flops": achieved, "mfu": achieved / published if achieved and published else None,
+            "share_of_measured_matmul": achieved / self.matmul_flops if achieved and self.matmul_flops else None,
         }  # fmt: skip
 
     def _second_card(self) -> None:
         """Runs on one card leave every other one empty."""
         if self.options.only:
             return
-        used = [size for size in self.grown if size > 64 * MIB]
+        used = [size for size in self.card_growth if size > 64 * MIB]
         state, error = "finished" if len(used) == 1 else "failed", None
-        if len(self.grown) < 2:
+        if len(self.card_growth) < 2:
             state, error = "skipped", NEEDS_CARD if self.on_cpu else "there is one card"
         self.as_expected &= state != "failed"
-        self.results.add("second card", state=state, error=error, grown_bytes=self.grown)
+        self.results.add("second card", state=state, error=error, grown_bytes=self.card_growth)
 
     def _process(
         self, command: list[str], log: str, limit_s: float, environment: dict[str, str] | None = None
@@ -278,7 +278,7 @@ class Session:
         return code, [json.loads(line) for line in lines if line.startswith('{"')]
 
     def _log(self, name: str) -> Path:
-        return self.place / f"{name}.txt"
+        return self.folder / f"{name}.txt"
 
     def _tail(self, log: str, code: int | None) -> str:
         """Why a process ended so: its status and its last words."""

@@ -61,11 +61,11 @@ class Phases:
         sample, reset_peak = memory.sample, memory.reset_peak
 
         def whole() -> Any:
-            found = sample()
-            if found.peak_allocated_bytes is None:
-                return found
-            higher = {f"peak_{name}": max(getattr(found, f"peak_{name}"), self._earlier[name]) for name in NAMES}
-            return dataclasses.replace(found, **higher)
+            sampled = sample()
+            if sampled.peak_allocated_bytes is None:
+                return sampled
+            higher = {f"peak_{name}": max(getattr(sampled, f"peak_{name}"), self._earlier[name]) for name in NAMES}
+            return dataclasses.replace(sampled, **higher)
 
         def reset() -> None:
             self._earlier = dict.fromkeys(NAMES, 0)

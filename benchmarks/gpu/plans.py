@@ -57,11 +57,11 @@ def main() -> None:
     """Plan every wish of the file; one that fails does not end the others."""
     for wish in json.loads(Path(sys.argv[1]).read_text()):
         try:
-            made = plan_cell(wish)
+            plan = plan_cell(wish)
         except Exception as error:  # noqa: BLE001 - recorded with its cell
             traceback.print_exc()
-            made = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"cell": wish["cell"], **made}), flush=True)
+            plan = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"cell": wish["cell"], **plan}), flush=True)
 
 
 if __name__ == "__main__":

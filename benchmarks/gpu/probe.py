@@ -27,13 +27,13 @@ def versions() -> dict[str, Any]:
     """Versions and the machine; None for what is not installed."""
     import torch
 
-    found: dict[str, Any] = {}
+    packages: dict[str, Any] = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    facts = {"python": platform.python_version(), "cores": os.cpu_count(), "system": platform.platform(), "packages": found}
+            packages[name] = None
+    facts = {"python": platform.python_version(), "cores": os.cpu_count(), "system": platform.platform(), "packages": packages}
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         facts |= {
@@ -108,14 +108,14 @@ def attention() -> dict[str, Any]:
     """The attention that torch picks: kernel, milliseconds, scratch bytes of the backward pass, by head width and form."""
     import torch
 
-    found = {}
+    kernels = {}
     for choice in ("default", "without cuDNN"):
         if choice != "default":
             torch.backends.cuda.enable_cudnn_sdp(False)
         for width in (64, 128, 256):
             for form in ("plain", "grouped", "masked", "grouped and masked"):
-                found[f"{choice}, {form}, {width}"] = _or_error(lambda width=width, form=form: one_attention(width, form))
-    return found
+                kernels[f"{choice}, {form}, {width}"] = _or_error(lambda width=width, form=form: one_attention(width, form))
+    return kernels
 
 
 def one_attention(width: int, form: str) -> dict[str, Any]:
@@ -206,8 +206,8 @@ def main() -> None:
     """Print each part as soon as it is there."""
     for part in (context, versions, matmul, copies, attention, varlen):  # the first must find no CUDA context
         began = time.perf_counter()
-        found = _or_error(part)
-        print(json.dumps({"part": part.__name__, "took_s": time.perf_counter() - began, **found}), flush=True)
+        facts = _or_error(part)
+        print(json.dumps({"part": part.__name__, "took_s": time.perf_counter() - began, **facts}), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 def table(lines: list[dict[str, Any]]) -> list[list[str]]:
-    """The columns of each cell, by card; one card that is not there without results."""
+    """The columns of each cell, by card; one nameless card without results."""
     cards = sorted({line["card"] for line in lines if line["card"]}) or [None]
     rows = []
     for card in cards:
@@ -38,11 +38,12 @@ def _row(cell: Cell, line: dict[str, Any] | None, card: str | None) -> list[str]
         reason = f": {line['error']}" if line else ""
         return [what, *["-"] * (len(COLUMNS) - 2), f"{NONE}{reason}"]
     forecast, measured = line.get("forecast") or {}, line.get("measured") or {}
-    said, was = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
+    predicted, actual = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
     interval = [_gib(forecast.get(name)) for name in ("peak_low_bytes", "peak_high_bytes")]
     as_expected = "" if line.get("as_expected") else ", which it should not"
     return [
-        what, _gib(said), _gib(was), _percent(said / was - 1, "+") if said and was and _compares(cell, line) else "-",
+        what, _gib(predicted), _gib(actual),
+        _percent(predicted / actual - 1, "+") if predicted and actual and _compares(cell, line) else "-",
         _gib(measured.get("reserved_bytes")), "-" if "-" in interval else " to ".join(interval),
         _gib(measured.get("card_bytes")),
         f"{measured['tokens_per_s']:,.0f}" if measured.get("tokens_per_s") else "-",
@@ -59,9 +60,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Cards, number of runs compared, and mean and worst error of their allocated bytes; None without any."""
     cells, errors = {cell.name: cell for cell in CELLS}, {}
     for line in lines:
-        said, was = (line.get("forecast") or {}).get("allocated_bytes"), (line.get("measured") or {}).get("allocated_bytes")
-        if line["card"] and line["cell"] in cells and said and was and _compares(cells[line["cell"]], line):
-            errors[line["card"], line["cell"]] = said / was - 1
+        forecast, measured = line.get("forecast") or {}, line.get("measured") or {}
+        predicted, actual = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
+        if line["card"] and line["cell"] in cells and predicted and actual and _compares(cells[line["cell"]], line):
+            errors[line["card"], line["cell"]] = predicted / actual - 1
     values = list(errors.values())
     return {
         "cards": sorted({card for card, _ in errors}), "runs": len(values),

@@ -35,10 +35,12 @@ class Results:
 
 def _short(values: dict[str, Any]) -> str:
     forecast, measured = values.get("forecast") or {}, values.get("measured") or {}
-    said, was = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
+    predicted, actual = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
     parts = [
         str(values.get("state") or ""),
-        f"{said / 2**30:.3f} GiB forecast, {was / 2**30:.3f} measured ({said / was - 1:+.2%})" if said and was else "",
+        f"{predicted / 2**30:.3f} GiB forecast, {actual / 2**30:.3f} measured ({predicted / actual - 1:+.2%})"
+        if predicted and actual
+        else "",
         f"{measured['tokens_per_s']:,.0f} tokens/s" if measured.get("tokens_per_s") else "",
         str(values.get("error") or "")[:200],
     ]

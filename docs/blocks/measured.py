@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import functools
 import json
@@ -17,6 +18,8 @@ from blocks.page import GIB, ROOT, block, markdown
 PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
 CARD_PEERS = ROOT / "benchmarks" / "reference" / "card_peers.csv"
 STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
+STAND_IN_EDGE = ROOT / "benchmarks" / "reference" / "card_edge.csv"
+VERDICTS = ("fits", "at the limit", "tight", "does not fit")
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
 
@@ -201,6 +204,17 @@ def stand_in_short(
         "reserved_worst": _percent(max(reserved, key=abs), "+"),
     }  # fmt: skip
     return f"{text.format(**values)}\n"
+
+
+def stand_in_edge(table: Path = STAND_IN_EDGE) -> str:
+    """The results of benchmarks/card_edge.py: how recipes with each verdict ended."""
+    with table.open(newline="", encoding="utf-8") as file:
+        recipes = list(csv.DictReader(file))
+    outcomes = ("finished", "out of memory")
+    counts = collections.Counter((recipe["verdict"], recipe["outcome"]) for recipe in recipes)
+    verdicts = [verdict for verdict in VERDICTS if any(verdict == recipe["verdict"] for recipe in recipes)]
+    rows = [[verdict, *(counts[verdict, outcome] for outcome in outcomes)] for verdict in verdicts]
+    return markdown(("verdict", *(f">{outcome}" for outcome in outcomes)), rows)
 
 
 def card_peers(table: Path = CARD_PEERS) -> str:

@@ -30,12 +30,12 @@ def compiler_problem(include: str | None = None) -> str:
         source.write_text(_EXTENSION, encoding="utf-8")
         command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=8, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=8, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{name} can't be run: {error}"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return ""
-    if "Python.h" in done.stderr:
+    if "Python.h" in process.stderr:
         return f"{name} is installed, Python's headers are not (Python.h)"
-    reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]).strip()
+    reason = next((line for line in process.stderr.splitlines() if "error" in line), process.stderr[:200]).strip()
     return f"{name} can't compile: {reason}"

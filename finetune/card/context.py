@@ -1,4 +1,4 @@
-"""Measured CUDA contexts of this machine's cards, kept in the cache."""
+"""Measured CUDA contexts of this machine's cards, stored in the cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from finetune.files import cache_dir, write_text
 from finetune.units import GIB, MIB
 
-#: Measurements kept for each card; older ones are dropped.
-KEPT = 20
-#: Nothing published comes near this: such a measurement has other programs in it, and is not kept.
+#: Measurements stored for each card; older ones are dropped.
+MOST_MEASUREMENTS = 20
+#: Far above anything published: such a measurement includes other programs and is dropped.
 MOST_CONTEXT_BYTES = round(1.5 * GIB)
 #: A context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4.
 SPREAD = 40 * MIB
@@ -25,7 +25,7 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
     if context_bytes > MOST_CONTEXT_BYTES:
         return
     values = _read()
-    values[card_name] = [*values.get(card_name, []), context_bytes][-KEPT:]
+    values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(values, indent=1, sort_keys=True))

@@ -19,8 +19,8 @@ def open_card(number: int) -> None:
     torch.cuda.synchronize()
 
 
-def place_of(number: int) -> str | int:
-    """Where the model is put: `number`, torch's index of the card."""
+def device_of(number: int) -> str | int:
+    """The device of the model: `number`, torch's index of the card."""
     return number
 
 
@@ -31,8 +31,8 @@ def uuid() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if visible[0].startswith(("GPU-", "MIG-")):
         return visible[torch.cuda.current_device()]
-    found = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return found if found.startswith("GPU-") else f"GPU-{found}"
+    gpu_uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return gpu_uuid if gpu_uuid.startswith("GPU-") else f"GPU-{gpu_uuid}"
 
 
 def total_bytes() -> int:
@@ -64,7 +64,7 @@ def release_cached() -> None:
 
 
 def warm_up(size: int) -> None:
-    """Allocate and free a block of `size` bytes, whose segment stays cached for smaller ones; nothing where it has no room."""
+    """Allocate and free a block of `size` bytes, whose segment stays cached for smaller ones; no effect without memory."""
     import torch
 
     with contextlib.suppress(torch.OutOfMemoryError):
@@ -72,7 +72,7 @@ def warm_up(size: int) -> None:
 
 
 def reset_peak() -> None:
-    """Peaks count from now on."""
+    """Reset the peaks to the current values."""
     import torch
 
     torch.cuda.reset_peak_memory_stats()
@@ -125,9 +125,9 @@ def try_kernel() -> dict[str, Any]:
 
     @triton.jit
     def add_one(values, count, block: tl.constexpr):  # type: ignore[name-defined]
-        places = tl.program_id(0) * block + tl.arange(0, block)
-        inside = places < count
-        tl.store(values + places, tl.load(values + places, mask=inside) + 1, mask=inside)
+        offsets = tl.program_id(0) * block + tl.arange(0, block)
+        inside = offsets < count
+        tl.store(values + offsets, tl.load(values + offsets, mask=inside) + 1, mask=inside)
 
     values = torch.arange(1000, device="cuda", dtype=torch.float32)
     add_one[(4,)](values, 1000, block=256)

@@ -11,20 +11,20 @@ from typing import Any
 
 from finetune.card.card import Card
 from finetune.card.context import measured_context
-from finetune.card.here import Choice, choose_device
+from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
 from finetune.card.names import catalogue_name, close_names, plain
 from finetune.card.nvidia import Device
-from finetune.card.other_makers import why_not
+from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
 #: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
 ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
-SAME_MEMORY = 0.08
+MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
-_HERE = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
+_DEVICE_ID = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
@@ -38,13 +38,13 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
     wanted = gpu.strip().lower()
     if wanted == "cpu":
         card = host_card()
-    elif wanted == "auto" or _HERE.fullmatch(wanted):
-        accepts = None if wanted == "auto" else lambda device: _is_called(device, wanted)
-        card = _measured(choose_device(gpu, accepts, processes))
+    elif wanted == "auto" or _DEVICE_ID.fullmatch(wanted):
+        accepts = None if wanted == "auto" else lambda device: _is_device(device, wanted)
+        card = _measured_card(choose_device(gpu, accepts, processes))
     else:
-        card = _named(gpu)
+        card = _catalogue_card(gpu)
         if here:
-            card = _checked_here(card, processes)
+            card = _on_this_machine(card, processes)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     if free_bytes is None:
@@ -69,46 +69,46 @@ def catalogue() -> dict[str, Card]:
 
 def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
-    total, held = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
+    total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
     measured = measured_context(name) or measured_context(entry["device"])
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
     return Card(
-        name=name, total_bytes=total, free_bytes=total - held, capability=tuple(entry["capability"]),
+        name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
-        reason=_described(total, held, entry["source"]),
+        reason=_catalogue_reason(total, used, entry["source"]),
     )  # fmt: skip
 
 
-def _described(total: int, held: int, source: str) -> str:
-    desktop = f", {format_bytes(held)} assumed taken by a desktop" if held else ""
+def _catalogue_reason(total: int, used: int, source: str) -> str:
+    desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
     return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
 
 
-def _measured(choice: Choice) -> Card:
+def _measured_card(choice: Choice) -> Card:
     """The card as the driver reports it; its rates are the catalogue's if listed there, else unknown."""
     device = choice.device
-    known = _entry_of(device)
-    listed = _from_entry(known, _entries()[known]) if known else None
+    entry_name = _entry_of(device)
+    entry = _from_entry(entry_name, _entries()[entry_name]) if entry_name else None
     measured = measured_context(device.name)
-    known_context = (listed.context_bytes, listed.context_uncertainty_bytes) if listed else ASSUMED_CONTEXT
-    context, spread = measured or known_context
-    held = device.total_bytes - device.free_bytes
-    who = f" by {', '.join(device.holders[:4])}" if device.holders else ""
-    about_context = "measured here" if measured else "from the catalogue" if listed else "assumed"
+    catalogue_context = (entry.context_bytes, entry.context_uncertainty_bytes) if entry else ASSUMED_CONTEXT
+    context, spread = measured or catalogue_context
+    used = device.total_bytes - device.free_bytes
+    holders = f" by {', '.join(device.holders[:4])}" if device.holders else ""
+    context_source = "measured here" if measured else "from the catalogue" if entry else "assumed"
     problem, fix = choice.problem or ("", "")
     return Card(
         name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
-        bf16_flops=listed.bf16_flops if listed else None, bandwidth_bytes_s=listed.bandwidth_bytes_s if listed else None,
-        pcie_bytes_s=device.pcie_bytes_s or (listed.pcie_bytes_s if listed else None), context_bytes=context,
+        bf16_flops=entry.bf16_flops if entry else None, bandwidth_bytes_s=entry.bandwidth_bytes_s if entry else None,
+        pcie_bytes_s=device.pcie_bytes_s or (entry.pcie_bytes_s if entry else None), context_bytes=context,
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
-        f"{format_bytes(held)} in use{who}; CUDA context {about_context}{choice.reason}",
+        f"{format_bytes(used)} in use{holders}; CUDA context {context_source}{choice.reason}",
         uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip
 
 
-def _is_called(device: Device, wanted: str) -> bool:
+def _is_device(device: Device, wanted: str) -> bool:
     """Whether an index, or the beginning of a UUID, is this device's."""
     return device.index == wanted or (len(wanted) > 4 and (device.uuid or "").lower().startswith(wanted))
 
@@ -116,29 +116,29 @@ def _is_called(device: Device, wanted: str) -> bool:
 def _entry_of(device: Device) -> str | None:
     """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
     wanted = plain(device.name)
-    same = [name for name, entry in _entries().items() if plain(entry["device"]) == wanted]
-    distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same}
-    near = [name for name in same if distance[name] <= SAME_MEMORY]
-    return min(near, key=lambda name: distance[name], default=None)
+    same_name = [name for name, entry in _entries().items() if plain(entry["device"]) == wanted]
+    distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same_name}
+    same_memory = [name for name in same_name if distance[name] <= MEMORY_TOLERANCE]
+    return min(same_memory, key=lambda name: distance[name], default=None)
 
 
-def _checked_here(wanted: Card, processes: int) -> Card:
+def _on_this_machine(wanted: Card, processes: int) -> Card:
     """The named card in this machine. Raises RecipeError when it is not there."""
     try:
-        return _measured(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
+        return _measured_card(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
     except RecipeError as error:
         plan = f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}"
         raise NoCard(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
 
 
-def _named(gpu: str) -> Card:
+def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
     entries = _entries()
     sizes = {name: entry["box_gb"] for name, entry in entries.items()}
-    found = catalogue_name(gpu, sizes)
-    if found:
-        return _from_entry(found, entries[found])
-    if other := why_not(gpu):
+    catalogue_card = catalogue_name(gpu, sizes)
+    if catalogue_card:
+        return _from_entry(catalogue_card, entries[catalogue_card])
+    if other := why_unsupported(gpu):
         raise NoCard(f"gpu: {gpu}: {other[0]}", other[1])
     close = close_names(gpu, sizes)
     fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."

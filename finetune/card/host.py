@@ -28,7 +28,7 @@ def host_card() -> Card:
 
 
 def free_for_run() -> int:
-    """Bytes of host memory available now, less what a training process takes by itself."""
+    """Bytes of host memory available now, less what a training process needs without a model."""
     return host_card().free_bytes - PROCESS_BYTES
 
 

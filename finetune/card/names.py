@@ -14,24 +14,24 @@ _SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("t
 def catalogue_name(typed: str, sizes: Mapping[str, int]) -> str | None:
     """The one card that `typed` names, ignoring case, spaces, dashes and maker. `sizes`: name -> GB on the box."""
     names = {_short(name): name for name in sizes}
-    if found := names.get(_short(typed)):
-        return found
+    if exact := names.get(_short(typed)):
+        return exact
     size = _SIZE.search(typed.lower())
-    without = names.get(_short(_SIZE.sub("", typed.lower()))) if size else None
-    return without if without and size and sizes[without] == int(size[1]) else None
+    without_size = names.get(_short(_SIZE.sub("", typed.lower()))) if size else None
+    return without_size if without_size and size and sizes[without_size] == int(size[1]) else None
 
 
 def close_names(typed: str, sizes: Mapping[str, int], most: int = 4) -> list[str]:
     """Cards that may be meant: those with the memory, of which `typed` is the beginning, or with a name like it."""
     size = _SIZE.fullmatch(typed.strip().lower())
     if size:
-        return sorted((name for name in sizes if sizes[name] == int(size[1])), key=_place)[:most]
+        return sorted((name for name in sizes if sizes[name] == int(size[1])), key=_rtx_first)[:most]
     wanted, names = _short(typed), {_short(name): name for name in sizes}
     starting = [name for short, name in names.items() if wanted and short.startswith(wanted)]
     return (starting or [names[short] for short in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)])[:most]
 
 
-def _place(name: str) -> tuple[bool, str]:
+def _rtx_first(name: str) -> tuple[bool, str]:
     return (not name.startswith("rtx-"), name)
 
 
@@ -42,6 +42,6 @@ def plain(name: str) -> str:
 
 def _short(name: str) -> str:
     text = re.sub(r"(\d\d)s$", r"\1super", plain(name))
-    for given, ours in _SPELT:
-        text = re.sub(rf"{given.replace('-', '')}$", ours, text)
+    for spelling, standard in _SPELT:
+        text = re.sub(rf"{spelling.replace('-', '')}$", standard, text)
     return re.sub(r"^(rtx|gtx)", "", text)

@@ -26,7 +26,7 @@ class Device:
     """One card, or one MIG instance of a card, as the driver reports it.
 
     `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
-    as nvidia-smi counts, `0:1` for an instance. `speed`: cores x MHz, which orders cards; 0 when the driver can't tell.
+    as nvidia-smi counts, `0:1` for an instance. `speed`: cores x MHz, which orders cards; 0 when unknown.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostCard:
     """A card that the driver lists and can't describe; `why` in the driver's words."""
 
     index: str
     why: str
 
 
-def read_devices() -> tuple[tuple[Device, ...], tuple[Lost, ...]]:
+def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
     """Every card that the driver sees, visible to this process or not, and those that don't answer.
 
     A card split by MIG is replaced by its instances: CUDA uses nothing else of it. Raises pynvml.NVMLError without a driver.
@@ -61,13 +61,13 @@ def read_devices() -> tuple[tuple[Device, ...], tuple[Lost, ...]]:
     pynvml.nvmlInit()
     try:
         devices: list[Device] = []
-        lost: list[Lost] = []
+        lost_cards: list[LostCard] = []
         for number in range(pynvml.nvmlDeviceGetCount()):
             try:
                 devices += _of_card(number)
             except pynvml.NVMLError as error:
-                lost.append(Lost(str(number), said(error)))
-        return tuple(devices), tuple(lost)
+                lost_cards.append(LostCard(str(number), driver_message(error)))
+        return tuple(devices), tuple(lost_cards)
     finally:
         pynvml.nvmlShutdown()
 
@@ -85,7 +85,7 @@ def driver_versions() -> tuple[str, tuple[int, int]]:
 def read_memory(handle: Any) -> tuple[int, int, int]:
     """Bytes of a card: total less the driver's reserve, free, and used by processes.
 
-    Drivers before 510 don't tell the reserve apart and count it as used.
+    Drivers before 510 don't report the reserve and count it as used.
     """
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
@@ -96,21 +96,21 @@ def read_memory(handle: Any) -> tuple[int, int, int]:
 
 
 def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
-    """Bytes by process id, of compute and graphics; None bytes where the driver can't tell (Windows, WSL), or gives 0.
+    """Bytes by process id, of compute and graphics; None bytes where they are unknown (Windows, WSL) or 0.
 
     None when the driver lists no processes, or with ids that mean nothing here: in a container they are the host's.
     """
     if in_container():
         return None
-    held: dict[int, int | None] = {}
+    bytes_by_pid: dict[int, int | None] = {}
     for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:
-            found = ask(handle)
+            processes = ask(handle)
         except _MISSING:
             return None
         # a process with both kinds of contexts is in both lists, with all its bytes in each
-        held.update({process.pid: process.usedGpuMemory or None for process in found})
-    return held
+        bytes_by_pid.update({process.pid: process.usedGpuMemory or None for process in processes})
+    return bytes_by_pid
 
 
 def in_container() -> bool:
@@ -121,8 +121,8 @@ def in_container() -> bool:
         return False
 
 
-def said(error: Exception) -> str:
-    """An error of the driver in its words, for the middle of a sentence."""
+def driver_message(error: Exception) -> str:
+    """The message of a driver error, for the middle of a sentence."""
     return str(error).rstrip(".").lower()
 
 
@@ -135,12 +135,12 @@ def _of_card(number: int) -> Iterator[Device]:
     if not split:
         yield _read(card, card, str(number))
         return
-    for place in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+    for instance_index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
         try:
-            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, place)
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, instance_index)
         except (pynvml.NVMLError_NotFound, *_MISSING):
             continue
-        yield _read(instance, card, f"{number}:{place}")
+        yield _read(instance, card, f"{number}:{instance_index}")
 
 
 def _read(handle: Any, card: Any, index: str) -> Device:
@@ -173,11 +173,11 @@ def _pcie(card: Any) -> float | None:
 
 def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:
     """Processes that use the card's memory, largest first."""
-    held = memory_of_processes(handle)
-    if held is None:
+    bytes_by_pid = memory_of_processes(handle)
+    if bytes_by_pid is None:
         hidden = ("programs that can't be named from here (a container, or WSL)",)
         return hidden if in_container() and used_bytes else ()
-    ranked = sorted(held.items(), key=lambda item: (-(item[1] or 0), item[0]))
+    ranked = sorted(bytes_by_pid.items(), key=lambda item: (-(item[1] or 0), item[0]))
     return tuple(f"{_process(pid)} {format_bytes(count) if count else '(bytes unknown)'}" for pid, count in ranked)
 
 

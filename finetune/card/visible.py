@@ -48,15 +48,15 @@ def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
     setting = visible_devices()
     if setting is None:
         return ordered
-    found: list[Device] = []
+    devices_in_order: list[Device] = []
     for entry in setting.split(","):
         device = _named(entry.strip(), ordered)
         if device is None:
             break
-        if device in found:
+        if device in devices_in_order:
             return ()
-        found.append(device)
-    return tuple(found)
+        devices_in_order.append(device)
+    return tuple(devices_in_order)
 
 
 def for_processes(allowed: Iterable[Device]) -> tuple[Device, ...]:
@@ -86,5 +86,5 @@ def _named(entry: str, ordered: tuple[Device, ...]) -> Device | None:
         for device in ordered:  # a card that is split counts once, as its first instance
             first.setdefault(device.index.partition(":")[0], device)
         return [*first.values()][int(entry)] if int(entry) < len(first) else None
-    same = [device for device in ordered if entry and (device.uuid or "").lower().startswith(entry.lower())]
-    return same[0] if len(same) == 1 else None
+    matches = [device for device in ordered if entry and (device.uuid or "").lower().startswith(entry.lower())]
+    return matches[0] if len(matches) == 1 else None

@@ -22,7 +22,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
     root, models = cache_folder(), quantised_files.folder()
     entries = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
     size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
-    quantised, quantised_bytes = quantised_files.kept(), quantised_files.size_bytes()
+    quantised, quantised_bytes = quantised_files.complete_files(), quantised_files.size_bytes()
     try:
         for entry in entries if verb == "clear" else ():
             shutil.rmtree(entry)

@@ -98,7 +98,7 @@ def _print_plan(plan: Plan) -> None:
             free = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
         out.print(f"\n{verdict}: needs {lower} to {upper}; {free}")
         if plan.verdict == Verdict.AT_LIMIT and plan.forecast.at_limit:
-            out.print(plan.forecast.at_limit.words)
+            out.print(plan.forecast.at_limit.summary)
         if plan.shortfall:
             _print_shortfall(plan.shortfall)
         if plan.forecast.step_s:

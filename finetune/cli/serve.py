@@ -66,7 +66,7 @@ def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
 
 
 def _serving_memory(runs: dict[str, RunDirectory], context: int | None) -> Any:
-    from finetune.model.quiet import quiet_libraries
+    from finetune.model.library_warnings import quiet_libraries
     from finetune.model.transformers_config import load_config
     from finetune.serve.memory_check import serving_memory
 

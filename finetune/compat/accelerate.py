@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from finetune.compat.touched import Touched, replace
+from finetune.compat.patch_registry import PrivateName, replace
 
 _READ_IN = "1.15.0"
 _PREPARE = "accelerate.accelerator.fsdp2_prepare_model"
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         _PREPARE, "patch", "a model without weights is sharded first, then each rank reads its own rows",
         _READ_IN, "accelerate.accelerator.Accelerator._prepare_fsdp2", "accelerator model", needs="cards",
     ),

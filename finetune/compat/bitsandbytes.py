@@ -6,49 +6,49 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from finetune.compat.touched import Touched, replaced
+from finetune.compat.patch_registry import PrivateName, replaced
 
 _READ_IN = "0.50.2"
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         "bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
         _READ_IN, "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.nn.modules.has_avx512bf16", "patch", "such a processor's packing would change a forecast",
         _READ_IN, "bitsandbytes.nn.modules.Linear4bit.__init__", "",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.functional.name2qmap", "patch", "code books are cached for the process; fake ones must not stay",
         _READ_IN, "bitsandbytes.functional.quantize_blockwise",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.functional.create_dynamic_map", "patch", "it computes on values, which fake tensors do not have",
         _READ_IN, "bitsandbytes.functional.quantize_blockwise", "signed max_exponent_bits total_bits",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", "patch", "paged states are outside torch's allocator",
         _READ_IN, "bitsandbytes.optim.optimizer.Optimizer2State.init_state", "self p dtype",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.optim.optimizer.Optimizer8bit.prefetch_state", "patch", "asks the driver to move paged states",
         _READ_IN, "bitsandbytes.optim.optimizer.Optimizer8bit.step", "self p",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
         "the first evaluation would repack the weights for inference, and nothing undoes it",
         _READ_IN, "bitsandbytes.nn.Linear4bit.forward", needs="a processor with AVX512-BF16",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.backends.default.ops._gemm_4bit_default_impl", "private call", "what a 4-bit matmul dequantises",
         _READ_IN,
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card", _READ_IN,
         "bitsandbytes.autograd._functions.matmul",
     ),
-    Touched(
+    PrivateName(
         "bitsandbytes.autograd._functions.MatmulLtState", "private call", "the state of an int8 matmul", _READ_IN,
         "bitsandbytes.autograd._functions.matmul",
     ),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from finetune.compat.touched import Touched, replace
+from finetune.compat.patch_registry import PrivateName, replace
 
 _REASON = "libraries read HF_HUB_OFFLINE once, when they are imported; without a network they would retry for most of a minute"
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         "huggingface_hub.constants.HF_HUB_OFFLINE", "patch", _REASON, "2.4.0", "huggingface_hub.constants.is_offline_mode",
         needs="a hub that does not answer",
     ),
-    Touched(
+    PrivateName(
         "datasets.config.HF_HUB_OFFLINE", "patch", _REASON, "5.2.0",
         "datasets.utils.file_utils._raise_if_offline_mode_is_enabled",
         needs="a hub that does not answer",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.touched import Touched, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -17,32 +17,32 @@ _LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 _ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         f"{_DORA}.dequantize_module_weight", "patch", "DoRA reads the dequantised weights, which a forecast does not have",
         _READ_IN, f"{_DORA}.DoraLinearLayer.forward", "module",
     ),
-    Touched(
+    PrivateName(
         f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta or fake",
         _READ_IN, f"{_DORA}.DoraLinearLayer.update_layer",
     ),
-    Touched(
+    PrivateName(
         f"{_DORA}.DoraLinearLayer.update_layer", "patch", "DoRA reads the weights of a layer that may have left the card",
         _READ_IN, "peft.tuners.lora.variants.DoraLinearVariant.init", "self base_layer lora_A lora_B scaling place_on_cpu",
     ),
-    Touched(
+    PrivateName(
         f"{_LAYER}._cast_input_dtype", "attribute", "casts every input to fp32, which autocast casts back, to a second copy",
         _READ_IN, "peft.tuners.lora.layer.Linear.forward", "self x dtype",
     ),
-    Touched(
+    PrivateName(
         f"{_WRAPPER}.get_param", "patch", "of 4-bit experts it would see codes in place of a weight's shape and dtype",
         _READ_IN, f"{_WRAPPER}._get_in_out_features", "self",
     ),
-    Touched(
+    PrivateName(
         f"{_WRAPPER}._activate_lora", "patch", "it adds the adapter's product to the weight; that of 4-bit experts is codes",
         _READ_IN, f"{_WRAPPER}.forward", "self active_adapters",
     ),
-    Touched(
+    PrivateName(
         _ON_HUB, "patch", "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",
         _READ_IN, "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename kwargs",
         needs="a model of the hub",
@@ -99,8 +99,8 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let LoRA adapt parameters that are stored as 4-bit codes, from now on.
 
-    `logical(parameter)` has the shape, dtype and device of the weight that the codes stand for, or is the parameter itself.
-    During a forward, the parameter's `low_rank` has (A, B, scaling) of each active adapter.
+    `logical(parameter)` has the shape, dtype and device of the weight that the codes encode, or is the parameter itself.
+    During a forward, the parameter's `lora_weights` has (A, B, scaling) of each active adapter.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -118,14 +118,14 @@ def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> 
             with activate(self, active_adapters):
                 yield
             return
-        parameter.low_rank = [
+        parameter.lora_weights = [
             (self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
             for name in active_adapters if name in self.lora_A
         ]  # fmt: skip
         try:
             yield
         finally:
-            del parameter.low_rank
+            del parameter.lora_weights
 
     get_logical.logical = logical  # type: ignore[attr-defined]
     replace(f"{_WRAPPER}.get_param", get_logical)

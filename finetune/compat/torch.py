@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.touched import Touched, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -18,91 +18,91 @@ if TYPE_CHECKING:
 _READ_IN = "2.13.0"
 
 
-def _called(name: str, reason: str, used_by: str = "", needs: str = "") -> Touched:
-    return Touched(name, "private call", reason, _READ_IN, used_by, needs=needs)
+def _private(name: str, reason: str, used_by: str = "", needs: str = "") -> PrivateName:
+    return PrivateName(name, "private call", reason, _READ_IN, used_by, needs=needs)
 
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         "torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; fake tensors are on the CPU",
         _READ_IN, "peft.tuners.lora.bnb.Linear4bit.forward",
     ),
-    Touched(
+    PrivateName(
         "torch.compile", "patch", "bitsandbytes compiles two functions when it is imported; the doctor needs neither",
         _READ_IN, "bitsandbytes.backends.default.ops._try_torch_compile",
     ),
-    Touched(
+    PrivateName(
         "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "logged for the first step after the rate was lowered",
         _READ_IN, "torch.optim.lr_scheduler.LRScheduler.get_last_lr",
     ),
-    Touched(
+    PrivateName(
         "torch._C._ensureCUDADeviceGuardSet", "patch",
         "adds 8 fake GPUs where torch is built for CUDA and sees none: autograd starts a thread for each, and can't be forked",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensorMode.__enter__",
     ),
-    _called("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
-    _called("torch._softmax", "CUDA's softmax of 16-bit scores into fp32"),
-    _called("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
-    _called("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
-    _called("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "cleared with the forecast's own cache"),
-    Touched(
+    _private("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
+    _private("torch._softmax", "CUDA's softmax of 16-bit scores into fp32"),
+    _private("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
+    _private("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
+    _private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "cleared with the forecast's own cache"),
+    PrivateName(
         "torch._subclasses.fake_tensor.FakeTensor.constant", "attribute", "data that an operator's output would depend on",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
-    Touched(
+    PrivateName(
         "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
     ),
-    Touched(
+    PrivateName(
         "torch.autograd.Function._backward_cls", "attribute", "whether the RMSNorm of this project made a tensor", _READ_IN,
     ),
-    Touched(
+    PrivateName(
         "torch.nn.Module._forward_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
         _READ_IN, "torch.nn.Module._call_impl",
     ),
-    Touched(
+    PrivateName(
         "torch.nn.Module._forward_pre_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
         _READ_IN, "torch.nn.Module._call_impl",
     ),
-    _called("torch.utils._python_dispatch._disable_current_modes", "traces a layer outside the dry run's modes"),
-    Touched(
+    _private("torch.utils._python_dispatch._disable_current_modes", "traces a layer outside the dry run's modes"),
+    PrivateName(
         "torch._functorch.config.activation_memory_budget", "attribute", "share of its activations that a compiled layer keeps",
         _READ_IN,
     ),
-    _called("torch._functorch.aot_autograd.aot_function", "a layer's forward and backward as the compiler splits them"),
-    Touched(
+    _private("torch._functorch.aot_autograd.aot_function", "a layer's forward and backward as the compiler splits them"),
+    PrivateName(
         "torch._dynamo.config.recompile_limit", "attribute", "how often a layer's code is compiled before it runs uncompiled",
         _READ_IN,
     ),
-    _called("torch._dynamo.utils.counters", "counts graph breaks"),
-    _called("torch._dynamo.utils.get_compilation_metrics", "what was compiled, how often and for how long"),
-    _called("torch._dynamo.utils.clear_compilation_metrics", "what was compiled since"),
-    _called("torch.fx.graph._BoxedCodeGen", "a graph that releases its inputs as it goes"),
-    _called("torch._inductor.compile_fx.partition_fn", "the compiler's own choice of what is saved for backward"),
-    _called("torch._inductor.decomposition.select_decomp_table", "the operators that the compiler's graphs consist of"),
-    _called("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
-    _called("torch._fused_rms_norm", "RMSNorm in one kernel on CUDA"),
-    _called("torch.ops.aten._fused_rms_norm_backward", "its backward in one kernel"),
-    _called("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
-    _called("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
-    _called("torch.utils._python_dispatch._disable_current_modes", "copies inside a selectively checkpointed layer"),
-    _called("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
-    _called("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
-    _called("torch._C._dispatch_key_set", "compares a memoised output with torch's"),
-    _called("torch.UntypedStorage._cdata", "identity of a storage"),
-    _called("torch.Tensor._base", "whether a tensor is a view of a parameter"),
-    _called("torch.Tensor._version", "whether a tensor was written to since it was saved"),
-    Touched(
+    _private("torch._dynamo.utils.counters", "counts graph breaks"),
+    _private("torch._dynamo.utils.get_compilation_metrics", "what was compiled, how often and for how long"),
+    _private("torch._dynamo.utils.clear_compilation_metrics", "what was compiled since"),
+    _private("torch.fx.graph._BoxedCodeGen", "a graph that releases its inputs as it goes"),
+    _private("torch._inductor.compile_fx.partition_fn", "the compiler's own choice of what is saved for backward"),
+    _private("torch._inductor.decomposition.select_decomp_table", "the operators that the compiler's graphs consist of"),
+    _private("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
+    _private("torch._fused_rms_norm", "RMSNorm in one kernel on CUDA"),
+    _private("torch.ops.aten._fused_rms_norm_backward", "its backward in one kernel"),
+    _private("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
+    _private("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
+    _private("torch.utils._python_dispatch._disable_current_modes", "copies inside a selectively checkpointed layer"),
+    _private("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
+    _private("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
+    _private("torch._C._dispatch_key_set", "compares a memoised output with torch's"),
+    _private("torch.UntypedStorage._cdata", "identity of a storage"),
+    _private("torch.Tensor._base", "whether a tensor is a view of a parameter"),
+    _private("torch.Tensor._version", "whether a tensor was written to since it was saved"),
+    PrivateName(
         "torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
         _READ_IN, "torch.nn.Module.__getattr__",
     ),
-    Touched(
+    PrivateName(
         "torch.nn.Module._buffers", "attribute", "replaces buffers on meta without register_buffer's checks",
         _READ_IN, "torch.nn.Module.__getattr__",
     ),
-    _called("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
-    _called("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
-    _called("torch.cuda.memory._snapshot", "the allocator's blocks after an out-of-memory error", needs="a card"),
+    _private("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
+    _private("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
+    _private("torch.cuda.memory._snapshot", "the allocator's blocks after an out-of-memory error", needs="a card"),
 )  # fmt: skip
 
 
@@ -118,11 +118,11 @@ def cpu_autocast() -> Iterator[None]:
 
 def disable_torch_compile() -> None:
     """Make torch.compile return functions unchanged from now on, for a process that only imports bitsandbytes."""
-    replace("torch.compile", _as_it_is)
+    replace("torch.compile", _uncompiled_function)
 
 
-def _as_it_is(function: Any = None, **_: Any) -> Any:
-    return (lambda same: same) if function is None else function
+def _uncompiled_function(function: Any = None, **_: Any) -> Any:
+    return (lambda decorated: decorated) if function is None else function
 
 
 @contextmanager
@@ -184,14 +184,14 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def budgeted(budget: float) -> contextlib.AbstractContextManager[Any]:
+def activation_budget(budget: float) -> contextlib.AbstractContextManager[Any]:
     """Inside, what is compiled keeps this share of the activations that the compiler would keep."""
     import torch._functorch.config as functorch
 
     return functorch.patch(activation_memory_budget=budget)
 
 
-def keep_share(budget: float) -> None:
+def set_activation_budget(budget: float) -> None:
     """Let what is compiled from now on keep this share of its activations, and be compiled for as many kinds of input as a
     run has: first and other layers, training and evaluation, one length and any."""
     import torch._dynamo.config as dynamo
@@ -206,7 +206,7 @@ class Compilation:
     """A forward or backward graph that was compiled. `again`: a forward of code that had been, for another `reason`."""
 
     is_forward: bool
-    again: bool
+    is_recompile: bool
     seconds: float
     reason: str
 
@@ -215,16 +215,16 @@ def new_compilations() -> list[Compilation]:
     """What torch has compiled since the last call."""
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-    made = get_compilation_metrics()
+    metrics = get_compilation_metrics()
     clear_compilation_metrics()
     return [
         Compilation(
-            one.is_forward is not False,
-            one.is_forward is not False and not str(one.compile_id).endswith("/0"),
-            one.entire_frame_compile_time_s or 0.0,
-            (one.recompile_reason or "").strip(),
+            graph.is_forward is not False,
+            graph.is_forward is not False and not str(graph.compile_id).endswith("/0"),
+            graph.entire_frame_compile_time_s or 0.0,
+            (graph.recompile_reason or "").strip(),
         )
-        for one in made
+        for graph in metrics
     ]
 
 

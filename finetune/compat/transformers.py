@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from finetune.compat.touched import Touched, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced
 
 _READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
@@ -24,104 +24,104 @@ _WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
 _QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
 
-TOUCHED = (
-    Touched(
+PRIVATE_NAMES = (
+    PrivateName(
         _GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
         _READ_IN, "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value",
     ),
-    Touched(
+    PrivateName(
         _PACKED, "patch", "it detects packed rows by reading position ids, which waits for the device; a forecast has no data",
         _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
     ),
-    Touched(
+    PrivateName(
         _EXPERTS, "patch", "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
         _READ_IN, "transformers.integrations.moe._grouped_mm", "input weight offs",
     ),
-    Touched(
-        _BALANCE, "patch", "a forecast tells which layer a tensor of the router's auxiliary loss belongs to",
+    PrivateName(
+        _BALANCE, "patch", "a forecast assigns tensors of the router's auxiliary loss to layers",
         _READ_IN, "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask",
     ),
-    Touched(
+    PrivateName(
         _LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
         _READ_IN, "transformers.integrations.moe.grouped_mm_experts_forward", "input weight offs bias is_transposed",
     ),
-    Touched(
+    PrivateName(
         "transformers.integrations.moe.grouped_mm_experts_forward", "private call", "the forward of 4-bit experts", _READ_IN,
     ),
-    Touched(
+    PrivateName(
         "transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also without torch's", _READ_IN,
     ),
-    Touched(
+    PrivateName(
         f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs",
     ),
-    Touched(
+    PrivateName(
         f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
         _READ_IN, "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map kwargs",
     ),
-    Touched(
+    PrivateName(
         f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, one layer at a time",
         _READ_IN, "transformers.conversion_mapping.get_model_conversion_mapping",
     ),
-    Touched(
+    PrivateName(
         f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self",
     ),
-    Touched(
+    PrivateName(
         "transformers.conversion_mapping.get_model_conversion_mapping", "private call",
         "weights are loaded in the order of their names in the checkpoint",
         _READ_IN, "transformers.PreTrainedModel.from_pretrained",
     ),
-    Touched(
+    PrivateName(
         "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
     ),
-    Touched(
+    PrivateName(
         "transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
     ),
-    Touched(
+    PrivateName(
         _SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded", _READ_IN,
         "transformers.core_model_loading.convert_and_load_state_dict_in_model",
         "model target_name param_value loading_info hf_quantizer",
     ),
-    Touched(
+    PrivateName(
         _WARM_UP, "patch", "it allocates the whole model on the card, for which there may be no room", _READ_IN,
         "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer",
     ),
-    Touched(
+    PrivateName(
         _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
         _READ_IN, "transformers.Trainer._prepare_for_training", "model accelerator", "several cards",
     ),
-    Touched(
+    PrivateName(
         f"{_LAYER}._gradient_checkpointing_func", "attribute",
         "layer inputs are offloaded, unpinned without a card; a forecast sees what is recomputed",
         _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
     ),
-    Touched(
+    PrivateName(
         "transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
-    Touched(
+    PrivateName(
         "transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
-    Touched(
+    PrivateName(
         "transformers.PreTrainedModel._from_config", "private call", "builds the modules of a class without weights",
         _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
     ),
-    Touched(
+    PrivateName(
         "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call", "makes layers of a meta model bitsandbytes'",
         _READ_IN, "transformers.quantizers.auto.AutoHfQuantizer.from_config",
     ),
-    Touched(
+    PrivateName(
         "transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "replaces layers by bitsandbytes'",
         _READ_IN, "transformers.PreTrainedModel.from_pretrained",
     ),
-    Touched(
+    PrivateName(
         "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
     ),
-    Touched(
+    PrivateName(
         _QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert|"
         "transformers.core_model_loading.WeightRenaming.convert",
@@ -131,20 +131,20 @@ TOUCHED = (
 
 
 def tokenizers_only() -> None:
-    """transformers won't import torch in this process, which takes longer than reading a million prepared rows.
+    """Keep transformers from importing torch in this process, which takes longer than reading a million prepared rows.
 
     Then it loads tokenizers and configurations, as where torch isn't installed, and no model. For the process of one command;
-    nothing is done where either is imported already.
+    no effect where either is imported already.
     """
     if {"torch", "transformers"} & sys.modules.keys():
         return
     advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
-    sys.modules["torch"] = None  # type: ignore[assignment]  # to import it fails, and find_spec says that there is none
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # about the missing torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails, and find_spec returns None
     try:
         from transformers.utils import is_torch_available
 
-        is_torch_available()  # it keeps the answer
+        is_torch_available()  # it caches the answer
     finally:
         del sys.modules["torch"]
         del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
@@ -240,7 +240,7 @@ def build_modules(kind: Any, config: Any, dtype: Any, attention: Any, remote_cod
     return kind._from_config(config, **arguments)
 
 
-def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
+def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
     """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig does; reads no weights.
 
     `quantiser` replaces transformers' own for 4 bits.
@@ -261,24 +261,24 @@ def put_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: t
 
 
 @contextmanager
-def loading_in_order(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
-    """Inside, weights are loaded one after another, each when its turn comes, and the allocator is not warmed up.
+def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
+    """Inside, weights are loaded one after another, without threads that read ahead to the card, and without allocator warm-up.
 
-    `loaded(model, module, name)` is called after each parameter. Without it threads read weights ahead, to the card.
+    `loaded(model, module, name)` is called after each parameter.
     """
     from transformers import core_model_loading
 
-    put, name = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
+    set_param, name = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
 
-    def put_and_tell(model: Any, target_name: str, *given: Any, **named: Any) -> None:
-        put(model, target_name, *given, **named)
+    def set_and_notify(model: Any, target_name: str, *arguments: Any, **named: Any) -> None:
+        set_param(model, target_name, *arguments, **named)
         path, _, own = target_name.rpartition(".")
         loaded(model, model.get_submodule(path), own)
 
     os.environ[name] = "1"
     try:
-        with replaced(_SET, put_and_tell), replaced(_WARM_UP, lambda *_: None):
+        with replaced(_SET, set_and_notify), replaced(_WARM_UP, lambda *_: None):
             yield
     finally:
         os.environ.pop(name)
@@ -289,8 +289,8 @@ def names_in_checkpoint(model: Any) -> dict[str, str]:
     """Ending of a fused weight's name -> ending of the first name that its parts have in a checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    fused = [one for one in get_model_conversion_mapping(model) if "experts" in one.target_patterns[0]]
-    return {one.target_patterns[0]: min(one.source_patterns).replace("*", "0").replace("\\", "") for one in fused}
+    fused = [entry for entry in get_model_conversion_mapping(model) if "experts" in entry.target_patterns[0]]
+    return {entry.target_patterns[0]: min(entry.source_patterns).replace("*", "0").replace("\\", "") for entry in fused}
 
 
 @contextmanager
@@ -316,10 +316,10 @@ def quantised_on(device: Any) -> Iterator[None]:
         return
     usual = Bnb4bitQuantize.convert
 
-    def convert(self: Any, input_dict: Any, *given: Any, **named: Any) -> Any:
+    def convert(self: Any, input_dict: Any, *arguments: Any, **named: Any) -> Any:
         values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        made = usual(self, {name: value.to(device) for name, value in values.items()}, *given, **named)
-        return {name: value.to("cpu") for name, value in made.items()}
+        quantised = usual(self, {name: value.to(device) for name, value in values.items()}, *arguments, **named)
+        return {name: value.to("cpu") for name, value in quantised.items()}
 
     with replaced(_QUANTISE, convert):
         yield
@@ -340,15 +340,15 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
     class Mxfp4Codes(Mxfp4Dequantize):
-        def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
+        def convert(self, input_dict: Any, *arguments: Any, **named: Any) -> Any:
             codes = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            made = super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *given, **named)
-            return {name: value.to(self.hf_quantizer.dtype) for name, value in made.items()}  # some versions give bf16
+            dequantised = super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *arguments, **named)
+            return {name: value.to(self.hf_quantizer.dtype) for name, value in dequantised.items()}  # some versions give bf16
 
     class QuantiseOnCard(Bnb4bitQuantize):
-        def convert(self, input_dict: Any, *given: Any, **named: Any) -> Any:
+        def convert(self, input_dict: Any, *arguments: Any, **named: Any) -> Any:
             values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            return super().convert({name: v.to(self.hf_quantizer.device) for name, v in values.items()}, *given, **named)
+            return super().convert({name: v.to(self.hf_quantizer.device) for name, v in values.items()}, *arguments, **named)
 
     class PackingQuantizer(Bnb4BitHfQuantizer):
         def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
@@ -380,13 +380,13 @@ def replace_grouped_linear(function: Callable[..., Any]) -> None:
     """Let experts multiply with `function(input, weight, offs, bias, is_transposed)` where it returns a result, not None."""
     from transformers.integrations import moe
 
-    usual = moe._grouped_linear
-    if getattr(usual, "tries", None) is function:
+    default = moe._grouped_linear
+    if getattr(default, "tries", None) is function:
         return
 
     def linear(input: Any, weight: Any, offs: Any, bias: Any = None, is_transposed: bool = False) -> Any:  # noqa: A002
-        found = function(input, weight, offs, bias, is_transposed)
-        return usual(input, weight, offs, bias, is_transposed) if found is None else found
+        product = function(input, weight, offs, bias, is_transposed)
+        return default(input, weight, offs, bias, is_transposed) if product is None else product
 
     linear.tries = function  # type: ignore[attr-defined]
     replace(_LINEAR, linear)

@@ -31,12 +31,12 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
     if WINDOWS and (launch.num_processes > 1 or launch.strategy != "ddp"):
         problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
-    here = launch.processes_here
-    if not on_cpu and here > 1:
+    local_processes = launch.processes_here
+    if not on_cpu and local_processes > 1:
         devices = visible(read_devices()[0])
-        if (cards := len(for_processes(devices))) < here:
-            split = " (instances of a split card can't work together)" if any(one.is_instance for one in devices) else ""
-            problems.append(f"launch.num_processes needs {here} cards on this machine; {cards} can be used{split}")
+        if (cards := len(for_processes(devices))) < local_processes:
+            split = " (instances of a split card can't work together)" if any(device.is_instance for device in devices) else ""
+            problems.append(f"launch.num_processes needs {local_processes} cards on this machine; {cards} can be used{split}")
     return problems
 
 
@@ -102,9 +102,9 @@ def deepspeed_configuration(settings: Settings) -> dict[str, Any]:
 
 def _zero(settings: Settings) -> dict[str, Any]:
     launch = settings.launch
-    place: dict[str, Any] = {"device": launch.offload, "pin_memory": True}
+    offload: dict[str, Any] = {"device": launch.offload, "pin_memory": True}
     if launch.offload == "nvme":
-        place["nvme_path"] = launch.nvme_path
+        offload["nvme_path"] = launch.nvme_path
     values: dict[str, Any] = {
         "stage": launch.zero_stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto",
     }  # fmt: skip
@@ -116,7 +116,7 @@ def _zero(settings: Settings) -> dict[str, Any]:
             "stage3_gather_16bit_weights_on_model_save": True,
         }  # fmt: skip
     if launch.offload != "none":
-        values["offload_optimizer"] = place
+        values["offload_optimizer"] = offload
         if launch.zero_stage == 3:
-            values["offload_param"] = place
+            values["offload_param"] = offload
     return values

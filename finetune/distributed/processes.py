@@ -43,10 +43,10 @@ class Launcher:
             return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *worker]
         launch = self.plan.settings.launch
         port = launch.main_process_port if launch.num_machines > 1 else _free_port()
-        where = ["--master-addr", launch.main_process_ip, "--master-port", str(port)]
-        which = ["--nnodes", str(launch.num_machines), "--node-rank", str(launch.machine_rank)]
+        rendezvous = ["--master-addr", launch.main_process_ip, "--master-port", str(port)]
+        node = ["--nnodes", str(launch.num_machines), "--node-rank", str(launch.machine_rank)]
         size = ["--nproc-per-node", str(self.local_world_size)]
-        return [sys.executable, "-m", "torch.distributed.run", *which, *where, *size, *worker]
+        return [sys.executable, "-m", "torch.distributed.run", *node, *rendezvous, *size, *worker]
 
     def environment(self) -> dict[str, str]:
         """Environment of the launcher and all ranks: shutdown timeout, threads per rank, network interface."""
@@ -85,17 +85,17 @@ class Launcher:
         if silent and cause["exit_code"] == 1:  # the other ranks' errors about lost connections follow from the kill
             emit(State(state="failed", exit_code=1, message=self._killed(silent)))
         elif cause["exit_code"] == 1 and self.plan.settings.launch.num_machines > 1:
-            emit(State(state="failed", exit_code=1, message=self._lost(str(cause["event"].get("message", "")))))
+            emit(State(state="failed", exit_code=1, message=self._connection_lost(str(cause["event"].get("message", "")))))
         else:
             emit(event_from(cause["event"]))
         return int(cause["exit_code"])
 
     def _killed(self, silent: list[str]) -> str:
-        which = f"process {', '.join(silent)} of {self.local_world_size}"
+        processes = f"process {', '.join(silent)} of {self.local_world_size}"
         resume = f"resume from the last checkpoint with: finetune resume {self.run}"
-        return f"{which} was killed (often: out of host memory), see {self.log}; {resume}"
+        return f"{processes} was killed (often: out of host memory), see {self.log}; {resume}"
 
-    def _lost(self, error: str) -> str:
+    def _connection_lost(self, error: str) -> str:
         """Message when any rank on any machine may have failed first: the others only report a lost connection."""
         resume = f"resume on every machine with: finetune resume {self.run}"
         return f"a process ended, or its machine could not be reached ({error[:200]}), see log.txt on each machine; {resume}"

@@ -70,11 +70,11 @@ class RankEvents(EventWriter):
         """Write an event, pass it to the supervisor, or drop it."""
         code = 5 if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
         if code is not None:
-            self._keep_ending(event, code)
+            self._write_ending(event, code)
         if self._rank.is_local_rank_0 and (code is None or code in COMMON_EXITS):
             super().emit(event)
 
-    def _keep_ending(self, event: Event, code: int) -> None:
+    def _write_ending(self, event: Event, code: int) -> None:
         if code == 5:
             _share_out_of_memory(self._rank.number)
         elif code == 1 and (culprit := _shared_out_of_memory()) is not None:  # connection lost after another's out of memory
@@ -145,12 +145,12 @@ def _share_out_of_memory(number: int) -> None:
 
 
 def _shared_out_of_memory() -> int | None:
-    """The rank that ran out of memory, if one has told the others."""
+    """The rank that ran out of memory, if one has reported it."""
     store = _store()
     try:
-        found = store is not None and store.check([_OUT_OF_MEMORY_KEY])
-        return json.loads(store.get(_OUT_OF_MEMORY_KEY)) if found else None
-    except RuntimeError:  # the launcher, which has the store, is gone, too
+        is_set = store is not None and store.check([_OUT_OF_MEMORY_KEY])
+        return json.loads(store.get(_OUT_OF_MEMORY_KEY)) if is_set else None
+    except RuntimeError:  # the launcher, which has the store, has ended, too
         return None
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pynvml
 
+from finetune.card.device_selection import LOST_FIX
 from finetune.card.find import find_card
-from finetune.card.here import LOST_FIX
 from finetune.card.nvidia import Device, driver_versions, read_devices
-from finetune.card.other_makers import why_not
+from finetune.card.unsupported import why_unsupported
 from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
 from finetune.system import port_socket
@@ -47,7 +47,7 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
         if "NVIDIA" in makers:
             fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
             return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
-        because, fix = next((reason_fix for maker in sorted(makers) if (reason_fix := why_not(maker))), ("", _NO_CARD_FIX))
+        because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
         what = f"no NVIDIA card in this machine ({reason})"
         return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}

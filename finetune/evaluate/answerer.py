@@ -19,8 +19,8 @@ from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
 from finetune.files import sha256_of
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
-from finetune.model.put_away import load_base
-from finetune.model.quiet import quiet_libraries
+from finetune.model.library_warnings import quiet_libraries
+from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import weights_fingerprint
 from finetune.plan.plan import read_plan
@@ -123,7 +123,7 @@ class Answerer:
         """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`."""
         return streamed_answer(
             self.model, self.tokenizer, question,
-            stops=self.encoder.stops, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped,
+            stops=self.encoder.stops, max_new_tokens=max_new_tokens, sampling=sampling, on_text=say, stopped=stopped,
         )  # fmt: skip
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -195,7 +195,7 @@ def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
 
 def _load(plan: Plan, adapter: Any, device: str) -> Any:
     settings = plan.settings
-    base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, say=lambda _: None)
+    base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
     if adapter and (non_finite := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):

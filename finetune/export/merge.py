@@ -67,7 +67,7 @@ def _write(
     from finetune.data.tokenizer import run_tokenizer
     from finetune.export.shards import ShardMergeError
     from finetune.model.language_model import is_multimodal
-    from finetune.model.quiet import quiet_libraries
+    from finetune.model.library_warnings import quiet_libraries
     from finetune.model.transformers_config import load_config
 
     quiet_libraries()

@@ -10,7 +10,7 @@ from finetune.card.allocator import AllocatorSettings
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.forecast.uneven import Growth
+    from finetune.forecast.variable_length import Growth
 
 #: Other settings must save more than this share of what the usual ones reserve.
 CLEAR_GAIN = 0.02
@@ -33,38 +33,38 @@ def candidates(step_bytes: int) -> list[AllocatorSettings]:
 
 
 def clearly_less(usual: Growth) -> float:
-    """What other settings must reserve less than."""
+    """Reserved bytes below which other settings clearly save memory."""
     return (1 - CLEAR_GAIN) * usual.reserved_bytes
 
 
 def choose(tried: Sequence[AllocatorSettings], growths: Sequence[Growth | None]) -> tuple[int, str]:
-    """The place of the settings to run with, and why. The first are the usual ones, kept unless others clearly save memory.
+    """Index of the settings to run with, and why. The first are the usual ones, chosen unless others clearly save memory.
 
-    Of those that save about as much as the best ones do: fewest retries, then fewest bytes that go back to the driver, which
-    takes time. No reason where nothing else was tried.
+    Of those that save about as much as the best: fewest retries, then fewest bytes returned to the driver, which takes time.
+    No reason where only the usual ones were tried.
     """
     usual = growths[0]
-    assert usual is not None  # nothing was asked of it
+    assert usual is not None  # replayed without an upper bound
     better = {
-        place: growth for place, growth in enumerate(growths)
+        index: growth for index, growth in enumerate(growths)
         if growth is not None and growth.reserved_bytes < clearly_less(usual)
     }  # fmt: skip
     if len(tried) == 1:
         return 0, ""
     if not better:
         return 0, f"no other setting of the allocator that was replayed saves more than {CLEAR_GAIN:.0%} of it"
-    least = min(growth.reserved_bytes for growth in better.values())
-    place, chosen = min(
-        ((place, growth) for place, growth in better.items() if growth.reserved_bytes <= (1 + CLEAR_GAIN) * least),
-        key=lambda one: (one[1].retries, one[1].returned_bytes, one[1].reserved_bytes),
+    least_reserved = min(growth.reserved_bytes for growth in better.values())
+    index, chosen = min(
+        ((index, growth) for index, growth in better.items() if growth.reserved_bytes <= (1 + CLEAR_GAIN) * least_reserved),
+        key=lambda item: (item[1].retries, item[1].returned_bytes, item[1].reserved_bytes),
     )
-    return place, (
-        f"the run gets {_words(tried[place])}: torch reserves {format_bytes(chosen.reserved_bytes)} with it and "
+    return index, (
+        f"the run gets {_summary(tried[index])}: torch reserves {format_bytes(chosen.reserved_bytes)} with it and "
         f"{format_bytes(usual.reserved_bytes)} without, by a replay of {len(tried)} settings"
     )
 
 
-def _words(settings: AllocatorSettings) -> str:
+def _summary(settings: AllocatorSettings) -> str:
     if settings.warm_up_bytes:
         return f"one segment for its steps, a block of {format_bytes(settings.warm_up_bytes)} that is freed before the first"
     (setting,) = settings.environment().values()

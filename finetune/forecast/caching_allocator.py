@@ -1,8 +1,8 @@
-"""torch's CUDA caching allocator as a program without a card: what a sequence of allocations and releases makes it reserve.
+"""A simulation of torch's CUDA caching allocator: what it reserves for a sequence of allocations and releases.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, those of `AllocatorSettings` included; the
-sizes are those of c10/core/AllocatorConfig.h. Names of its functions stand beside each rule. tests/forecast plays random and
-recorded requests on the allocator of each torch that is allowed (`make test-card TORCH=...`), and finds the same blocks.
+sizes are those of c10/core/AllocatorConfig.h. Each rule names its function. tests/forecast replays random and
+recorded requests on the allocator of each supported torch (`make test-card TORCH=...`), and compares the blocks.
 Frees take effect at once, as they do for tensors that are used on one stream.
 """
 
@@ -88,7 +88,7 @@ class Pool:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Take a block out again."""
+        """Remove a block."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, self._tie(block)))]
         else:
@@ -103,7 +103,7 @@ class CachingAllocator:
 
     `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
     None: no limit. `retries` counts how often a request was met only after all cached blocks were freed, `returned` the bytes
-    that were given back to the driver. `segments` is their number, which torch does not count where they are expandable.
+    returned to the driver. `segments` is their number, which torch does not count where they are expandable.
     """
 
     def __init__(self, settings: AllocatorSettings, *, limit: int | None = None, torch_version: str | None = None) -> None:
@@ -119,7 +119,7 @@ class CachingAllocator:
         self._next_address = 1 << 62
 
     def reset_peaks(self) -> None:
-        """Peaks count from now on."""
+        """Reset the peaks to the current values."""
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
     def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
@@ -135,10 +135,10 @@ class CachingAllocator:
         pool = self.pools.get((stream, small))
         if pool is None:
             pool = self.pools[(stream, small)] = Pool(small, self._ties)
-        block = self._best_fit(pool, size) or self._made(pool, size)
-        rest = block.size - size
-        if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_REQUEST and size < self._most_split:  # should_split
-            remaining = Block(rest, block.address + size, pool, block.base)
+        block = self._best_fit(pool, size) or self._new_memory(pool, size)
+        tail = block.size - size
+        if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST and size < self._most_split:  # should_split
+            remaining = Block(tail, block.address + size, pool, block.base)
             after = block.next
             remaining.prev, remaining.next = block, after
             if after is not None:
@@ -173,46 +173,46 @@ class CachingAllocator:
                     self._free_segment(block)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """`get_free_block`: the smallest free block that is large enough. One that can grow counts as large as it can grow."""
+        """`get_free_block`: the smallest free block that is large enough. One that can grow counts with its growth."""
         free = pool.free
         if not pool.is_small:
             self._searches += 1
-        at = bisect_left(free, (size,))
-        if at == len(free):
+        index = bisect_left(free, (size,))
+        if index == len(free):
             return None
         if self.expandable:
-            room, following = _room(free[at][2]), at + 1
-            while following < len(free) and _room(free[following][2]) < room:
-                at, room, following = following, _room(free[following][2]), following + 1
-        block = free[at][2]
+            growable_bytes, following = _growable_size(free[index][2]), index + 1
+            while following < len(free) and _growable_size(free[following][2]) < growable_bytes:
+                index, growable_bytes, following = following, _growable_size(free[following][2]), following + 1
+        block = free[index][2]
         if block.size >= self._most_split and (size < self._most_split or block.size >= size + SPARE_OVERSIZE):
             return None
-        del free[at]
+        del free[index]
         return block
 
-    def _made(self, pool: Pool, size: int) -> Block:
-        """New memory for a request that no free block serves, in the order in which `malloc` tries."""
+    def _new_memory(self, pool: Pool, size: int) -> Block:
+        """New memory for a request that no free block serves, by the attempts of `malloc` in order."""
         if self._collect_above:
             self._collect()
         block = self._new_block(pool, size)
         if block is None and self._most_split < NO_LIMIT and self._free_oversize(pool, size):
             block = self._new_block(pool, size)
-        return block or self._after_freeing_all(pool, size)
+        return block or self._retry_after_freeing(pool, size)
 
     def _collect(self) -> None:
         """`garbage_collect_cached_blocks`: free whole segments at least as old as their mean, until enough is free."""
-        wanted = self.reserved - int(self._collect_above)
-        if wanted <= 0:
+        excess = self.reserved - int(self._collect_above)
+        if excess <= 0:
             return
         whole = [
             block for pool in self.pools.values() if not pool.is_small for _, _, block in pool.free
             if block.prev is None and block.next is None
         ]  # fmt: skip
-        while wanted > 0 and whole:
+        while excess > 0 and whole:
             mean = sum(self._searches - block.freed_at for block in whole) / len(whole)
             old = [block for block in whole if self._searches - block.freed_at >= mean]
             whole = [block for block in whole if self._searches - block.freed_at < mean]
-            wanted -= sum(block.size for block in old)
+            excess -= sum(block.size for block in old)
             for block in old:
                 self._free_segment(block)
 
@@ -235,7 +235,7 @@ class CachingAllocator:
         self.segments -= 1
         self._return(block.size)
 
-    def _after_freeing_all(self, pool: Pool, size: int) -> Block:
+    def _retry_after_freeing(self, pool: Pool, size: int) -> Block:
         self.retries += 1
         self.empty_cache()
         block = self._new_block(pool, size)
@@ -249,7 +249,7 @@ class CachingAllocator:
         if self.limit is not None and self.reserved + segment > self.limit:
             return None
         if self.expandable:
-            return self._expanded(pool, size)
+            return self._expand_segment(pool, size)
         self.segments += 1
         self.peak_segments = max(self.peak_segments, self.segments)
         self._reserve(segment)
@@ -289,7 +289,7 @@ class CachingAllocator:
             if block.next is not None:
                 block.next.prev = block
 
-    def _expanded(self, pool: Pool, size: int) -> Block:
+    def _expand_segment(self, pool: Pool, size: int) -> Block:
         """`try_allocate_expandable_block`: memory for the lowest addresses at which free space of this size follows."""
         block = self._growable(pool, size)
         if not block.mapped:
@@ -298,7 +298,7 @@ class CachingAllocator:
             following = block.next
             assert following is not None
             self._map(following, min(size - block.size, following.size))
-            block = following  # it has merged with the one before
+            block = following  # merged with the one before
         pool.remove(block)
         return block
 
@@ -306,10 +306,10 @@ class CachingAllocator:
         """`find_expandable_block`: a free block beside space without memory, or a new segment."""
         for _, space in pool.unmapped:
             start = space.prev if space.prev is not None and space.prev.free else space
-            found, block = 0, start
-            while block is not None and block.free and found < size:
-                found, block = found + block.size, block.next  # type: ignore[assignment]
-            if found >= size:
+            free_bytes, block = 0, start
+            while block is not None and block.free and free_bytes < size:
+                free_bytes, block = free_bytes + block.size, block.next  # type: ignore[assignment]
+            if free_bytes >= size:
                 return start
         address = self._new_address(_ADDRESSES)
         block = Block(_ADDRESSES, address, pool, address)
@@ -320,21 +320,21 @@ class CachingAllocator:
     def _map(self, block: Block, size: int) -> None:
         """`map_block`: whole pages at the start of a block without memory; it then joins its free neighbours."""
         page = _page(block.pool)
-        taken = min(-(-size // page) * page, block.size)
+        mapped_bytes = min(-(-size // page) * page, block.size)
         block.pool.remove(block)
-        if taken < block.size:
-            rest = Block(block.size - taken, block.address + taken, block.pool, block.base)
-            rest.mapped = False
-            _link(block, rest, block.next)
-            block.pool.add(rest)
-            block.size = taken
+        if mapped_bytes < block.size:
+            unmapped = Block(block.size - mapped_bytes, block.address + mapped_bytes, block.pool, block.base)
+            unmapped.mapped = False
+            _link(block, unmapped, block.next)
+            block.pool.add(unmapped)
+            block.size = mapped_bytes
         block.mapped = True
         self._merge(block)
         block.pool.add(block)
-        self._reserve(taken)
+        self._reserve(mapped_bytes)
 
     def _unmap(self, block: Block) -> None:
-        """`unmap_block`: return the whole pages inside a free block; what is left of it stays at either side."""
+        """`unmap_block`: return the whole pages inside a free block; the remainders stay free on either side."""
         page, pool = _page(block.pool), block.pool
         start = -(-(block.address - block.base) // page) * page + block.base
         end = (block.address + block.size - block.base) // page * page + block.base
@@ -374,7 +374,7 @@ def _page(pool: Pool) -> int:
     return SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
 
 
-def _room(block: Block) -> int:
+def _growable_size(block: Block) -> int:
     following = block.next
     return block.size if following is None or following.mapped else block.size + following.size
 

@@ -29,8 +29,8 @@ _FP32_RESULT_NAMES = "softmax log_softmax sum prod cumsum cumprod"
 
 
 def _functions(names: str) -> set[Callable[..., Any]]:
-    homes = (torch, torch.Tensor, F)
-    return {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
+    owners = (torch, torch.Tensor, F)
+    return {getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)}
 
 
 _FP32, _FP32_RESULT, _SOFTMAX = _functions(_FP32_NAMES), _functions(_FP32_RESULT_NAMES), _functions("softmax")

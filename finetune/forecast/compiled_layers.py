@@ -1,8 +1,8 @@
-"""What a compiled decoder layer keeps: the compiler's own split of its graph, made and run on fake tensors.
+"""The activations that a compiled decoder layer saves: its graph is split by the compiler's partitioner, on fake tensors.
 
-`torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: what the forward part hands
-to the backward part is saved, the rest is computed again. The same partitioner runs here, without Dynamo in front of it and
-without code made behind it. In a dry run the two parts are executed operator by operator: saved tensors are those of a
+`torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: outputs of the forward part
+for the backward part are saved, all else is recomputed. The same partitioner runs here, without Dynamo before it and without
+code generation after it. In a dry run the two parts are executed operator by operator: saved tensors are those of a
 compiled layer, temporary ones an upper bound, as a fused kernel writes fewer.
 """
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from finetune.compat.torch import budgeted, no_modes, split_by_compiler
+from finetune.compat.torch import activation_budget, no_modes, split_by_compiler
 
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
-#: (dictionary, key): where a module keeps a tensor.
+#: (dictionary, key) of a tensor of a module.
 _Slot = tuple[dict[str, Any], str]
 
 
@@ -31,7 +31,7 @@ def splits(settings: Settings) -> bool:
 
 
 class SplitLayers:
-    """Decoder layers that run as the compiler would split them, keeping `budget` of their activations.
+    """Decoder layers that run as the compiler would split them, saving `budget` of their activations.
 
     Layers of one kind, with inputs of one shape, share a split. `problem`: why a layer could not be split; it runs as it is.
     """
@@ -41,13 +41,13 @@ class SplitLayers:
         self._splits: dict[Any, Callable[..., Any] | None] = {}
 
     def replace(self, layers: list[torch.nn.Module]) -> None:
-        """Let these layers' forward run split."""
+        """Replace these layers' forward by the split one."""
         for layer in layers:
             layer.forward = functools.partial(self._run, layer, layer.forward)  # type: ignore[method-assign]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the forecast must know."""
+        """Notes for the reader of the forecast."""
         if not self.problem:
             return ()
         return (f"what a compiled layer keeps can't be forecast ({self.problem}); these bytes are of uncompiled layers",)
@@ -56,30 +56,30 @@ class SplitLayers:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         slots = list(_slots(layer))
         tensors = list({id(owner[key]): owner[key] for owner, key in slots}.values())
         others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        kind = (type(layer), str(spec), others, tuple(map(_described, [*given, *tensors])))
+        kind = (type(layer), str(spec), others, tuple(map(_signature, [*inputs, *tensors])))
         if kind not in self._splits:
             call = _as_function(forward, slots, tensors, leaves, spec)
-            self._splits[kind] = self._split(call, [*given, *tensors], slots)
+            self._splits[kind] = self._split(call, [*inputs, *tensors], slots)
         split = self._splits[kind]
-        return forward(*args, **kwargs) if split is None else split(*given, *tensors)
+        return forward(*args, **kwargs) if split is None else split(*inputs, *tensors)
 
     def _split(self, call: Callable[..., Any], values: list[Any], slots: list[_Slot]) -> Callable[..., Any] | None:
-        """The layer as split by the compiler, tried once; None where it can't be."""
-        fixed = [place for place, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
+        """The layer as split by the compiler, attempted once; None where that fails."""
+        parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
         own = [owner[key] for owner, key in slots]
         try:
-            with no_modes(), budgeted(self.budget):
-                split = split_by_compiler(call, fixed)
+            with no_modes(), activation_budget(self.budget):
+                split = split_by_compiler(call, parameter_indices)
                 split(*values)
         except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return None
         finally:
-            _put(slots, own)
+            _set_slots(slots, own)
         return split
 
 
@@ -88,38 +88,38 @@ def _as_function(
 ) -> Callable[..., Any]:
     """The layer as a function of its input tensors and of its own tensors, which it leaves in their slots: the backward of
     bitsandbytes' product, which is traced after the layer, reads its quantisation state there."""
-    places = {id(one): place for place, one in enumerate(tensors)}
-    where = [places[id(owner[key])] for owner, key in slots]
-    states = [getattr(one, "quant_state", None) for one in tensors]
+    index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
+    slot_indices = [index_of[id(owner[key])] for owner, key in slots]
+    states = [getattr(tensor, "quant_state", None) for tensor in tensors]
     count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
     def call(*values: Any) -> Any:
-        inputs, own = iter(values[:count]), values[count:]
+        layer_inputs, own = iter(values[:count]), values[count:]
         for value, state in zip(own, states, strict=True):
             if state is not None:
                 value.quant_state = state
-        _put(slots, [own[place] for place in where])
-        args, kwargs = tree_unflatten([next(inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        _set_slots(slots, [own[index] for index in slot_indices])
+        args, kwargs = tree_unflatten([next(layer_inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         return forward(*args, **kwargs)
 
     return call
 
 
 def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
-    """Where a layer keeps its tensors: parameters, buffers and quantisation states."""
+    """The slots of a layer's tensors: parameters, buffers and quantisation states."""
     for module in layer.modules():
-        for kept in (module._parameters, module._buffers):
-            yield from ((kept, key) for key, value in kept.items() if value is not None)
+        for tensors_by_name in (module._parameters, module._buffers):
+            yield from ((tensors_by_name, key) for key, value in tensors_by_name.items() if value is not None)
         state = getattr(module._parameters.get("weight"), "quant_state", None)
         while state is not None:
             yield from ((vars(state), key) for key, value in vars(state).items() if isinstance(value, torch.Tensor))
             state = state.state2
 
 
-def _put(slots: list[_Slot], values: list[Any]) -> None:
+def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
     for (owner, key), value in zip(slots, values, strict=True):
         owner[key] = value
 
 
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad

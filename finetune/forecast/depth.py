@@ -19,7 +19,7 @@ from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:
     from finetune.forecast.simulate import Simulation
-    from finetune.forecast.tracker import Place
+    from finetune.forecast.tracker import PhaseKey
 
 #: Allocated once, in the first layer, for all: bitsandbytes' code book of 256 floats.
 _ONE_OFF_BYTES = 1024
@@ -30,7 +30,7 @@ _INSPECTED: dict[str, tuple[tuple[str, ...], int]] = {}
 
 @dataclass(frozen=True)
 class Depth:
-    """A dry run of `run` layers stands for `full`: the `period` layers from `start` on are repeated `times` more."""
+    """Maps a dry run of `run` layers to `full` ones: the `period` layers from `start` on are repeated `times` more."""
 
     full: int
     run: int
@@ -59,22 +59,22 @@ def simulate_deep(
         if not depth.times:
             break
         try:
-            few = run(at_depth(config, depth.run))
+            shallow = run(at_depth(config, depth.run))
         except Exception:  # noqa: BLE001 - the configuration's class may refuse another depth; all layers show its own errors
             break
-        if _repeats(few.peaks, depth):
-            peaks = _deepened(few.peaks, depth)
-            more = _adapter_bytes(peaks) / max(1, _adapter_bytes(few.peaks))
-            host = _with_more_states(_with_more_layers(few.host, depth), more)
-            peaks = {place: _with_more_states(peak, more) for place, peak in peaks.items()}
-            lean = tuple(few.lean[_run_for(layer, depth)] for layer in range(depth.full)) if few.lean else ()
-            made = dataclasses.replace(few, peaks=peaks, host=host, depth=depth, lean=lean)
-            return made, f"dry run, {depth.run} of {depth.full} layers, repeated"
+        if _repeats(shallow.peaks, depth):
+            peaks = _peaks_at_full_depth(shallow.peaks, depth)
+            growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
+            host = _with_more_states(_with_more_layers(shallow.host, depth), growth)
+            peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
+            lean = tuple(shallow.lean[_shallow_index(layer, depth)] for layer in range(depth.full)) if shallow.lean else ()
+            deep = dataclasses.replace(shallow, peaks=peaks, host=host, depth=depth, lean=lean)
+            return deep, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
 
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
-    """The fewest layers that stand for these: the leading ones that don't repeat (at least `lead`), then three periods."""
+    """The fewest layers that represent these: the leading ones that don't repeat (at least `lead`), then three periods."""
     full = len(kinds)
     fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):
@@ -141,45 +141,45 @@ def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     Its class may refuse that with any exception.
     """
     values, text = config.to_dict(), text_config(config)
-    part = next((values[name] for name in config.sub_configs if getattr(config, name, None) is text), values)
+    section = next((values[name] for name in config.sub_configs if getattr(config, name, None) is text), values)
     full = text.num_hidden_layers
-    for name, value in part.items():
+    for name, value in section.items():
         if isinstance(value, (list, tuple)) and len(value) == full:
-            part[name] = value[:layers]
+            section[name] = value[:layers]
         elif name == "per_layer_config" and value:
-            part[name] = {layer: one for layer, one in value.items() if int(layer) < layers}
+            section[name] = {layer: entry for layer, entry in value.items() if int(layer) < layers}
     name = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    part[name] = layers
+    section[name] = layers
     return type(config).from_dict(values)
 
 
-def _repeats(peaks: dict[Place, Peak], depth: Depth) -> bool:
+def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
     """Whether repeated layers keep equal bytes live at the loss, when the activations of all layers are live."""
-    held = peaks[("loss", None)].by_tag
+    by_tag = peaks[("loss", None)].by_tag
     middle = range(depth.start, depth.start + depth.period)
-    parts = {part for part, _ in held}
-    differences = [abs(held.get((part, i), 0) - held.get((part, i - depth.period), 0)) for part in parts for i in middle]
+    parts = {part for part, _ in by_tag}
+    differences = [abs(by_tag.get((part, i), 0) - by_tag.get((part, i - depth.period), 0)) for part in parts for i in middle]
     return max(differences) <= _ONE_OFF_BYTES
 
 
-def _deepened(peaks: dict[Place, Peak], depth: Depth) -> dict[Place, Peak]:
+def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
     """Insert the repeated layers after the middle ones. While a middle layer runs, insert them before it: it is the last.
 
     Outside forward and backward the middle layers' peaks are dropped: they lie between those of the first and last layers.
     """
-    deepened: dict[Place, Peak] = {}
+    deepened: dict[PhaseKey, Peak] = {}
     for (phase, layer), peak in peaks.items():
         if layer is not None and depth.start <= layer < depth.start + depth.period:
             if phase in ("forward", "backward"):
-                place, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
-                deepened[(phase, place)] = _with_more_layers_before(peak, later or peak, depth)
+                index, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
+                deepened[(phase, index)] = _with_more_layers_before(peak, later or peak, depth)
         else:
             at_start = layer is not None and layer < depth.start
-            deepened[(phase, _place(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)
+            deepened[(phase, _full_index(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)
     return deepened
 
 
-def _adapter_bytes(peaks: dict[Place, Peak]) -> int:
+def _adapter_bytes(peaks: dict[PhaseKey, Peak]) -> int:
     return sum(size for (part, _), size in peaks[("loss", None)].by_tag.items() if part == "adapters")
 
 
@@ -191,13 +191,13 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
     return Peak(sum(by_tag.values()), by_tag, peak.operator)
 
 
-def _place(layer: int | None, depth: Depth) -> int | None:
+def _full_index(layer: int | None, depth: Depth) -> int | None:
     """Index in the full model of a layer of the shallow one."""
     return layer if layer is None or layer < depth.start + depth.period else layer + depth.times * depth.period
 
 
-def _run_for(layer: int, depth: Depth) -> int:
-    """Index in the shallow model of the layer that stands for a layer of the full one."""
+def _shallow_index(layer: int, depth: Depth) -> int:
+    """Index in the shallow model of the layer that represents a layer of the full one."""
     if layer < depth.start:
         return layer
     repeated = depth.times * depth.period
@@ -205,11 +205,11 @@ def _run_for(layer: int, depth: Depth) -> int:
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
-    """The peak with the inserted layers, which keep what the middle ones keep.
+    """The peak with the inserted layers, which save what the middle ones save.
 
     Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
     """
-    by_tag = {(part, _place(layer, depth)): size for (part, layer), size in peak.by_tag.items()}
+    by_tag = {(part, _full_index(layer, depth)): size for (part, layer), size in peak.by_tag.items()}
     other = depth.period if at_start else -depth.period
     for (part, layer), size in peak.by_tag.items():
         if layer is not None and depth.start <= layer < depth.start + depth.period:
@@ -220,7 +220,7 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
 
 
 def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
-    """The peak with the inserted layers before the middle ones; they keep what the layers of the first period keep.
+    """The peak with the inserted layers before the middle ones; they save what the layers of the first period save.
 
     Bytes that these keep only while their neighbour runs are left out: the peak of one period `later` lacks them.
     """

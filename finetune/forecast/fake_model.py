@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.model.layer_offloading import LayerOffloading
 
 
-#: Phases in which adapters are made and cast; of a run they are parts of loading.
+#: Phases in which adapters are created and cast; in a run they are parts of loading.
 ADAPTERS, CASTS = "adapters", "casts"
 
 
@@ -31,7 +31,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters in
     `dtype`, computes DoRA's magnitudes from the weights, and casts one after another to fp32 at the end.
     """
-    made: dict[int, torch.nn.Parameter] = {}
+    materialised: dict[int, torch.nn.Parameter] = {}
     offloading = offloading_of(model)
     tracker.recording.begin("load")
     tracker.phase = "load"
@@ -40,12 +40,12 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
         if adapters:
             tracker.phase = ADAPTERS
             uncast = _uncast_adapters(model, tracker, dtype)
-        for path, module, names in _all_parameters(model) if adapters else _as_loaded(model):
+        for path, module, names in _all_parameters(model) if adapters else _in_loading_order(model):
             tracker.layer = layer_number(path)
-            _fill(module, names, tracker, made, adapters, dtype, uncast, offloading)
+            _fill(module, names, tracker, materialised, adapters, dtype, uncast, offloading)
         if not adapters and offloading is not None:
             tracker.layer = None
-            with tracker.making("weights"):
+            with tracker.tagging("weights"):
                 offloading.finish()
     tracker.layer = None
 
@@ -56,10 +56,10 @@ def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
         yield path, module, list(module._parameters)
 
 
-def _as_loaded(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
+def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
     """The same in the order in which weights are loaded: by name in the checkpoint, numbers by value.
 
-    What is loaded last decides the load peak of a quantised model: that weight is there in 16 bit besides all that are packed.
+    The weight loaded last decides the load peak of a quantised model: it is in memory in 16 bit besides all packed ones.
     Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     """
     stored = names_in_checkpoint(model.get_base_model())
@@ -69,7 +69,7 @@ def _as_loaded(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
         name = path.removesuffix(ending) + stored.get(ending, "")
         return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
-    modules = sorted(_all_parameters(model), key=lambda each: order(each[0]))
+    modules = sorted(_all_parameters(model), key=lambda item: order(item[0]))
     return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
 
 
@@ -83,7 +83,7 @@ def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
         for name, parameter in trainable_parameters(model):
             if "lora_magnitude_vector" not in name:
                 tracker.layer = layer_number(name)
-                with tracker.making("adapters"):
+                with tracker.tagging("adapters"):
                     parameter.data = parameter.data.to(dtype)
     tracker.layer = None
 
@@ -105,15 +105,15 @@ def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
 
 def layer_number(path: str) -> int | None:
     """Index of the decoder layer in a module's path; None outside the layers."""
-    found = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
-    return int(found[1]) if found else None
+    match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
+    return int(match[1]) if match else None
 
 
 def _fill(
     module: torch.nn.Module,
     names: list[str],
     tracker: StorageTracker,
-    made: dict[int, torch.nn.Parameter],
+    materialised: dict[int, torch.nn.Parameter],
     adapters: bool,
     dtype: torch.dtype,
     uncast: dict[int, torch.nn.Parameter],
@@ -123,22 +123,22 @@ def _fill(
         parameter = module._parameters[name]
         if parameter is None or parameter.requires_grad is not adapters:
             continue
-        with tracker.making("adapters" if adapters else "weights"):
-            if id(parameter) not in made:
-                early = uncast.pop(id(parameter), None)
-                if early is None or early.dtype != parameter.dtype:
-                    early = _packer(module, name)(parameter, dtype)
-                made[id(parameter)] = early
+        with tracker.tagging("adapters" if adapters else "weights"):
+            if id(parameter) not in materialised:
+                weight = uncast.pop(id(parameter), None)
+                if weight is None or weight.dtype != parameter.dtype:
+                    weight = _packer(module, name)(parameter, dtype)
+                materialised[id(parameter)] = weight
                 if not adapters and offloading is None:
-                    tracker.recording.weights[tracker.layer] += made[id(parameter)].nbytes
-            module._parameters[name] = made[id(parameter)]
-        if hasattr(made[id(parameter)], "quant_state"):
-            module.quant_state = made[id(parameter)].quant_state  # type: ignore[attr-defined]
+                    tracker.recording.weights[tracker.layer] += materialised[id(parameter)].nbytes
+            module._parameters[name] = materialised[id(parameter)]
+        if hasattr(materialised[id(parameter)], "quant_state"):
+            module.quant_state = materialised[id(parameter)].quant_state  # type: ignore[attr-defined]
         if offloading is not None and not adapters:
-            with tracker.making(OFFLOADED):
-                offloading.loaded(module, name)
+            with tracker.tagging(OFFLOADED):
+                offloading.on_parameter_loaded(module, name)
     if not adapters:
-        with tracker.making("weights"):
+        with tracker.tagging("weights"):
             _fill_buffers(module)
 
 
@@ -151,8 +151,8 @@ def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: tor
             layer: Any = module
             a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
             own = torch.float32 if getattr(layer.get_base_layer(), "has_fp16_weights", None) is False else dtype
-            with tracker.making("adapters"):
-                uncast |= {id(one): torch.nn.Parameter(torch.empty(one.shape, dtype=own)) for one in (a, b)}
+            with tracker.tagging("adapters"):
+                uncast |= {id(weight): torch.nn.Parameter(torch.empty(weight.shape, dtype=own)) for weight in (a, b)}
             if name in layer.lora_magnitude_vector:
                 magnitude = layer.lora_magnitude_vector[name]
                 uncast[id(magnitude.weight)] = _magnitude(layer, magnitude, uncast[id(a)], uncast[id(b)], name, tracker)
@@ -161,7 +161,7 @@ def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: tor
 
 def _magnitude(layer: Any, magnitude: Any, a: Any, b: Any, name: str, tracker: StorageTracker) -> torch.nn.Parameter:
     computed = type(magnitude)(magnitude.fan_in_fan_out)
-    with tracker.making("workspace"):
+    with tracker.tagging("workspace"):
         computed.update_layer(base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[name])
     return computed.weight
 

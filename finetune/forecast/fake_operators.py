@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-#: Signatures that are kept, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
-MOST_KEPT = 20_000
+#: Signatures that are memoised, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
+MOST_MEMOISED = 20_000
 #: Operators whose outputs depend on data, or that change a view in place.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 #: Namespaces of operators whose outputs depend on shapes alone.
@@ -22,10 +22,10 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 _Signature = tuple[Any, ...]
 
 
-class _Made(NamedTuple):
-    """Recipe of one output: argument number `of` itself, a view of its storage (with `shape`), or a new tensor (`of` None)."""
+class _OutputSpec(NamedTuple):
+    """Specification of an output: argument `source` itself, a view of its storage (with `shape`), or a new tensor (None)."""
 
-    of: int | None
+    source: int | None
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -34,7 +34,7 @@ class _Made(NamedTuple):
 
 
 #: Signature -> outputs and their container (None: a single tensor); None where outputs can't be memoised.
-_KNOWN: dict[_Signature, tuple[tuple[_Made | None, ...], type | None] | None] = {}
+_MEMO: dict[_Signature, tuple[tuple[_OutputSpec | None, ...], type | None] | None] = {}
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,19 +43,19 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     signature = _signature(func, args, kwargs, tensors)
     if signature is None:
         return func(*args, **kwargs)
-    if signature not in _KNOWN:
+    if signature not in _MEMO:
         out = func(*args, **kwargs)
-        if len(_KNOWN) >= MOST_KEPT:
-            _KNOWN.clear()
+        if len(_MEMO) >= MOST_MEMOISED:
+            _MEMO.clear()
             FakeTensorMode.cache_clear()
         unchanged = signature == _signature(func, args, kwargs, [])
-        _KNOWN[signature] = _how_made(out, tensors) if unchanged else None
+        _MEMO[signature] = _output_specs(out, tensors) if unchanged else None
         return out
-    known = _KNOWN[signature]
-    if known is None:
+    memo = _MEMO[signature]
+    if memo is None:
         return func(*args, **kwargs)
-    made, container = known
-    results = [None if one is None else _build(one, tensors) for one in made]
+    specs, container = memo
+    results = [None if spec is None else _build(spec, tensors) for spec in specs]
     return results[0] if container is None else container(results)
 
 
@@ -97,44 +97,44 @@ def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages
     return True
 
 
-def _how_made(out: Any, tensors: list[FakeTensor]) -> tuple[tuple[_Made | None, ...], type | None] | None:
+def _output_specs(out: Any, tensors: list[FakeTensor]) -> tuple[tuple[_OutputSpec | None, ...], type | None] | None:
     leaves = out if isinstance(out, (list, tuple)) else [out]
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    made: list[_Made | None] = []
+    specs: list[_OutputSpec | None] = []
     for leaf in leaves:
         if leaf is None:
-            made.append(None)
+            specs.append(None)
             continue
         if type(leaf) is not FakeTensor or leaf.constant is not None:
             return None
-        one = _how_one(leaf, tensors, storages)
-        if not _is_same(_build(one, tensors), leaf):
+        spec = _output_spec(leaf, tensors, storages)
+        if not _is_same(_build(spec, tensors), leaf):
             return None
-        made.append(one)
-    own = [leaf.untyped_storage()._cdata for leaf, one in zip(leaves, made, strict=True) if one and one.of is None]
+        specs.append(spec)
+    own = [leaf.untyped_storage()._cdata for leaf, spec in zip(leaves, specs, strict=True) if spec and spec.source is None]
     if len(set(own)) < len(own):
         return None
-    return tuple(made), type(out) if isinstance(out, (list, tuple)) else None
+    return tuple(specs), type(out) if isinstance(out, (list, tuple)) else None
 
 
-def _how_one(leaf: FakeTensor, tensors: list[FakeTensor], storages: list[int]) -> _Made:
-    same = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
-    if same is not None:
-        return _Made(same)
+def _output_spec(leaf: FakeTensor, tensors: list[FakeTensor], storages: list[int]) -> _OutputSpec:
+    argument = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
+    if argument is not None:
+        return _OutputSpec(argument)
     storage = leaf.untyped_storage()._cdata
-    of = storages.index(storage) if storage in storages else None
-    return _Made(of, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.fake_device)
+    source = storages.index(storage) if storage in storages else None
+    return _OutputSpec(source, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.fake_device)
 
 
-def _build(made: _Made, tensors: list[FakeTensor]) -> FakeTensor:
-    of, shape, stride, offset, dtype, device = made
+def _build(spec: _OutputSpec, tensors: list[FakeTensor]) -> FakeTensor:
+    source, shape, stride, offset, dtype, device = spec
     if shape is None:
-        return tensors[of]  # type: ignore[index]
+        return tensors[source]  # type: ignore[index]
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        if of is None:
+        if source is None:
             values = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
-            values = torch.empty(0, dtype=dtype, device="meta").set_(tensors[of].untyped_storage(), offset, shape, stride)
+            values = torch.empty(0, dtype=dtype, device="meta").set_(tensors[source].untyped_storage(), offset, shape, stride)
     return FakeTensor(tensors[0].fake_mode, values, device)
 
 

@@ -43,7 +43,7 @@ def first_step(
 def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
     """Allocate the gradient of every trainable parameter, as earlier micro-batches do."""
     for name, parameter in trainable_parameters(model):
-        with tracker.making("gradients"):
+        with tracker.tagging("gradients"):
             parameter.grad = torch.zeros_like(parameter)
         tracker.retag(parameter.grad, "gradients", layer_number(name))
 

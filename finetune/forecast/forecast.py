@@ -24,7 +24,7 @@ class AtLimit:
     returned_bytes_per_step: int
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The state and its cost, in a sentence."""
         if not self.returns_per_step:
             return "it fits; if fragmentation grows, torch gives cached blocks back to the driver, for which the card waits"

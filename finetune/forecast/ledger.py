@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.forecast import cache
 from finetune.forecast.allocator_choice import clearly_less
+from finetune.forecast.allocator_replay import Replay, replay
 from finetune.forecast.caching_allocator import OutOfMemory
 from finetune.forecast.forecast import PARTS
-from finetune.forecast.reserved import Replay, replay
 from finetune.forecast.trace import NotRepeated
-from finetune.forecast.uneven import Growth, Widths, replay_uneven, widths_of
+from finetune.forecast.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3, padding_multiple
 from finetune.recipe.schema import Decides, settings_that_decide
@@ -93,14 +93,14 @@ def dry_run(
     values = config if isinstance(config, dict) else config.to_dict()
     shape = _shape(settings, micro_batch, rows)
     key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
-    known = cache.read(key)
-    if known is not None:
-        return DryRun(**{**known, "notes": tuple(known["notes"])})
+    cached = cache.read(key)
+    if cached is not None:
+        return DryRun(**{**cached, "notes": tuple(cached["notes"])})
     from finetune.forecast.simulate import Batch
 
-    made = _run(values, settings, Batch(**shape), capability)
-    cache.write(key, asdict(made))
-    return made
+    run = _run(values, settings, Batch(**shape), capability)
+    cache.write(key, asdict(run))
+    return run
 
 
 def replayed(
@@ -113,7 +113,7 @@ def replayed(
     expandable: bool,
     limit: int | None = None,
 ) -> Replay | None:
-    """What torch's allocator makes of the dry run's events, with or without expandable segments; cached on disk.
+    """The dry run's events replayed on torch's allocator, with or without expandable segments; cached on disk.
 
     `limit`: most bytes that torch may reserve; then None also when that is too little. None where events can't be replayed:
     where copies run beside the computation, layers are compiled, or some are offloaded; and with expandable segments where only
@@ -129,14 +129,14 @@ def replayed(
     )  # fmt: skip
 
     def make() -> dict[str, Any] | None:
-        held = _replay(values, settings, shape, capability, expandable, limit)
-        return asdict(held) if held else None
+        replay = _replay(values, settings, shape, capability, expandable, limit)
+        return asdict(replay) if replay else None
 
-    made = _cached(key, make)
-    return Replay(**made) if made else None
+    cached = _cached(key, make)
+    return Replay(**cached) if cached else None
 
 
-def grown(
+def replay_rows(
     config: dict[str, Any],
     settings: Settings,
     *,
@@ -153,30 +153,30 @@ def grown(
     `limit`: most bytes that torch may reserve, for settings that depend on it. `seed`: of the rows' order.
     """
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    widths = widths_of(lengths, micro, rows.tokens, accumulation, seed)
+    widths = micro_batch_widths(lengths, micro, rows.tokens, accumulation, seed)
     key = cache.key_of(
         kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, rows),
-        capability=capability, tried=[asdict(one) for one in tried], limit=limit, widths=widths, accumulation=accumulation,
+        capability=capability, tried=list(map(asdict, tried)), limit=limit, widths=widths, accumulation=accumulation,
     )  # fmt: skip
 
     def make() -> list[dict[str, Any] | None]:
-        made = _grown(config, settings, rows, capability, widths, tried, limit)
-        return [asdict(one) if one else None for one in made]
+        growths = _replay_rows(config, settings, rows, capability, widths, tried, limit)
+        return [asdict(growth) if growth else None for growth in growths]
 
-    known: list[dict[str, Any] | None] = _cached(key, make)
-    return [Growth(**{**made, "by_step": tuple(made["by_step"])}) if made else None for made in known]
+    cached: list[dict[str, Any] | None] = _cached(key, make)
+    return [Growth(**{**growth, "by_step": tuple(growth["by_step"])}) if growth else None for growth in cached]
 
 
 def _cached(key: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, JSON values, from the disk after the first time."""
-    known = cache.read(key)
-    if known is None:
-        known = {"made": make()}
-        cache.write(key, known)
-    return known["made"]
+    """What `make` returns, JSON values, read from disk after the first call."""
+    cached = cache.read(key)
+    if cached is None:
+        cached = {"made": make()}
+        cache.write(key, cached)
+    return cached["made"]
 
 
-def _grown(
+def _replay_rows(
     values: dict[str, Any],
     settings: Settings,
     rows: RowShape,
@@ -190,7 +190,7 @@ def _grown(
 
     config = config_from(values, settings)
     narrow, micro = replace(rows, tokens=rows.tokens // 2), settings.per_device_train_batch_size
-    with _collecting_nothing():
+    with _without_garbage_collection():
         traces = [
             _simulated(config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
             for shape in (rows, narrow)
@@ -199,23 +199,23 @@ def _grown(
         if wide is None or other is None:
             return []
         try:
-            known = Widths(wide, rows.tokens, other, narrow.tokens)
+            micro_batches = MicroBatchEvents(wide, rows.tokens, other, narrow.tokens)
         except NotRepeated:
             return []
 
-        grown: list[Growth | None] = []
-        for one in tried:
-            usual = grown[0] if grown else None
-            grown.append(replay_uneven(
-                wide, known, widths, settings.gradient_accumulation_steps, one,
-                limit=limit if one.garbage_collection_threshold else None, most=clearly_less(usual) if usual else math.inf,
+        growths: list[Growth | None] = []
+        for setting in tried:
+            usual = growths[0] if growths else None
+            growths.append(replay_widths(
+                wide, micro_batches, widths, settings.gradient_accumulation_steps, setting,
+                limit=limit if setting.garbage_collection_threshold else None, most=clearly_less(usual) if usual else math.inf,
             ))  # fmt: skip
-        return grown
+        return growths
 
 
 @contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """Inside, Python looks for no reference cycles: a hundred thousand small objects and no cycle."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Inside, garbage collection is off: a hundred thousand small objects have no reference cycle."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -237,7 +237,7 @@ def _replay(
     from finetune.model.transformers_config import config_from
 
     simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability, mixes=expandable)
-    with _collecting_nothing():
+    with _without_garbage_collection():
         trace = simulation.trace()
         try:
             return replay(trace, expandable=expandable, limit=limit) if trace else None
@@ -309,7 +309,7 @@ def _lean_notes(simulation: Simulation) -> Iterator[str]:
     """How many decoder layers are lean in which parts."""
     kinds = Counter(simulation.lean)
     if kinds:
-        yield "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {words}" for words, count in kinds.items())
+        yield "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
 
 
 def _simulated(
@@ -323,11 +323,11 @@ def _simulated(
     every = settings.activation_checkpointing_every_n_layers
     if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
         recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
-        kept, _ = _simulated(config, _recomputing(settings, False), batch, capability)
-        return mix_layers(recomputed, kept, every), method
+        uncheckpointed, _ = _simulated(config, _recomputing(settings, False), batch, capability)
+        return mix_layers(recomputed, uncheckpointed, every), method
     layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
-    some = settings.offloaded_layers < layers
-    if some and has_identical_layers(config):
+    is_partial = settings.offloaded_layers < layers
+    if is_partial and has_identical_layers(config):
         from finetune.model.layer_offloading import offloaded_numbers
 
         offloaded, method = _simulated(config, resolved(settings, offloaded_layers=layers), batch, capability)
@@ -341,7 +341,7 @@ def _simulated(
             every,
             first_differs=_first_layer_saves_less(settings),
             # Adafactor's hundreds of small states don't show in a few layers; which layers are offloaded doesn't repeat
-            full_depth=settings.optim == "adafactor" or some,
+            full_depth=settings.optim == "adafactor" or is_partial,
         )
         while len(_SIMULATED) > _MOST_SIMULATED:
             _SIMULATED.popitem(last=False)
@@ -351,10 +351,10 @@ def _simulated(
 def _first_layer_saves_less(settings: Settings) -> bool:
     """Whether the first layer saves less: its input needs no gradient and is not offloaded, nor fp32 with DoRA.
 
-    With `activation_offloading` no copies of an earlier layer are on their way yet.
+    With `activation_offloading` no copies of an earlier layer are in flight yet.
     """
-    kept = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
-    return kept or settings.activation_offloading
+    saves_inputs = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
+    return saves_inputs or settings.activation_offloading
 
 
 def _recomputing(settings: Settings, all_layers: bool) -> Settings:
@@ -362,7 +362,7 @@ def _recomputing(settings: Settings, all_layers: bool) -> Settings:
 
 
 def _has(simulation: Simulation, phase: str) -> bool:
-    return any(place == phase for place, _ in simulation.peaks)
+    return any(name == phase for name, _ in simulation.peaks)
 
 
 def _highest(simulation: Simulation, phases: tuple[str, ...]) -> Peak:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from finetune.forecast.tracker import Rule, StorageTracker
-from finetune.model.varlen_attention import flash_trains
+from finetune.model.varlen_attention import flash_supports_backward
 from finetune.units import KIB, MIB
 
 Capability = tuple[int, int]
@@ -56,7 +56,7 @@ def cublas_workspace_bytes(capability: Capability) -> int:
 def _softmax_backward(_capability: Capability) -> Rule:
     def rule(tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        tracker.follow(out)
+        tracker.track(out)
         tracker.scratch("softmax backward", args[0].nbytes)
         return out
 
@@ -75,7 +75,7 @@ def _dequantised_matmul(_capability: Capability) -> Rule:
     from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
 
     def rule(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with tracker, tracker.making("workspace"):
+        with tracker, tracker.tagging("workspace"):
             out = _gemm_4bit_default_impl(*args, **kwargs)
         tracker.retag(out, tracker.part)
         return out
@@ -86,7 +86,7 @@ def _dequantised_matmul(_capability: Capability) -> Rule:
 def _int8_quantise(_capability: Capability) -> Rule:
     def rule(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values, threshold = args[0], kwargs.get("threshold", args[1] if len(args) > 1 else 0.0)
-        with tracker, tracker.making("workspace"):
+        with tracker, tracker.tagging("workspace"):
             codes = values.new_empty(values.shape, dtype=torch.int8)
             scales = values.new_empty((values.numel() // values.shape[-1],), dtype=torch.float32)
             outliers = values.new_empty((0,), dtype=torch.int64) if threshold > 0 else None
@@ -103,7 +103,7 @@ def _int8_matmul(_capability: Capability) -> Rule:
         codes, weight = args[1:3] if mixed else args[:2]
         dtype = args[0].dtype if mixed else kwargs.get("dtype") or torch.float16
         shape = (*codes.shape[:-1], weight.shape[0])
-        with tracker, tracker.making("workspace"):
+        with tracker, tracker.tagging("workspace"):
             sums = codes.new_empty(shape, dtype=torch.int32)  # held by int8_scaled_mm until it has the result
             out = codes.new_empty(shape, dtype=torch.float16).to(dtype)
             del sums
@@ -117,7 +117,7 @@ def _attention_backward(capability: Capability) -> Rule:
         grads = func(*args, **kwargs)
         query, key, mask = args[1], args[2], kwargs.get("attn_mask")
         for grad in grads:
-            tracker.follow(grad)
+            tracker.track(grad)
         if uses_flash(query.dtype, query.shape[-1], mask is not None, capability):
             tracker.scratch("flash attention backward", *_flash_scratch(query, key))
         else:
@@ -132,7 +132,7 @@ def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capa
 
     cuDNN's comes last: a run sets TORCH_CUDNN_SDPA_DEPRIORITIZED (finetune.run.supervise).
     """
-    supported = dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and flash_trains(head_dim, capability)
+    supported = dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and flash_supports_backward(head_dim, capability)
     return capability >= (8, 0) and supported and not masked
 
 
@@ -182,7 +182,7 @@ def _varlen_backward(_capability: Capability) -> Rule:
         grads = func(*args, **kwargs)
         query, key = args[1], args[2]
         for grad in grads:
-            tracker.follow(grad)
+            tracker.track(grad)
         (tokens, heads, dim), rows = query.shape, args[6].shape[0] - 1
         padded, columns = tokens + 128 * rows, _up(dim, 32 if dim <= 128 else 64)
         sizes = [heads * padded * 4, heads * padded * columns * 4]
@@ -196,8 +196,8 @@ def _varlen_backward(_capability: Capability) -> Rule:
 
 def _operator(name: str) -> Any:
     """The operator overload of a name such as `aten::_softmax.default`."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 

@@ -1,4 +1,4 @@
-"""What FSDP and DeepSpeed shard: the parameters of a model with adapters, in the units that are all-gathered as one."""
+"""What FSDP and DeepSpeed shard: the parameters of a model with adapters, in units that are all-gathered together."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     chosen = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
     chosen["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
     key = cache.key_of(kind="units", config=config, settings=chosen)
-    known = cache.read(key)
-    if known is not None:
+    cached = cache.read(key)
+    if cached is not None:
         return tuple(
-            Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in known["units"]
+            Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in cached["units"]
         )
-    made = _full_units(config, settings)
-    cache.write(key, {"units": [asdict(unit) for unit in made]})
-    return made
+    units = _full_units(config, settings)
+    cache.write(key, {"units": [asdict(unit) for unit in units]})
+    return units
 
 
 def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
@@ -64,12 +64,12 @@ def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 
     config = config_from(values, settings)
     depth = plan_depth(layer_kinds(config))
-    made = _units(at_depth(config, depth.run), settings)
+    shallow_units = _units(at_depth(config, depth.run), settings)
     order = [*range(depth.start + depth.period)]
     order += [number for _ in range(depth.times) for number in range(depth.start, depth.start + depth.period)]
     order += [*range(depth.start + depth.period, depth.run)]
-    layers = [Unit(f"layers.{place}", made[f"layers.{number}"]) for place, number in enumerate(order)]
-    return (*layers, *(Unit(name, made[name]) for name in (EMBEDDING, HEAD, REST) if name in made))
+    layers = [Unit(f"layers.{index}", shallow_units[f"layers.{number}"]) for index, number in enumerate(order)]
+    return (*layers, *(Unit(name, shallow_units[name]) for name in (EMBEDDING, HEAD, REST) if name in shallow_units))
 
 
 def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
@@ -96,12 +96,12 @@ def parameters_by_unit(model: Any) -> dict[str, tuple[Parameter, ...]]:
     ends = {id(base.get_input_embeddings().weight): EMBEDDING}
     if base.get_output_embeddings() is not None:
         ends[id(base.get_output_embeddings().weight)] = HEAD
-    found: dict[str, list[Parameter]] = {}
+    by_unit: dict[str, list[Parameter]] = {}
     for name, parameter in model.named_parameters():
         layer, rows = layer_number(name), parameter.shape[0] if parameter.dim() else 1
         unit = ends.get(id(parameter), REST) if layer is None else f"layers.{layer}"
         size = parameter.numel() * parameter.element_size()
-        found.setdefault(unit, []).append(
+        by_unit.setdefault(unit, []).append(
             Parameter(rows, size // max(1, rows), parameter.element_size(), parameter.requires_grad)
         )
-    return {name: tuple(parameters) for name, parameters in found.items()}
+    return {name: tuple(parameters) for name, parameters in by_unit.items()}

@@ -1,8 +1,8 @@
 """Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of a single card.
 
 The dry run is the same for every strategy: sharded bytes are taken out, all-gathered parameters and buffers are added as
-`gathered`. FSDP's rules are held against torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), none on real
-cards. Where the moment of a peak is not certain, the higher number is taken.
+`gathered`. FSDP's rules are compared with torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), none on real
+cards. Where the moment of a peak is uncertain, the higher number is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
         sharded = _deepspeed(units, settings)
     else:
         return run
-    return _applied(run, units, sharded, settings)
+    return _apply(run, units, sharded, settings)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sharded:
     `own_rows`: no rank loads more; `host`: host memory of each rank.
     """
 
-    kept: dict[str, tuple[int, int]]
+    resident: dict[str, tuple[int, int]]
     states: float
     masters: int
     gathered: int
@@ -117,20 +117,20 @@ def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
     embedding, the output layer and the rest is one unit; the output layer and the rest stay gathered from forward to backward,
     an embedding tied to the output layer from the start (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
     """
-    layer, embedding, head, rest = _whole_units(units, cards)
+    layer, embedding, head, others = _whole_units(units, cards)
     tied = head if not embedding else 0
     moments = {
         "layers": tied + 3 * layer,
         "loss": layer + (head if tied else 2 * head),
         "backward": head + layer + max(layer, embedding),
     }
-    return max(moments.values()) + 2 * rest
+    return max(moments.values()) + 2 * others
 
 
 def gathered_at_start(units: tuple[Unit, ...], cards: int) -> int:
     """Peak bytes of all-gathered parameters when the forward pass begins: the embedding, its buffer, and the first layer's."""
-    layer, embedding, head, rest = _whole_units(units, cards)
-    return 2 * (embedding or head) + layer + 2 * rest
+    layer, embedding, head, others = _whole_units(units, cards)
+    return 2 * (embedding or head) + layer + 2 * others
 
 
 def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
@@ -186,10 +186,10 @@ def _hidden_size(units: tuple[Unit, ...]) -> int:
     return max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
 
 
-def _applied(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
+def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
     full = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
-    kept = sharded.kept
-    saved = {name: (frozen - kept[name][0], trained - kept[name][1]) for name, (frozen, trained) in full.items()}
+    shards = sharded.resident
+    saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
     parts = dict(run.parts)
     parts["weights"] -= sum(frozen for frozen, _ in saved.values())
     parts["adapters"] -= sum(trained for _, trained in saved.values())
@@ -197,8 +197,8 @@ def _applied(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: S
     passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
     parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # nothing of `passing` is there at the start
     # Bytes saved in every phase: each phase's peak falls by them.
-    less = run.allocated_bytes - sum(parts.values())
-    peaks = {phase: size - less if size else 0 for phase, size in run.peaks.items()}
+    saved_bytes = run.allocated_bytes - sum(parts.values())
+    peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
     if peaks["eval"]:  # which may save less than a step, so that its start has most
         peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
     tables = run.parts["weights"] - sum(
@@ -209,10 +209,10 @@ def _applied(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: S
         name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
     }
     layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
-    here = settings.launch.num_processes // settings.launch.num_machines
+    local_ranks = settings.launch.num_processes // settings.launch.num_machines
     return dataclasses.replace(
         run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
-        host_bytes=here * (run.host_bytes + sharded.host), notes=(*run.notes, _note(settings)),
+        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, _note(settings)),
     )  # fmt: skip
 
 

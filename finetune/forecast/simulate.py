@@ -37,7 +37,7 @@ from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.host_embedding import offload_table
 from finetune.model.layer_offloading import offloading_of
-from finetune.model.lean_layers import lean_words
+from finetune.model.lean_layers import lean_summary
 from finetune.model.loss import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from finetune.forecast.depth import Depth
     from finetune.forecast.rules import Capability
     from finetune.forecast.trace import Recording, Trace
-    from finetune.forecast.tracker import Peak, Place
+    from finetune.forecast.tracker import Peak, PhaseKey
     from finetune.recipe import Settings
 
 
@@ -85,11 +85,11 @@ class Batch:
 class Simulation:
     """Peaks of load, forward, loss, auxiliary loss, loss backward, backward, optimizer, save and eval; host memory; notes.
 
-    `lean`: what of each decoder layer is lean, in words; empty without lean layers.
-    `recording`: the events of the layers that were run, which stand for a model of `depth`; None for a mixture of simulations.
+    `lean`: summary of each decoder layer's lean modules; empty without lean layers.
+    `recording`: the events of the layers that were run, which are repeated to `depth`; None for a mixture of simulations.
     """
 
-    peaks: dict[Place, Peak]
+    peaks: dict[PhaseKey, Peak]
     host: Peak
     notes: tuple[str, ...] = ()
     lean: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Simulation:
     depth: Depth | None = field(default=None, compare=False)
 
     def trace(self) -> Trace | None:
-        """The events of the run at full depth; None where they can't be had."""
+        """The events of the run at full depth; None where they can't be derived."""
         try:
             return self.recording.trace(self.depth) if self.recording else None
         except NotRepeated:
@@ -125,17 +125,17 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             if settings.offload_embeddings is True:
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:
-                offloading.recompute()
-            with _explained(config):
+                offloading.wrap_checkpoints()
+            with _step_errors(config):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
-        lean = tuple(lean_words(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
+        lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
 
 
 @contextmanager
-def _explained(config: PretrainedConfig) -> Iterator[None]:
+def _step_errors(config: PretrainedConfig) -> Iterator[None]:
     """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
     try:
         yield
@@ -176,7 +176,7 @@ def _run(
     model.train()
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
-        parameter.register_hook(functools.partial(_accumulates, tracker, parameter))
+        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
@@ -212,8 +212,8 @@ def _run(
             _forward(model, settings, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
-def _accumulates(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Note which gradient a new one is added to."""
+def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Record which gradient a new one is added to."""
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
 
@@ -270,11 +270,11 @@ def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tup
 def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
     hidden = output[0] if isinstance(output, tuple) else output
     if hidden.requires_grad:
-        hidden.register_hook(functools.partial(_backward_reaches, tracker, number))
+        hidden.register_hook(functools.partial(_enter_backward, tracker, number))
     tracker.layer = None
 
 
-def _backward_reaches(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
+def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
     tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
 
 
@@ -283,11 +283,11 @@ def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any
     if tracker.phase == "forward":
         tracker.phase = "loss"
         if output.last_hidden_state.requires_grad:  # its gradient ends the loss's backward
-            output.last_hidden_state.register_hook(functools.partial(_backward_reaches, tracker, None))
+            output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
 
 
-def _balance(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
-    """The router's auxiliary loss: what it makes of a layer's logits belongs to that layer, in its backward, too.
+def _tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
+    """The router's auxiliary loss: tensors computed from a layer's logits belong to that layer, also in backward.
 
     In training it is a phase of its own. It grows with the number of layers, so at full depth it may need more than the loss.
     """
@@ -299,11 +299,11 @@ def _balance(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
 
 
 def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
-    def observed(*again: Any) -> Any:
+    def observed(*recompute_inputs: Any) -> Any:
         if tracker.phase != "backward":
-            return function(*again)
-        with tracker.making("recomputed"):
-            return function(*again)
+            return function(*recompute_inputs)
+        with tracker.tagging("recomputed"):
+            return function(*recompute_inputs)
 
     return checkpoint(observed, *inputs)
 
@@ -317,7 +317,7 @@ def _fake_tensors(
         stack.enter_context(own_quantisation_maps())
         stack.enter_context(fake_experts())
         stack.enter_context(forecast_for(capability))
-        stack.enter_context(auxiliary_loss(functools.partial(_balance, tracker)))
+        stack.enter_context(auxiliary_loss(functools.partial(_tag_auxiliary_loss, tracker)))
         if capability is not None and sys.platform != "win32":
             semantics = stack.enter_context(card_semantics(batch.trained_tokens))
         if capability is not None and must_repeat_keys(model_dtype(settings), capability):
@@ -330,9 +330,9 @@ def _fake_tensors(
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Inside, Python collects no reference cycles by itself: the libraries' cycles keep tensors, which would vary the peaks.
+    """Inside, automatic garbage collection is off: the libraries' cycles hold tensors, which would vary the peaks.
 
-    Objects from before are frozen, so that an explicit collection between phases scans only the dry run's own.
+    Existing objects are frozen, so that an explicit collection between phases scans only the dry run's own.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -340,7 +340,7 @@ def garbage_collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # the dry run's own cycles, before they join all others
+        gc.collect()  # the dry run's own cycles, before the other objects are unfrozen
         gc.unfreeze()
         if was_on:
             gc.enable()

@@ -1,7 +1,7 @@
 """The order of a dry run's allocations and releases, as the caching allocator would see it, at the full depth of the model.
 
-A dry run of a few layers has the events of all: layers repeat, so the events of those in the middle are inserted once more for
-each further layer. What a copy releases is found by its place: the same allocation of the same layer, or of its neighbour.
+A dry run of a few layers gives the events of all: layers repeat, so the events of the middle ones are inserted once more for
+each further layer. A copy releases the allocation of the same key: the same allocation of the same layer, or its neighbour.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ if TYPE_CHECKING:
 
 #: Instead of a size: the allocation of this number is released.
 RELEASED = -1
-#: Phases whose layers run one after another; elsewhere an event belongs to the layer of its tensor.
+#: Phases whose layers run one after another; otherwise an event belongs to the layer of its tensor.
 _RUNNING = ("forward", "backward", "eval")
 #: (number of the allocation, its bytes or RELEASED)
 Event = tuple[int, int]
 
 
 class NotRepeated(ValueError):
-    """The layers' events don't repeat, so those of a few don't give those of all."""
+    """The layers' events don't repeat, so those of all layers can't be derived from a few."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """Events by part of the run: load, first step, micro-batch, clipping, optimizer, save and eval.
 
-    `kept`: numbers allocated once for the life of the process. `gradients`: number of a new gradient -> that of the gradient it
-    is added to; in the first micro-batch of a step the new one is kept instead. `warm_up`: bytes of the base weights.
+    `persistent`: numbers allocated once for the life of the process. `gradients`: number of a new gradient -> that of the one
+    it is added to; in the first micro-batch of a step the new one is stored instead. `warm_up`: bytes of the base weights.
     """
 
     parts: dict[str, list[Event]]
-    kept: frozenset[int] = frozenset()
+    persistent: frozenset[int] = frozenset()
     gradients: dict[int, int] | None = None
     warm_up: int = 0
 
 
-class _Place(NamedTuple):
-    """Where an allocation is made: the `nth` of the `run`-th sequence of events of one layer in a section."""
+class _AllocationKey(NamedTuple):
+    """Identifies an allocation: the `nth` of the `run`-th sequence of events of one layer in a section."""
 
     section: int
     layer: int
     run: int
     nth: int
 
-    def of(self, layer: int, nth: int | None = None) -> _Place:
-        """The same place in another layer."""
-        return _Place(self.section, layer, self.run, self.nth if nth is None else nth)
+    def in_layer(self, layer: int, nth: int | None = None) -> _AllocationKey:
+        """The same allocation in another layer."""
+        return _AllocationKey(self.section, layer, self.run, self.nth if nth is None else nth)
 
 
 class _Chunk(NamedTuple):
@@ -70,7 +70,7 @@ class Recording:
         self.weights: Counter[int | None] = Counter()
         self.gradients: dict[int, int] = {}
         self._parts: list[tuple[str, int]] = []
-        self._kept: set[int] = set()
+        self._persistent: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._layers: list[int] = []
         self._section, self._running, self._layer = 0, False, -1
@@ -81,19 +81,19 @@ class Recording:
         self._section, self._layer = self._section + 1, -1
 
     def begin_phase(self, phase: str) -> None:
-        """The next pass over the layers begins."""
+        """Begin the next pass over the layers."""
         self._section, self._running, self._layer = self._section + 1, phase in _RUNNING, -1
 
     def enter(self, layer: int) -> None:
-        """This layer runs until another does."""
+        """Set the running layer."""
         self._layer = layer
 
     def allocate(self, storage: int, size: int, layer: int | None) -> None:
-        """A storage was made; `layer` is its own."""
+        """Record the allocation of a storage of `layer`."""
         self._numbers[storage] = self._add(size, layer)
 
     def release(self, storage: int) -> None:
-        """A storage was released. Unknown ones are ignored."""
+        """Record the release of a storage. Unknown ones are ignored."""
         number = self._numbers.pop(storage, None)
         if number is not None:
             self._note(number, RELEASED)
@@ -110,11 +110,11 @@ class Recording:
             self._note(number, RELEASED)
 
     def keep(self, size: int) -> None:
-        """A library allocates a buffer here that it never releases."""
-        self._kept.add(self._add(size, None))
+        """Record a buffer that a library allocates and never releases."""
+        self._persistent.add(self._add(size, None))
 
     def accumulate(self, new: int, into: int) -> None:
-        """The storage `new`, a gradient, is about to be added to the storage `into`."""
+        """Record that the storage `new`, a gradient, will be added to the storage `into`."""
         if new in self._numbers and into in self._numbers:
             self.gradients[self._numbers[new]] = self._numbers[into]
 
@@ -132,31 +132,33 @@ class Recording:
         if depth is None or not depth.times:
             plain: list[Event] = [event[:2] for event in self.events]
             starts = [start for _, start in self._parts]
-            return self._trace(plain, starts, self._kept, self.gradients, sum(self.weights.values()))
-        made = _Deepening(self.events, self._kept, [start for _, start in self._parts], depth)
+            return self._trace(plain, starts, self._persistent, self.gradients, sum(self.weights.values()))
+        deep = _Deepening(self.events, self._persistent, [start for _, start in self._parts], depth)
         middle = range(depth.start, depth.start + depth.period)
-        more = depth.times * sum(size for layer, size in self.weights.items() if layer in middle)
-        return self._trace(made.events, made.starts, made.kept, made.pairs(self.gradients), sum(self.weights.values()) + more)
+        warm_up = sum(self.weights.values()) + depth.times * sum(n for layer, n in self.weights.items() if layer in middle)
+        return self._trace(deep.events, deep.starts, deep.persistent, deep.pairs(self.gradients), warm_up)
 
-    def _trace(self, events: list[Event], starts: list[int], kept: set[int], gradients: dict[int, int], warm_up: int) -> Trace:
+    def _trace(
+        self, events: list[Event], starts: list[int], persistent: set[int], gradients: dict[int, int], warm_up: int
+    ) -> Trace:
         ends = [*starts[1:], len(events)]
         parts: dict[str, list[Event]] = {}
         for (name, _), start, end in zip(self._parts, starts, ends, strict=True):
             parts.setdefault(name, []).extend(events[start:end])
-        return Trace(parts, frozenset(kept), gradients, warm_up)
+        return Trace(parts, frozenset(persistent), gradients, warm_up)
 
 
 class _Deepening:
     """Inserts the events of the repeated layers."""
 
-    def __init__(self, events: list[tuple[int, int, int, int]], kept: set[int], starts: list[int], depth: Depth) -> None:
+    def __init__(self, events: list[tuple[int, int, int, int]], persistent: set[int], starts: list[int], depth: Depth) -> None:
         self._depth, self._more = depth, depth.times * depth.period
         self._middle = range(depth.start, depth.start + depth.period)
-        self._kept_before, self.kept = kept, set[int]()
-        self._places: dict[int, _Place] = {}
+        self._persistent_before, self.persistent = persistent, set[int]()
+        self._keys: dict[int, _AllocationKey] = {}
         self._sizes: dict[tuple[int, int, int], list[int]] = {}
-        self._made: dict[_Place, int] = {}
-        self._copied_from: dict[int, _Place] = {}
+        self._numbers_by_key: dict[_AllocationKey, int] = {}
+        self._original_of: dict[int, _AllocationKey] = {}
         self._count = 0
         self.events: list[Event] = []
         self.starts: list[int] = []
@@ -168,34 +170,34 @@ class _Deepening:
                 begun += 1
             chunk = chunks[position][1]
             if chunk.layer not in self._middle:
-                self._put(chunk, self._shifted(chunk.layer))
+                self._append(chunk, self._shifted(chunk.layer))
                 position += 1
                 continue
             end = position
             while end < len(chunks) and chunks[end][1].section == chunk.section and chunks[end][1].layer in self._middle:
                 end += 1
-            run = [one for _, one in chunks[position:end]]
+            middle_chunks = [c for _, c in chunks[position:end]]
             order = range(depth.times + 1)
-            for time in reversed(order) if self._descends([one for _, one in chunks], position, end) else order:
-                for one in run:
-                    self._put(one, one.layer + time * depth.period, first=time == 0)
+            for time in reversed(order) if self._descends([c for _, c in chunks], position, end) else order:
+                for c in middle_chunks:
+                    self._append(c, c.layer + time * depth.period, first=time == 0)
             position = end
         self.starts += [len(self.events)] * (len(starts) - begun)
-        self._release_with_the_first()
+        self._release_copies()
 
-    def _release_with_the_first(self) -> None:
-        """Release what was copied and never released where the allocation that it is a copy of is released.
+    def _release_copies(self) -> None:
+        """Release copies that were never released where their original is released.
 
-        Some operators keep tensors of all layers until the whole graph is gone (int8's saved activations): one layer's events
+        Some operators hold tensors of all layers until the whole graph is freed (int8's saved activations): one layer's events
         release them, those of a layer that is not copied.
         """
         released = {number for number, size in self.events if size == RELEASED}
-        left: dict[int, list[int]] = {}
-        for copy, place in self._copied_from.items():
-            first = self._made[place]
+        unreleased: dict[int, list[int]] = {}
+        for copy, key in self._original_of.items():
+            first = self._numbers_by_key[key]
             if copy not in released and first in released:
-                left.setdefault(first, []).append(copy)
-        if not left:
+                unreleased.setdefault(first, []).append(copy)
+        if not unreleased:
             return
         events: list[Event] = []
         starts = Counter(self.starts)
@@ -204,7 +206,7 @@ class _Deepening:
             moved += [len(events)] * starts[index]
             events.append(event)
             if event[1] == RELEASED:
-                events += [(copy, RELEASED) for copy in left.get(event[0], ())]
+                events += [(copy, RELEASED) for copy in unreleased.get(event[0], ())]
         self.starts = moved + [len(events)] * starts[len(self.events)]
         self.events = events
 
@@ -212,16 +214,16 @@ class _Deepening:
         """The chunks, each with the index of its first event; a new part begins a new section."""
         chunks: list[tuple[int, _Chunk]] = []
         runs: Counter[tuple[int, int]] = Counter()
-        place, sizes = None, []
+        section_and_layer, sizes = None, []
         for index, (number, size, section, layer) in enumerate(events):
-            if (section, layer) != place:
-                place = (section, layer)
-                chunk = _Chunk(section, layer, runs[place], [])
-                runs[place] += 1
+            if (section, layer) != section_and_layer:
+                section_and_layer = (section, layer)
+                chunk = _Chunk(section, layer, runs[section_and_layer], [])
+                runs[section_and_layer] += 1
                 chunks.append((index, chunk))
                 sizes = self._sizes[(section, layer, chunk.run)] = []
-            if size >= 0 and number not in self._kept_before:
-                self._places[number] = _Place(section, layer, chunk.run, len(sizes))
+            if size >= 0 and number not in self._persistent_before:
+                self._keys[number] = _AllocationKey(section, layer, chunk.run, len(sizes))
                 sizes.append(size)
             chunk.events.append((number, size))
         return chunks
@@ -230,32 +232,32 @@ class _Deepening:
         """Whether the section runs from the last layer to the first, by what comes before and after."""
         section = chunks[start].section
         for index, sign in ((start, 1), (end, -1)):
-            for one in reversed(chunks[:start]) if index == start else iter(chunks[end:]):
-                if one.section != section:
+            for chunk in reversed(chunks[:start]) if index == start else iter(chunks[end:]):
+                if chunk.section != section:
                     break
-                if one.layer >= 0:
-                    return (one.layer - chunks[start].layer) * sign > 0
+                if chunk.layer >= 0:
+                    return (chunk.layer - chunks[start].layer) * sign > 0
         return False
 
-    def _put(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:
+    def _append(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:
         """Add a chunk's events at `layer` of the full model. `first`: the chunk itself, not a copy."""
-        made, places, events, count = self._made, self._places, self.events, 0
+        numbers, keys, events, count = self._numbers_by_key, self._keys, self.events, 0
         for number, size in chunk.events:
             if size == RELEASED:
-                where = self._referred(places[number], chunk.layer, layer)
-                if where not in made:
+                key = self._resolve(keys[number], chunk.layer, layer)
+                if key not in numbers:
                     raise NotRepeated
-                events.append((made[where], RELEASED))
+                events.append((numbers[key], RELEASED))
                 continue
-            if number in self._kept_before:
+            if number in self._persistent_before:
                 if first:
-                    self.kept.add(self._count)
+                    self.persistent.add(self._count)
                     events.append((self._count, size))
                     self._count += 1
                 continue
-            made[_Place(chunk.section, layer, chunk.run, count)] = self._count
+            numbers[_AllocationKey(chunk.section, layer, chunk.run, count)] = self._count
             if not first:
-                self._copied_from[self._count] = _Place(chunk.section, chunk.layer, chunk.run, count)
+                self._original_of[self._count] = _AllocationKey(chunk.section, chunk.layer, chunk.run, count)
             events.append((self._count, size))
             self._count += 1
             count += 1
@@ -263,51 +265,51 @@ class _Deepening:
     def _shifted(self, layer: int) -> int:
         return layer + self._more if layer >= self._middle.stop else layer
 
-    def _origin(self, layer: int) -> int:
-        """The layer of the dry run whose events stand for this one of the full model."""
+    def _source_layer(self, layer: int) -> int:
+        """The layer of the dry run whose events are copied for this one of the full model."""
         if layer < self._middle.stop:
             return layer
         if layer >= self._middle.stop + self._more:
             return layer - self._more
         return self._middle.start + (layer - self._middle.start) % self._depth.period
 
-    def _referred(self, place: _Place, here: int, there: int) -> _Place:
-        """What an event of layer `here` means by `place` when it stands at `there`."""
-        if place.layer < 0:
-            return place
-        near = here >= 0 and abs(place.layer - here) <= self._depth.period
-        layer = there + place.layer - here if near else self._shifted(place.layer)
-        origin = self._origin(layer)
-        if origin == place.layer:
-            return place.of(layer)
-        return place.of(layer, self._counterpart(place, origin))
+    def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
+        """The key in the full model of what an event of `from_layer` releases, when the event is copied to `to_layer`."""
+        if key.layer < 0:
+            return key
+        is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period
+        layer = to_layer + key.layer - from_layer if is_neighbour else self._shifted(key.layer)
+        source = self._source_layer(layer)
+        if source == key.layer:
+            return key.in_layer(layer)
+        return key.in_layer(layer, self._counterpart(key, source))
 
-    def _counterpart(self, place: _Place, origin: int) -> int:
-        """The number of the same allocation in another layer, which may allocate something more or less once in its course."""
-        own = self._sizes[place[:3]]
-        other = self._sizes.get((place.section, origin, place.run))
+    def _counterpart(self, key: _AllocationKey, source: int) -> int:
+        """The number of the same allocation in another layer, which may have one more or fewer allocations at one point."""
+        own = self._sizes[key[:3]]
+        other = self._sizes.get((key.section, source, key.run))
         if other is None:
             raise NotRepeated
         if own == other:
-            return place.nth
-        same = next((i for i, (one, two) in enumerate(zip(own, other, strict=False)) if one != two), min(len(own), len(other)))
-        if place.nth < same:
-            return place.nth
-        from_end = len(own) - place.nth
+            return key.nth
+        differs_at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+        if key.nth < differs_at:
+            return key.nth
+        from_end = len(own) - key.nth
         if from_end > len(other) or own[-from_end:] != other[len(other) - from_end :]:
             raise NotRepeated
         return len(other) - from_end
 
     def pairs(self, numbers: dict[int, int]) -> dict[int, int]:
         """Pairs of allocations of one layer, for every layer."""
-        made = {}
-        for one, two in numbers.items():
-            for first, second in zip(self._copies(one), self._copies(two), strict=True):
-                made[first] = second
-        return made
+        pairs = {}
+        for new, target in numbers.items():
+            for new_copy, target_copy in zip(self._copies(new), self._copies(target), strict=True):
+                pairs[new_copy] = target_copy
+        return pairs
 
     def _copies(self, number: int) -> Iterator[int]:
-        place = self._places[number]
-        times = self._depth.times + 1 if place.layer in self._middle else 1
+        key = self._keys[number]
+        times = self._depth.times + 1 if key.layer in self._middle else 1
         for time in range(times):
-            yield self._made[place.of(self._shifted(place.layer) + time * self._depth.period)]
+            yield self._numbers_by_key[key.in_layer(self._shifted(key.layer) + time * self._depth.period)]

@@ -36,15 +36,15 @@ _UPDATES = ("first step", "optimizer")
 
 #: (part of the ledger, layer number or None)
 Tag = tuple[str, int | None]
-#: (phase of the step, layer number or None): where in the step something happens.
-Place = tuple[str, int | None]
+#: (phase of the step, layer number or None)
+PhaseKey = tuple[str, int | None]
 #: Replaces an operator that allocates otherwise on the card. Runs outside the tracker; `with tracker:` inside a rule tracks.
 Rule = Callable[["StorageTracker", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
 class Peak:
-    """Peak of live bytes in one place of the step, by tag, and the operator that reached it."""
+    """Peak of live bytes in one phase and layer, by tag, and the operator that reached it."""
 
     total_bytes: int = 0
     by_tag: dict[Tag, int] = field(default_factory=dict)
@@ -57,12 +57,12 @@ def block_bytes(size: int) -> int:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Sums the live storages of all tensors made inside it. Tensors on `meta` stand for host memory and count separately.
+    """Sums the live storages of all tensors made inside it. Tensors on `meta` represent host memory and count separately.
 
     New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
-    peak of each place, `host` the peak of host memory. Works on real and fake tensors. `rules` change what operators allocate.
+    peak of each phase and layer, `host` that of host memory. Works on real and fake tensors. `rules` change allocations.
 
-    While `inherits` is set, what is made outside the layers belongs to the layer of the last argument that has one.
+    While `inherits` is set, tensors created outside the layers are tagged with the layer of the last argument with one.
 
     `recording` has the order of allocations and releases, with cuBLAS's workspaces of `workspace_bytes`, which the sums lack.
     """
@@ -79,7 +79,7 @@ class StorageTracker(TorchDispatchMode):
         self.inherits = False
         self.live_bytes = 0
         self.live: Counter[Tag] = Counter()
-        self.peaks: dict[Place, Peak] = {}
+        self.peaks: dict[PhaseKey, Peak] = {}
         self._rules = rules or {}
         self.host = Peak()
         self._host_live: Counter[Tag] = Counter()
@@ -111,33 +111,33 @@ class StorageTracker(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
         if self._phase in _UPDATES and args and isinstance(args[0], torch.Tensor):
-            self._comes_from(args[0])
+            self._set_source(args[0])
         elif self.inherits:
             tensors = (value for value in reversed(args) if isinstance(value, torch.Tensor))
             self._source = next((layer for value in tensors if (layer := self.layer_of(value)) is not None), None)
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
         if isinstance(out, torch.Tensor):
-            self.follow(out)
+            self.track(out)
         elif isinstance(out, list) and func.__name__.startswith("_foreach"):
             for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
-                self._comes_from(source)
-                self.follow(leaf, layer=self.layer_of(source))
+                self._set_source(source)
+                self.track(leaf, layer=self.layer_of(source))
         else:
             for leaf in tree_iter(out):
                 if isinstance(leaf, torch.Tensor):
-                    self.follow(leaf)
+                    self.track(leaf)
         self.record(func)
         if self._workspace_bytes and func in _MATMULS:
             self._workspace(func is _ADDMM or (func is _LINEAR and len(args) > 2 and args[2] is not None))
         return out
 
     def record(self, operator: Any = "", scratch_bytes: int = 0) -> None:
-        """Update the current place's peak with the live bytes plus `scratch_bytes` of the running kernel."""
-        place = (self.phase, self.layer)
-        peak = self.peaks.get(place)
+        """Update the peak of the current phase and layer with the live bytes plus `scratch_bytes` of the running kernel."""
+        key = (self.phase, self.layer)
+        peak = self.peaks.get(key)
         if peak is None:
-            peak = self.peaks[place] = Peak()
+            peak = self.peaks[key] = Peak()
         total = self.live_bytes + scratch_bytes
         if total > peak.total_bytes:
             peak.total_bytes, peak.operator = total, str(operator)
@@ -162,7 +162,7 @@ class StorageTracker(TorchDispatchMode):
             self._sizes[key] = (size, new)
 
     @contextmanager
-    def making(self, part: str) -> Iterator[None]:
+    def tagging(self, part: str) -> Iterator[None]:
         """Inside, allocations are tagged with `part`."""
         before, self.part = self.part, part
         try:
@@ -178,8 +178,8 @@ class StorageTracker(TorchDispatchMode):
                 self._workspaces.add((backward, lt))
                 self.recording.keep(size)
 
-    def _comes_from(self, tensor: torch.Tensor) -> None:
-        """What is made next, of a parameter, a gradient or a state, belongs to its layer."""
+    def _set_source(self, tensor: torch.Tensor) -> None:
+        """Tag what is allocated next with the layer of this parameter, gradient or state."""
         layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
         self._source = self._source if layer is None else layer
 
@@ -187,7 +187,7 @@ class StorageTracker(TorchDispatchMode):
         """The layer that a tensor's storage is tagged with."""
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
-    def follow(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
+    def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
         """Count a tensor's storage, once, until it is released; tagged with `layer` when given, else the current layer."""
         storage = tensor.untyped_storage()
         key = storage._cdata

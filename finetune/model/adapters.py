@@ -32,7 +32,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
         lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
-        exclude_modules=_not_adapted(model),
+        exclude_modules=_excluded_modules(model),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
@@ -69,17 +69,17 @@ def _linear_names(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
 
 
-def _not_adapted(model: PreTrainedModel) -> str | None:
+def _excluded_modules(model: PreTrainedModel) -> str | None:
     """PEFT's `exclude_modules`: what is no part of the language model, and linear layers whose result isn't their product."""
     patterns = [outside_language_model(model)]
-    odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_no_product(module)})
+    odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_not_a_plain_product(module)})
     if model.config.model_type in _MAMBA:
         odd += ["out_proj", "conv1d"]
     patterns += [rf"(.*\.)?({'|'.join(map(re.escape, odd))})"] if odd else []
     return "|".join(pattern for pattern in patterns if pattern) or None
 
 
-def _is_no_product(module: torch.nn.Module) -> bool:
+def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
     """Whether a module inherits from Linear but returns something else: a mixture's router, or a product in groups."""
     if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
         return False

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from finetune.compat.transformers import build_modules, loading_with, put_quantised_layers, repeat_keys
+from finetune.compat.transformers import build_modules, loading_with, repeat_keys, replace_with_quantised_layers
 from finetune.errors import RecipeError
 from finetune.model import varlen_attention
 from finetune.model.configuration import resolve_model_path
@@ -39,8 +39,8 @@ def build_base(
     offloads = offloads and settings.layer_offloading is not False
     quantization = quantization_config(settings, config)
     dtype, attention = model_dtype(settings), _attention(settings, weights)
-    where = torch.device(device)
-    if weights and where.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(where)):
+    torch_device = torch.device(device)
+    if weights and torch_device.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(torch_device)):
         repeat_keys()
     quantiser = quantiser_of(settings, config)
     if not weights:
@@ -51,10 +51,10 @@ def build_base(
             model.layer_offloading = offload_layers(model, settings, weights=False)
         return model
     if quantiser is not None and getattr(config, "quantization_config", None):
-        config = _as_stored_in_16_bit(config)  # the quantiser reads the codes itself
+        config = _without_quantization(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     finish: Any
-    with _explained(settings), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
+    with _load_errors(settings), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
         loaded: Any = _class_to_build(config).from_pretrained(
             resolve_model_path(settings),
             config=config,
@@ -67,19 +67,19 @@ def build_base(
             output_loading_info=True,
             **arguments,
         )
-    model, found = loaded
-    _refuse_other_weights(settings, model, found)
+    model, loading_info = loaded
+    _check_weights_match(settings, model, loading_info)
     if offloads:
         finish(model)
     model.config.use_cache = False
     return model
 
 
-def _refuse_other_weights(settings: Settings, model: PreTrainedModel, found: dict[str, Any]) -> None:
+def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
     """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     outside = re.compile(outside_language_model(model) or "(?!)")
-    unexpected = [key for key in found["unexpected_keys"] if not outside.fullmatch(key)]
+    unexpected = [key for key in loading_info["unexpected_keys"] if not outside.fullmatch(key)]
     numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
     layers = text_config(model.config).num_hidden_layers
     extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
@@ -101,7 +101,7 @@ def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     return dtype == torch.float32 or capability < (8, 0)
 
 
-def _as_stored_in_16_bit(config: PretrainedConfig) -> PretrainedConfig:
+def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return type(config).from_dict({key: value for key, value in config.to_dict().items() if key != "quantization_config"})
 
 
@@ -110,11 +110,11 @@ def build_on_meta(
     quantiser: type | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
-    bare = _as_stored_in_16_bit(config)
-    with _unbuildable(config), torch.device("meta"):
+    bare = _without_quantization(config)
+    with _build_errors(config), torch.device("meta"):
         model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
     if isinstance(quantization, BitsAndBytesConfig):
-        put_quantised_layers(model, quantization, dtype, quantiser)
+        replace_with_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
@@ -126,7 +126,7 @@ def _class_to_build(config: PretrainedConfig) -> Any:
 
 
 @contextmanager
-def _unbuildable(config: PretrainedConfig) -> Iterator[None]:
+def _build_errors(config: PretrainedConfig) -> Iterator[None]:
     """Turn any error of transformers while it builds modules from a configuration into a RecipeError."""
     try:
         yield
@@ -155,7 +155,7 @@ def _attention(settings: Settings, weights: bool) -> str:
 
 
 @contextmanager
-def _explained(settings: Settings) -> Iterator[None]:
+def _load_errors(settings: Settings) -> Iterator[None]:
     """Turn errors of transformers and the hub about a model that can't be built into a RecipeError."""
     name = settings.model_name_or_path
     try:

@@ -27,7 +27,7 @@ class Entry:
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Hub id -> content of config.json, as far as planning needs it."""
+    """Hub id -> content of config.json, the fields that planning needs."""
     return {name: entry.config for name, entry in entries().items()}
 
 
@@ -35,16 +35,16 @@ def catalogue() -> dict[str, dict[str, Any]]:
 def entries() -> dict[str, Entry]:
     """Hub id -> entry, for every model of the catalogue."""
     rows = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for name, row in rows.items():
         values = dict(row)
-        origin = found[values.pop("same_as")] if "same_as" in values else None
+        origin = by_name[values.pop("same_as")] if "same_as" in values else None
         others, source = values.pop("also", []), values.pop("source", origin.source if origin else "")
         billions = values.pop("parameters", None)
         parameters = billions * 1e9 if billions else origin.parameters if origin else 0.0
         pretrained = values.pop("pretrained", False)
         config = {**(origin.config if origin else {}), **values}
         config = {key: value for key, value in config.items() if value is not None}
-        for place, other in enumerate([name, *others]):
-            found[other] = Entry(config, parameters, origin is None and place == 0, pretrained, source)
-    return found
+        for index, other in enumerate([name, *others]):
+            by_name[other] = Entry(config, parameters, origin is None and index == 0, pretrained, source)
+    return by_name

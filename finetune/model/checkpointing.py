@@ -27,7 +27,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def beside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def outside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules beside the stack of decoder layers, such as the last norm."""
     layers = set(decoder_layers(model))
     stacks = {module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and layers & set(module)}
@@ -40,7 +40,7 @@ def recomputed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
 
 
-def keep_all(model: torch.nn.Module) -> None:
+def turn_off_checkpointing(model: torch.nn.Module) -> None:
     """Turn gradient checkpointing off."""
     base = base_of(model)
     disable_checkpointing(base)

@@ -1,22 +1,22 @@
-"""Compiled decoder layers: how much they keep, and what the compiler has done so far."""
+"""Compiled decoder layers: the share of activations that they save, and what torch has compiled so far."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.compat.torch import graph_breaks, keep_share, new_compilations
+from finetune.compat.torch import graph_breaks, new_compilations, set_activation_budget
 
 if TYPE_CHECKING:
     import torch
 
 
 def compile_layers(layers: list[torch.nn.Module], budget: float) -> None:
-    """Compile each layer by itself; equal ones share their code. `budget`: share of the activations that they keep.
+    """Compile each layer separately; equal ones share their code. `budget`: share of the activations that they save.
 
     A second length of rows makes the code one for any length. The compiler's settings are those of the process.
     """
-    keep_share(budget)
+    set_activation_budget(budget)
     for layer in layers:
         layer.compile()
 
@@ -33,12 +33,12 @@ class Compilations:
     reasons: tuple[str, ...] = ()
 
     def update(self) -> bool:
-        """Add what is new; whether there is anything."""
+        """Add compilations since the last call; returns whether there are any."""
         new = new_compilations()
-        for one in new:
-            self.graphs += one.is_forward
-            self.recompiles += one.again
-            self.compile_s += one.seconds
-            self.reasons += (one.reason,) if one.reason and one.reason not in self.reasons else ()
+        for compilation in new:
+            self.graphs += compilation.is_forward
+            self.recompiles += compilation.is_recompile
+            self.compile_s += compilation.seconds
+            self.reasons += (compilation.reason,) if compilation.reason and compilation.reason not in self.reasons else ()
         self.graph_breaks = graph_breaks()
         return bool(new)

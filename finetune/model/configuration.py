@@ -51,7 +51,7 @@ def resolve_model_path(settings: Recipe) -> str:
     if name.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(name) or path.is_file():
         raise ModelError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
-            f"{_meant(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
+            f"{_did_you_mean(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
         )
     return name
 
@@ -67,15 +67,15 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     text, problem = _fetch(path, settings.model_revision or "main")
     if text is not None:
         return _parsed(text, path)
-    known = catalogue()
-    if path in known:
-        return dict(known[path])
-    fix = f"{_meant(path)}Give the hub id in full, or a folder that holds its config.json."
+    models = catalogue()
+    if path in models:
+        return dict(models[path])
+    fix = f"{_did_you_mean(path)}Give the hub id in full, or a folder that holds its config.json."
     raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
 
 
 def vocabulary_size(settings: Recipe) -> int | None:
-    """Rows of the model's embedding by its config.json; None where that doesn't say it. Raises RecipeError."""
+    """Rows of the model's embedding by its config.json; None where that lacks it. Raises RecipeError."""
     values = read_config(settings)
     parts = [values, *(values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict))]
     sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]
@@ -85,8 +85,8 @@ def vocabulary_size(settings: Recipe) -> int | None:
 def read_text(path: str, name: str, revision: str | None) -> str | None:
     """A small text file beside config.json, from the folder, the hub's cache or the hub; None when there is none."""
     if Path(path).is_dir():
-        found = Path(path) / name
-        return found.read_text(encoding="utf-8", errors="replace") if found.is_file() else None
+        file = Path(path) / name
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, name, revision=revision)
@@ -115,7 +115,7 @@ def _exists(repo: str) -> bool:
     return _cached_on_disk(repo, None) is not None or _fetch(repo, "main")[0] is not None
 
 
-def _meant(name: str) -> str:
+def _did_you_mean(name: str) -> str:
     """`Did you mean A or B? `, or nothing."""
     close = suggestions(name)
     return f"Did you mean {' or '.join(close)}? " if close else ""
@@ -144,8 +144,8 @@ def _with_floats(values: dict[str, Any]) -> Any:
 def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, "config.json", revision=revision)
-    return _parsed(Path(found).read_text(encoding="utf-8"), repo) if isinstance(found, str) else None
+    config_path = try_to_load_from_cache(repo, "config.json", revision=revision)
+    return _parsed(Path(config_path).read_text(encoding="utf-8"), repo) if isinstance(config_path, str) else None
 
 
 def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | None, str]:

@@ -51,12 +51,12 @@ def name_experts_for_trl(config: Any) -> None:
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():
-        for name, weight in _of_experts(module):
+        for name, weight in _expert_weights(module):
             if weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS and weight.shape[-1] % _BLOCK == 0:
                 yield path, module, name
 
 
-def _of_experts(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The fused weights of a module that transformers' `use_experts_implementation` is applied to."""
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         for name in EXPERT_WEIGHTS:
@@ -72,7 +72,7 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
     """
     from bitsandbytes.nn import Params4bit
 
-    replace_grouped_linear(_linear)
+    replace_grouped_linear(_packed_linear)
     adapt_packed_parameters(logical_weight)
     for path, module, name in list(packable_experts(model)):
         if any(path == other or path.endswith(f".{other}") for other in left_out):
@@ -92,9 +92,9 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
 def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
     """Names of `target_modules` that are layers, and those that are fused weights of experts only: PEFT's target_parameters."""
     layers = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    fused = {name for _, module in model.named_modules() for name, _ in _of_experts(module)} - layers
-    now = {name: name if name in fused else _FUSED.get(name, name) for name in names}
-    parameters = {name: now[name] for name in names if name not in layers and now[name] in fused}
+    fused = {name for _, module in model.named_modules() for name, _ in _expert_weights(module)} - layers
+    fused_name = {name: name if name in fused else _FUSED.get(name, name) for name in names}
+    parameters = {name: fused_name[name] for name in names if name not in layers and fused_name[name] in fused}
     return [name for name in names if name not in parameters], sorted(set(parameters.values()))
 
 
@@ -110,12 +110,12 @@ def experts_quantiser() -> type:
 
 
 def logical_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A stand-in with the shape, dtype and device of the weight that was packed; any other weight itself."""
+    """A placeholder with the shape, dtype and device of the weight that was packed; any other weight itself."""
     state = getattr(weight, "quant_state", None)
     return weight if state is None else torch.empty(1, dtype=state.dtype, device=weight.device).expand(state.shape)
 
 
-def _linear(
+def _packed_linear(
     inputs: torch.Tensor, weight: Any, offsets: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
 ) -> torch.Tensor | None:
     """The product of each expert's rows with its packed weight; None for a weight that is not packed.
@@ -128,13 +128,13 @@ def _linear(
         return None
     inputs = inputs.to(state.dtype)
     out = _PackedMatmul.apply(inputs, weight, state, offsets, is_transposed)
-    for low, high, scaling in getattr(weight, "low_rank", ()):
-        out = torch.add(out, _low_rank(inputs, low, high, offsets, state.shape[0]), alpha=scaling)
+    for lora_a, lora_b, scaling in getattr(weight, "lora_weights", ()):
+        out = torch.add(out, _lora_product(inputs, lora_a, lora_b, offsets, state.shape[0]), alpha=scaling)
     return out if bias is None else out + bias
 
 
 class _PackedMatmul(torch.autograd.Function):
-    """Keeps codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
+    """Saves codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
 
     @staticmethod
     def forward(
@@ -159,11 +159,11 @@ def _dequantised(codes: torch.Tensor, state: Any) -> torch.Tensor:
     return dequantize_4bit(codes.data, state)
 
 
-def _low_rank(inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
-    """The adapter's part: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
-    low = low.to(inputs.dtype).reshape(experts, -1, low.shape[-1])
-    high = high.to(inputs.dtype).reshape(high.shape[0], -1, experts).permute(2, 0, 1)
-    missing = -low.shape[1] % _ALIGNED
-    low, high = F.pad(low, (0, 0, 0, missing)), F.pad(high, (0, missing))
-    middle = grouped_matmul(inputs, low.transpose(-2, -1), offsets)
-    return grouped_matmul(middle, high.contiguous().transpose(-2, -1), offsets)
+def _lora_product(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
+    """The adapter's product: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
+    a = a.to(inputs.dtype).reshape(experts, -1, a.shape[-1])
+    b = b.to(inputs.dtype).reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    padding = -a.shape[1] % _ALIGNED
+    a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+    lora_act = grouped_matmul(inputs, a.transpose(-2, -1), offsets)
+    return grouped_matmul(lora_act, b.contiguous().transpose(-2, -1), offsets)

@@ -54,11 +54,11 @@ def greedy_answers(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
-    made = model.generate(
+    output_ids = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
-        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_ends(model, stops), streamer=streamer,
+        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=streamer,
     )  # fmt: skip
-    return tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+    return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=True)
 
 
 @torch.no_grad()
@@ -70,52 +70,52 @@ def streamed_answer(
     stops: Collection[int],
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
-    say: Callable[[str], None] = lambda _: None,
+    on_text: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Streamed:
-    """Continue a tokenised prompt, passing each new piece of text to `say`; ends early once `stopped()`.
+    """Continue a tokenised prompt, passing each new piece of text to `on_text`; ends early once `stopped()`.
 
     The pieces together are the text. Sampling draws from the global random numbers, which are seeded here.
     """
     from transformers import StoppingCriteriaList
 
-    pieces, began, asked = _Pieces(tokenizer, say), time.perf_counter(), [False]
+    pieces, began, stop_requested = _Pieces(tokenizer, on_text), time.perf_counter(), [False]
 
     def is_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        asked[0] = asked[0] or stopped()
-        return torch.full((len(ids),), asked[0], device=ids.device)
+        stop_requested[0] = stop_requested[0] or stopped()
+        return torch.full((len(ids),), stop_requested[0], device=ids.device)
 
     ids = torch.tensor([question], device=model.device)
-    how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    sampled: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature > 0:
         torch.manual_seed(sampling.seed)
-        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     criteria: Any = StoppingCriteriaList([is_stopped])
-    made = model.generate(
+    output_ids = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
-        pad_token_id=padding, eos_token_id=_ends(model, stops), streamer=pieces, stopping_criteria=criteria, **how,
+        pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria, **sampled,
     )  # fmt: skip
-    new = made[0, len(question) :].tolist()
+    new = output_ids[0, len(question) :].tolist()
     text = pieces.finish(new)
-    ended = bool(new) and new[-1] in _ends(model, stops)
-    return Streamed(text, len(new), time.perf_counter() - began, asked[0] and not ended, ended)
+    ended = bool(new) and new[-1] in _end_tokens(model, stops)
+    return Streamed(text, len(new), time.perf_counter() - began, stop_requested[0] and not ended, ended)
 
 
-def _ends(model: Any, stops: Collection[int]) -> list[int]:
+def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:
     """The tokens that end an answer: `stops` and the model's own."""
     own = model.generation_config.eos_token_id
-    known = own if isinstance(own, list) else [] if own is None else [own]
-    return sorted({*known, *stops})
+    own_ids = own if isinstance(own, list) else [] if own is None else [own]
+    return sorted({*own_ids, *stops})
 
 
 class _Pieces:
-    """transformers' streamer interface: decodes as tokens come and passes on text that later tokens can't change."""
+    """transformers' streamer interface: decodes tokens as they arrive and emits text that later tokens can't change."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
-        self._tokenizer, self._say = tokenizer, say
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        self._tokenizer, self._on_text = tokenizer, on_text
         self._ids: list[int] = []
-        self._prompt, self._said = True, ""
+        self._prompt, self._emitted = True, ""
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt first, then each token."""
@@ -125,21 +125,21 @@ class _Pieces:
         self._ids += value.reshape(-1).tolist()
         text = self._text(self._ids)
         if not text.endswith("\ufffd"):  # the first bytes of a character
-            self._pass_on(text)
+            self._emit(text)
 
     def end(self) -> None:
         """Called after the last token."""
 
     def finish(self, ids: list[int]) -> str:
-        """Pass on the rest; returns the whole text, which begins with all that was passed on."""
+        """Emit the remaining text; returns the whole text, which begins with all that was emitted."""
         text = self._text(ids)
-        self._pass_on(text)
-        return text if text.startswith(self._said) else self._said
+        self._emit(text)
+        return text if text.startswith(self._emitted) else self._emitted
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _pass_on(self, text: str) -> None:
-        if text.startswith(self._said) and len(text) > len(self._said):
-            self._say(text[len(self._said) :])
-            self._said = text
+    def _emit(self, text: str) -> None:
+        if text.startswith(self._emitted) and len(text) > len(self._emitted):
+            self._on_text(text[len(self._emitted) :])
+            self._emitted = text

@@ -1,4 +1,4 @@
-"""The input embedding's table in host memory: a micro-batch's rows of it are looked up there and copied to the card."""
+"""The input embedding's table in host memory: a micro-batch's rows of it are looked up there and copied to the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def offload_table(model: torch.nn.Module) -> None:
     """
     embedding: Any = base_of(model).get_input_embeddings()
     if "weight" not in getattr(embedding, "_parameters", {}) and hasattr(embedding, "weight"):
-        return  # it is there already
+        return  # it is in host memory already
     embedding = input_table(model)
     if embedding is None:
         raise RecipeError(
@@ -43,9 +43,9 @@ def offload_table(model: torch.nn.Module) -> None:
 
 def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the table for `ids`, on their device, which is synchronised."""
-    here = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
+    embeddings = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
     pinned = ids.is_cuda and not host_memory.is_forecast(ids)
-    rows, places = host_memory.host_empty(here, pinned=pinned), host_memory.host_empty(ids, pinned=False)
-    places.copy_(ids)
-    torch.index_select(self.weight, 0, places.view(-1), out=rows.view(-1, self.embedding_dim))
-    return here.copy_(rows, non_blocking=True)
+    rows, host_ids = host_memory.host_empty(embeddings, pinned=pinned), host_memory.host_empty(ids, pinned=False)
+    host_ids.copy_(ids)
+    torch.index_select(self.weight, 0, host_ids.view(-1), out=rows.view(-1, self.embedding_dim))
+    return embeddings.copy_(rows, non_blocking=True)

@@ -27,22 +27,22 @@ def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: 
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-def host_run(size: int, like: torch.Tensor) -> torch.Tensor:
-    """`size` uninitialised bytes of host memory, whole pages, that are kept for good; pinned for a CUDA tensor.
+def host_buffer(size: int, like: torch.Tensor) -> torch.Tensor:
+    """`size` uninitialised bytes of host memory, whole pages, that are never freed; pinned for a CUDA tensor.
 
-    On `meta` for a forecast's tensor. torch's allocator of pinned memory would round a run of 430 MB up to 512: these pages are
-    pinned by themselves. Raises RecipeError where the system refuses.
+    On `meta` for a forecast's tensor. torch's allocator of pinned memory would round 430 MB up to 512: these pages are
+    pinned directly. Raises RecipeError where the system refuses.
     """
     if is_forecast(like):
         return torch.empty(size, dtype=torch.uint8, device="meta")
     if not like.is_cuda:
         return torch.empty(size, dtype=torch.uint8)
     pages = torch.empty(size + PAGE, dtype=torch.uint8)
-    run = pages[-pages.data_ptr() % PAGE :][:size]
-    error = torch.cuda.cudart().cudaHostRegister(run.data_ptr(), size, 0)
+    buffer = pages[-pages.data_ptr() % PAGE :][:size]
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
     if int(error):
         raise RecipeError(
             f"{size:,} bytes of host memory can't be pinned for an offloaded layer: CUDA error {int(error)}",
             "Free host memory or raise its limit (ulimit -l), offload fewer layers, or set layer_offloading=nvme.",
         )
-    return run
+    return buffer

@@ -22,7 +22,7 @@ _OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds"
 
 
 class NoLanguageModelError(ValueError):
-    """The model has no language model that can be trained by itself."""
+    """The model has no language model that can be trained alone."""
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -40,8 +40,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     whole = image_text_class(config)
     if is_multimodal(config):
         return _text_only(whole)
-    found = causal_class(config)
-    return whole if found is None and whole is not None and whole.__name__.endswith("ForCausalLM") else found
+    causal = causal_class(config)
+    return whole if causal is None and whole is not None and whole.__name__.endswith("ForCausalLM") else causal
 
 
 def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
@@ -57,7 +57,7 @@ def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | 
 def outside_language_model(model: Any) -> str | None:
     """PEFT's `exclude_modules`: a pattern of the modules that the whole model has beside these; None for a model of text."""
     path = getattr(model, "language_model_path", None)
-    return path and rf"(?!({'|'.join(map(re.escape, _kept(model)))})(\.|$)).*"
+    return path and rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
 
 
 @cache
@@ -110,39 +110,39 @@ def _keep_language_model(model: Any) -> None:
     own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
     decoder = own[0] if own else model.get_decoder()
     names = {id(module): name for name, module in model.named_modules()}
-    path = names.get(id(decoder), "")
-    parent = path.rpartition(".")[0]
-    own_head = bool(path) and _has_head(decoder)
-    if not path or not isinstance(decoder, PreTrainedModel) or not (own_head or (parent and hasattr(model, "lm_head"))):
+    decoder_path = names.get(id(decoder), "")
+    parent = decoder_path.rpartition(".")[0]
+    own_head = bool(decoder_path) and _has_head(decoder)
+    if not decoder_path or not isinstance(decoder, PreTrainedModel) or not (own_head or (parent and hasattr(model, "lm_head"))):
         raise NoLanguageModelError("its language model can't be separated from its other parts")
-    model.language_model_path = path
-    kept = _kept(model)
-    for place in {"", parent}:
-        module = model.get_submodule(place)
+    model.language_model_path = decoder_path
+    kept_names = _kept_modules(model)
+    for path in {"", parent}:
+        module = model.get_submodule(path)
         parts = [*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for child, _ in parts:
-            name = f"{place}.{child}" if place else child
-            if not any(name == other or other.startswith(f"{name}.") for other in kept):
+            name = f"{path}.{child}" if path else child
+            if not any(name == other or other.startswith(f"{name}.") for other in kept_names):
                 delattr(module, child)
     whole = model.get_submodule(parent)
-    whole.forward = _passing_text_to(decoder, whole)
+    whole.forward = _text_forward(decoder, whole)
 
 
-def _kept(model: Any) -> list[str]:
-    """Names of what is kept of the whole model: the language model, and the output layer where that is beside it."""
+def _kept_modules(model: Any) -> list[str]:
+    """Names of the modules that are kept: the language model, and the output layer where that is outside it."""
     path = model.language_model_path
     return [path] if _has_head(_decoder(model)) else [path, "lm_head"]
 
 
-def _passing_text_to(decoder: Any, whole: Any) -> Any:
+def _text_forward(decoder: Any, whole: Any) -> Any:
     """A forward of `whole` that calls only its language model, without the arguments that concern its other parts."""
     of_whole = inspect.signature(type(whole).forward)
     others = set(of_whole.parameters) - set(inspect.signature(decoder.forward).parameters) - _OF_TEXT
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        given = of_whole.bind(whole, *arguments).arguments | named
-        given = {name: value for name, value in given.items() if name not in others and value is not whole}
-        return _TextOutput.of(decoder(**given))
+        call_arguments = of_whole.bind(whole, *arguments).arguments | named
+        call_arguments = {name: value for name, value in call_arguments.items() if name not in others and value is not whole}
+        return _TextOutput.of(decoder(**call_arguments))
 
     return forward
 

@@ -1,8 +1,8 @@
 """Frozen weights of decoder layers in host memory or in a file; a few layers of them are on the card at a time.
 
-The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one run of bytes. On the card there are `BUFFERS`
-buffers, and the parameters of the i-th offloaded layer are views of buffer i mod BUFFERS for good: only what the buffer holds
-changes. So what autograd keeps of a weight stays a view of the buffer that holds the layer again in its backward. That needs
+The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one block of bytes. On the card are `BUFFERS`
+buffers, and the parameters of the i-th offloaded layer are always views of buffer i mod BUFFERS: only the buffer's content
+changes. A weight that autograd saves is a view of the buffer, which holds the layer again during its backward. That needs
 every offloaded layer to be recomputed; one that is not is refused when it runs.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from finetune.compat.peft import before_magnitudes
 from finetune.compat.torch import without_modes
-from finetune.compat.transformers import loading_in_order, wrap_checkpoint
+from finetune.compat.transformers import sequential_loading, wrap_checkpoint
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
 from finetune.model import host_memory
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 #: Layers on the card at a time: one that computes and one that arrives.
 BUFFERS = 2
-#: Each tensor of a run begins at a multiple of this, as CUDA kernels read many bytes at a time.
+#: Each tensor of a layer's bytes begins at a multiple of this, as CUDA kernels read many bytes at a time.
 ALIGN = 256
 
 
 @dataclass(frozen=True)
-class Spot:
-    """Where one tensor lies in a layer's run of bytes, and whose attribute it is."""
+class TensorSlot:
+    """Offset of one tensor in a layer's bytes, and the attribute of `owner` that holds it."""
 
     owner: Any
     attribute: str
@@ -49,29 +49,29 @@ class Spot:
     start: int
     size: int
 
-    def view(self, run: torch.Tensor) -> torch.Tensor:
-        """The tensor's place in a run or a buffer, with its dtype and shape."""
-        return run[self.start : self.start + self.size].view(self.dtype).view(self.shape)
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of a layer's bytes, with its dtype and shape."""
+        return buffer[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor as it is now."""
         return getattr(self.owner, self.attribute)
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Make this the tensor; of a parameter its data."""
+    def set_tensor(self, tensor: torch.Tensor) -> None:
+        """Replace the tensor; of a parameter its data."""
         setattr(self.owner, self.attribute, tensor)
 
 
-def spots_of(layer: torch.nn.Module) -> list[Spot]:
-    """The frozen tensors of a layer that leave the card, one behind the other: parameters of two dimensions and more, and what
-    4-bit ones are scaled with. Norms and biases stay. Raises RecipeError for int8 weights."""
-    spots, start = [], 0
+def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
+    """The offloaded tensors of a layer, with their offsets: frozen parameters of two dimensions and more, and the scales of
+    4-bit ones. Norms and biases stay. Raises RecipeError for int8 weights."""
+    slots, start = [], 0
     for owner, attribute in _frozen(layer):
         tensor = getattr(owner, attribute)
-        spots.append(Spot(owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes))
+        slots.append(TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes))
         start += -(-tensor.nbytes // ALIGN) * ALIGN
-    return spots
+    return slots
 
 
 def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
@@ -92,9 +92,9 @@ def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
                 yield from ((state, "offset"), (state.state2, "absmax"))
 
 
-def run_bytes(spots: list[Spot]) -> int:
-    """Bytes of a layer's run: whole pages."""
-    return -(-(spots[-1].start + spots[-1].size) // host_memory.PAGE) * host_memory.PAGE
+def layout_bytes(slots: list[TensorSlot]) -> int:
+    """Bytes of a layer in storage: whole pages."""
+    return -(-(slots[-1].start + slots[-1].size) // host_memory.PAGE) * host_memory.PAGE
 
 
 def offloaded_numbers(layers: int, count: int) -> list[int]:
@@ -103,85 +103,85 @@ def offloaded_numbers(layers: int, count: int) -> list[int]:
     return [number for number in range(layers) if (number + 1) * count // layers > number * count // layers]
 
 
-class Runs(Protocol):
-    """The runs of the offloaded layers, by their place among them."""
+class LayerStorage(Protocol):
+    """The bytes of the offloaded layers, by their index among them."""
 
-    def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Keep a layer's run, which `fill` writes. `like`: a tensor of the layer, for the device."""
+    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
+        """Store a layer's bytes, which `fill` writes. `like`: a tensor of the layer, for the device."""
 
-    def fetch(self, place: int, into: torch.Tensor, copies: Copies) -> Any:
-        """Start to copy a run to the card, behind what has been issued there; returns what `wait` takes."""
+    def fetch(self, index: int, into: torch.Tensor, copies: Copies) -> Any:
+        """Start to copy a layer to the card, after all work issued there; returns what `wait` takes."""
 
     def wait(self, started: Any, copies: Copies) -> None:
-        """Let all that is issued from now on begin after that copy."""
+        """Let all work issued from now on begin after that copy."""
 
 
-class HostRuns:
-    """Runs in host memory, pinned for CUDA."""
+class HostStorage:
+    """Layers in host memory, pinned for CUDA."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, torch.Tensor] = {}
+        self._storage: dict[int, torch.Tensor] = {}
 
-    def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Keep a run. Raises RecipeError where so much memory can't be pinned."""
-        self._runs[place] = host_memory.host_run(size, like)
-        fill(self._runs[place])
+    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
+        """Store a layer. Raises RecipeError where so much memory can't be pinned."""
+        self._storage[index] = host_memory.host_buffer(size, like)
+        fill(self._storage[index])
 
-    def fetch(self, place: int, into: torch.Tensor, copies: Copies) -> Any:
+    def fetch(self, index: int, into: torch.Tensor, copies: Copies) -> Any:
         """Start the copy."""
-        return copies.copy(into[: len(self._runs[place])], self._runs[place])
+        return copies.copy(into[: len(self._storage[index])], self._storage[index])
 
     def wait(self, started: Any, copies: Copies) -> None:
-        """Order what follows behind the copy."""
+        """Let all later work begin after the copy."""
         copies.wait(started)
 
 
-class FileRuns:
-    """Runs in a file, which a thread reads into host memory, from where they are copied to the card.
+class FileStorage:
+    """Layers in a file, which a thread reads into host memory, from where they are copied to the card.
 
-    `file` is open for reading and writing. Free memory of the machine keeps its pages: with enough, the drive is read once.
+    `file` is open for reading and writing. The page cache keeps its pages: with enough free memory, the drive is read once.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._end = file, 0
         self._spans: dict[int, tuple[int, int]] = {}
         self._staging: list[torch.Tensor] = []
-        self._copied: list[Any] = []  # of each staging buffer, the copy that it took part in last
+        self._copied: list[Any] = []  # the last copy from each staging buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
-    def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Write a run. Raises DiskFull."""
+    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
+        """Write a layer. Raises DiskFull."""
         self._stage(size, like)
-        run = self._staging[0][:size]
-        fill(run)
+        staging = self._staging[0][:size]
+        fill(staging)
         try:
             self._file.seek(self._end)
-            self._file.write(_bytes_of(run))
+            self._file.write(_bytes_of(staging))
             self._file.flush()
         except OSError as error:
             raise DiskFull(
                 f"the offloaded layers can't be written to {cache_dir()}: {error}",
                 "Free some space there or set FINETUNE_CACHE to a folder on another drive, or set layer_offloading=cpu.",
             ) from error
-        self._spans[place] = (self._end, size)
+        self._spans[index] = (self._end, size)
         self._end += size
 
     def _stage(self, size: int, like: torch.Tensor) -> None:
         if not self._staging or len(self._staging[0]) < size:
-            self._staging = [host_memory.host_run(size, like) for _ in range(BUFFERS)]
+            self._staging = [host_memory.host_buffer(size, like) for _ in range(BUFFERS)]
             self._copied = [None] * BUFFERS
 
-    def fetch(self, place: int, into: torch.Tensor, copies: Copies) -> Future[Any]:
-        """Start to read, and then to copy."""
-        return self._thread.submit(self._read, place, into, copies, copies.mark())
+    def fetch(self, index: int, into: torch.Tensor, copies: Copies) -> Future[Any]:
+        """Start to read, then to copy."""
+        return self._thread.submit(self._read, index, into, copies, copies.mark())
 
     def wait(self, started: Future[Any], copies: Copies) -> None:
-        """Wait until it is read, and order what follows behind the copy."""
+        """Wait until it is read, and let all later work begin after the copy."""
         copies.wait(started.result())
 
-    def _read(self, place: int, into: torch.Tensor, copies: Copies, free: Any) -> Any:
+    def _read(self, index: int, into: torch.Tensor, copies: Copies, free: Any) -> Any:
         self._staging.append(self._staging.pop(0))
-        copied, (start, size) = self._copied.pop(0), self._spans[place]
+        copied, (start, size) = self._copied.pop(0), self._spans[index]
         staging = self._staging[-1][:size]
         if copied is not None:
             copies.finish(copied)
@@ -193,176 +193,177 @@ class FileRuns:
         return self._copied[-1]
 
 
-def _bytes_of(run: torch.Tensor) -> memoryview:
-    array: Any = run.numpy()
+def _bytes_of(buffer: torch.Tensor) -> memoryview:
+    array: Any = buffer.numpy()
     return memoryview(array)
 
 
 class LayerOffloading:
-    """The offloaded layers of one model: puts them away while it is loaded, then has each on the card while it is used.
+    """The offloaded layers of one model: moves them to storage while the model is loaded, then fetches each before it is used.
 
-    `count`: how many of `layers` are offloaded, see `offloaded_numbers`. `copies`: how the buffers are filled; None is the
-    device's own way.
+    `count`: how many of `layers` are offloaded, see `offloaded_numbers`. `copies`: how the buffers are filled; None: as is
+    usual on the device.
     """
 
-    def __init__(self, layers: list[torch.nn.Module], runs: Runs, *, count: int, copies: Copies | None = None) -> None:
+    def __init__(
+        self, layers: list[torch.nn.Module], storage: LayerStorage, *, count: int, copies: Copies | None = None
+    ) -> None:
         self._layers = [layers[number] for number in offloaded_numbers(len(layers), count)]
-        self._runs, self._copies = runs, copies
-        self._spots: dict[int, list[Spot]] = {}
-        self._place_of = {id(module): place for place, layer in enumerate(self._layers) for module in layer.modules()}
+        self._storage, self._copies = storage, copies
+        self._layouts: dict[int, list[TensorSlot]] = {}
+        self._index_of = {id(module): index for index, layer in enumerate(self._layers) for module in layer.modules()}
         self._missing = {
-            place: {
-                (id(module), name) for module in layer.modules() for name, one in module._parameters.items() if one is not None
-            }
-            for place, layer in enumerate(self._layers)
+            index: {(id(module), name) for module in layer.modules() for name, p in module._parameters.items() if p is not None}
+            for index, layer in enumerate(self._layers)
         }
         self.buffers: list[torch.Tensor] = []
-        self._holds: list[int | None] = []  # the place of the layer that a buffer holds or is about to hold
+        self._buffered_layers: list[int | None] = []  # the index of the layer that a buffer holds or is about to hold
         self._arriving: dict[int, Any] = {}  # the copy into a buffer, until it was waited for
         self._running: int | None = None
         self.moved_bytes = 0
 
-    def loaded(self, module: torch.nn.Module, name: str) -> None:
-        """A parameter was loaded: when it is the last one of its layer, the layer is put away."""
-        place = self._place_of.get(id(module))
-        if place is not None and place not in self._spots:
-            self._missing[place].discard((id(module), name))
-            if not self._missing[place]:
-                self._put_away(place)
+    def on_parameter_loaded(self, module: torch.nn.Module, name: str) -> None:
+        """Offload the layer of a parameter that was loaded, when it was the last one of the layer."""
+        index = self._index_of.get(id(module))
+        if index is not None and index not in self._layouts:
+            self._missing[index].discard((id(module), name))
+            if not self._missing[index]:
+                self._offload(index)
 
-    def _put_away(self, place: int) -> None:
-        spots = self._spots[place] = spots_of(self._layers[place])
+    def _offload(self, index: int) -> None:
+        slots = self._layouts[index] = tensor_layout(self._layers[index])
 
-        def fill(run: torch.Tensor) -> None:
-            for spot in spots:
-                spot.view(run).copy_(spot.tensor)
+        def fill(buffer: torch.Tensor) -> None:
+            for tensor_slot in slots:
+                tensor_slot.view(buffer).copy_(tensor_slot.tensor)
 
-        self._runs.add(place, run_bytes(spots), fill, spots[0].tensor)
-        for spot in spots:
-            spot.put(spot.tensor.new_empty(0))
+        self._storage.add(index, layout_bytes(slots), fill, slots[0].tensor)
+        for tensor_slot in slots:
+            tensor_slot.set_tensor(tensor_slot.tensor.new_empty(0))
 
     def finish(self) -> None:
-        """After loading: make the buffers, and let every offloaded layer find its weights there."""
-        for place in set(self._missing) - set(self._spots):
-            self._put_away(place)
-        like, size = self._spots[0][0].tensor, max(map(run_bytes, self._spots.values()))
-        self.buffers = [like.new_empty(size, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._spots)))]
-        self._holds = [None] * len(self.buffers)
+        """After loading: allocate the buffers, and make the weights of every offloaded layer views of them."""
+        for index in set(self._missing) - set(self._layouts):
+            self._offload(index)
+        like, size = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
+        self.buffers = [like.new_empty(size, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._layouts)))]
+        self._buffered_layers = [None] * len(self.buffers)
         if self._copies is None:
             self._copies = SideStream(like.device) if like.device.type == "cuda" else InOrder()
-        for place, layer in enumerate(self._layers):
-            for spot in self._spots[place]:
-                spot.put(spot.view(self.buffers[self._slot(place)]))
-            layer.register_forward_pre_hook(functools.partial(self._before_layer, place))
+        for index, layer in enumerate(self._layers):
+            for tensor_slot in self._layouts[index]:
+                tensor_slot.set_tensor(tensor_slot.view(self.buffers[self._buffer_index(index)]))
+            layer.register_forward_pre_hook(functools.partial(self._before_layer, index))
             for part in layer.children():
                 if any(parameter.dim() > 1 for parameter in part.parameters()):
-                    part.register_forward_pre_hook(functools.partial(self._before_part, place))
+                    part.register_forward_pre_hook(functools.partial(self._before_part, index))
 
-    def recompute(self) -> None:
-        """Have the weights of each layer on the card when it is recomputed; once gradient checkpointing is on."""
-        for place, layer in enumerate(self._layers):
-            wrap_checkpoint(layer, functools.partial(_Recomputed, self, place))
+    def wrap_checkpoints(self) -> None:
+        """Fetch the weights of each layer before it is recomputed; call it once gradient checkpointing is on."""
+        for index, layer in enumerate(self._layers):
+            wrap_checkpoint(layer, functools.partial(_Recomputed, self, index))
 
-    def use(self, place: int, step: int = 1) -> None:
-        """Before work of an offloaded layer: its weights are there for what is issued next, and those of the next one, `step`
-        further, are on their way."""
-        self.have(place)
-        following = place + step
+    def fetch_and_prefetch(self, index: int, step: int = 1) -> None:
+        """Before an offloaded layer runs: fetch its weights for the work issued next, and start to fetch those of the layer
+        `step` further."""
+        self.ensure_on_device(index)
+        following = index + step
         if step > 0 and not torch.is_grad_enabled():  # evaluation and answers begin with the first layer again
             following %= len(self._layers)
-        if following in self._spots and self._slot(following) != self._slot(place):
+        if following in self._layouts and self._buffer_index(following) != self._buffer_index(index):
             self._fetch(following)
 
-    def have(self, place: int) -> None:
-        """Let what is issued next find a layer's weights on the card."""
-        self._fetch(place)
-        self._arrive(self._slot(place))
+    def ensure_on_device(self, index: int) -> None:
+        """Fetch a layer's weights for the work issued next."""
+        self._fetch(index)
+        self._wait_for_copy(self._buffer_index(index))
 
-    def have_module(self, module: torch.nn.Module) -> None:
-        """The same for the layer that a module is in, if that is offloaded. A forecast's has no weights yet."""
-        place = self._place_of.get(id(module))
-        if place is not None and self.buffers:
-            self.have(place)
+    def ensure_module_on_device(self, module: torch.nn.Module) -> None:
+        """The same for the layer that contains a module, if that is offloaded. A forecast's has no weights yet."""
+        index = self._index_of.get(id(module))
+        if index is not None and self.buffers:
+            self.ensure_on_device(index)
 
-    def _fetch(self, place: int) -> None:
-        slot = self._slot(place)
-        if self._holds[slot] == place:
+    def _fetch(self, index: int) -> None:
+        buffer_index = self._buffer_index(index)
+        if self._buffered_layers[buffer_index] == index:
             return
         assert self._copies is not None
-        self._arrive(slot)
+        self._wait_for_copy(buffer_index)
         with without_modes():  # that of selective checkpointing expects the operators of the forward pass, without copies
-            self._arriving[slot] = self._runs.fetch(place, self.buffers[slot], self._copies)
-        self._holds[slot] = place
-        self.moved_bytes += run_bytes(self._spots[place])
+            self._arriving[buffer_index] = self._storage.fetch(index, self.buffers[buffer_index], self._copies)
+        self._buffered_layers[buffer_index] = index
+        self.moved_bytes += layout_bytes(self._layouts[index])
 
-    def _arrive(self, slot: int) -> None:
-        if slot not in self._arriving:
+    def _wait_for_copy(self, buffer_index: int) -> None:
+        if buffer_index not in self._arriving:
             return
         assert self._copies is not None
-        started, place, self._holds[slot] = self._arriving.pop(slot), self._holds[slot], None  # none, if it does not arrive
+        started, index = self._arriving.pop(buffer_index), self._buffered_layers[buffer_index]
+        self._buffered_layers[buffer_index] = None  # stays so if the copy fails
         with without_modes():
-            self._runs.wait(started, self._copies)
-        self._holds[slot] = place
+            self._storage.wait(started, self._copies)
+        self._buffered_layers[buffer_index] = index
 
-    def _slot(self, place: int) -> int:
-        return place % len(self.buffers)
+    def _buffer_index(self, index: int) -> int:
+        return index % len(self.buffers)
 
     @contextmanager
-    def recomputing(self, place: int) -> Iterator[None]:
-        """Inside, the layer runs by its checkpoint function, for the first time or again."""
-        before, self._running = self._running, place
+    def recomputing(self, index: int) -> Iterator[None]:
+        """Inside, the layer runs through its checkpoint function, in forward or recomputation."""
+        before, self._running = self._running, index
         try:
             yield
         finally:
             self._running = before
 
-    def _before_layer(self, place: int, _layer: Any, _inputs: Any) -> None:
+    def _before_layer(self, index: int, _layer: Any, _inputs: Any) -> None:
         if not torch.is_grad_enabled():  # else its checkpoint function does
-            self.use(place)
+            self.fetch_and_prefetch(index)
 
-    def _before_part(self, place: int, _part: Any, _inputs: Any) -> None:
-        if torch.is_grad_enabled() and self._running != place:
+    def _before_part(self, index: int, _part: Any, _inputs: Any) -> None:
+        if torch.is_grad_enabled() and self._running != index:
             raise RuntimeError(
                 "an offloaded layer is not recomputed: its backward would read the weights of another one. Every layer needs "
                 "gradient checkpointing; where there is no backward, use torch.no_grad()"
             )
-        slot = self._slot(place)
-        if self._holds[slot] != place or slot in self._arriving:
+        buffer_index = self._buffer_index(index)
+        if self._buffered_layers[buffer_index] != index or buffer_index in self._arriving:
             raise RuntimeError("a part of an offloaded layer runs by itself, without its weights: call the whole layer")
 
 
 class _Recomputed:
     """A layer's checkpoint function, with the layer's weights on the card in forward, recomputation and backward."""
 
-    def __init__(self, offloading: LayerOffloading, place: int, checkpoint: Callable[..., Any]) -> None:
-        self._offloading, self._place, self._checkpoint = offloading, place, checkpoint
+    def __init__(self, offloading: LayerOffloading, index: int, checkpoint: Callable[..., Any]) -> None:
+        self._offloading, self._index, self._checkpoint = offloading, index, checkpoint
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Run the layer and save its inputs."""
 
-        def present(*again: Any) -> Any:
-            self._offloading.have(self._place)  # it is there, unless something recomputes layers in another order
-            with self._offloading.recomputing(self._place):
-                return function(*again)
+        def run_layer(*layer_inputs: Any) -> Any:
+            self._offloading.ensure_on_device(self._index)  # already there unless layers are recomputed in another order
+            with self._offloading.recomputing(self._index):
+                return function(*layer_inputs)
 
-        self._offloading.use(self._place)
-        outputs = self._checkpoint(present, *inputs)
+        self._offloading.fetch_and_prefetch(self._index)
+        outputs = self._checkpoint(run_layer, *inputs)
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         if hidden.requires_grad:  # before all of the layer's backward: a 4-bit matmul's reads the weight, not what is saved
-            hidden.register_hook(lambda _: self._offloading.use(self._place, -1))
+            hidden.register_hook(lambda _: self._offloading.fetch_and_prefetch(self._index, -1))
         return outputs
 
 
-class StoredRuns(FileRuns):
-    """Runs that are in the file of quantised weights already; nothing is written."""
+class QuantisedFileStorage(FileStorage):
+    """Layers that are in the file of quantised weights already; nothing is written."""
 
     def __init__(self, store: Store, numbers: list[int]) -> None:
         super().__init__(store.file)
-        self._places = [store.place(f"layers.{number}")[0] for number in numbers]
+        self._starts = [store.byte_range(f"layers.{number}")[0] for number in numbers]
 
-    def add(self, place: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Note where a run is: the matrices and their tables are the beginning of the layer's run in the file."""
-        self._spans[place] = (self._places[place], size)
+    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
+        """Note the layer's offset: its matrices and their tables are the beginning of the layer's part of the file."""
+        self._spans[index] = (self._starts[index], size)
         self._stage(size, like)
 
 
@@ -375,34 +376,34 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
         raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
-    runs: Runs = HostRuns()
+    storage: LayerStorage = HostStorage()
     if settings.layer_offloading == "nvme" and store is not None:
-        runs = StoredRuns(store, offloaded_numbers(len(decoder_layers(model)), settings.offloaded_layers))
+        storage = QuantisedFileStorage(store, offloaded_numbers(len(decoder_layers(model)), settings.offloaded_layers))
     elif settings.layer_offloading == "nvme" and weights:
         folder = cache_dir() / "layers"
         folder.mkdir(parents=True, exist_ok=True)
-        runs = FileRuns(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - open as long as the model lives
-    return LayerOffloading(decoder_layers(model), runs, count=settings.offloaded_layers)
+        storage = FileStorage(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - open as long as the model lives
+    return LayerOffloading(decoder_layers(model), storage, count=settings.offloaded_layers)
 
 
 @contextmanager
 def layers_offloaded(settings: Settings) -> Iterator[Callable[[Any], None]]:
-    """Inside, a model that transformers loads has its layers put away one by one; the yielded function finishes that."""
-    made: list[LayerOffloading] = []
+    """Inside, a model that transformers loads has its layers offloaded one by one; the yielded function finishes that."""
+    offloadings: list[LayerOffloading] = []
 
     def loaded(model: Any, module: Any, name: str) -> None:
-        if not made:
-            made.append(offload_layers(model, settings, weights=True))
+        if not offloadings:
+            offloadings.append(offload_layers(model, settings, weights=True))
         parameter = module._parameters.get(name)
         if parameter is not None:
             parameter.requires_grad_(False)
-        made[0].loaded(module, name)
+        offloadings[0].on_parameter_loaded(module, name)
 
     def finish(model: Any) -> None:
-        made[0].finish()
-        model.layer_offloading = made[0]
+        offloadings[0].finish()
+        model.layer_offloading = offloadings[0]
 
-    with loading_in_order(loaded):
+    with sequential_loading(loaded):
         yield finish
 
 
@@ -414,4 +415,4 @@ def offloading_of(model: torch.nn.Module) -> LayerOffloading | None:
 def weights_for_magnitudes(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Inside, DoRA, which computes its magnitudes from the weights of one layer after another, finds them on the card."""
     offloading = offloading_of(model)
-    return contextlib.nullcontext() if offloading is None else before_magnitudes(offloading.have_module)
+    return contextlib.nullcontext() if offloading is None else before_magnitudes(offloading.ensure_module_on_device)

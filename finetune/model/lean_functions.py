@@ -1,7 +1,7 @@
-"""Forward and backward of frozen layers with LoRA, written so that autograd keeps 16-bit tensors, and each once.
+"""Forward and backward of frozen layers with LoRA that save 16-bit tensors for backward, each once.
 
-Keeping and recomputing as in Unsloth's and torchtune's kernels and in "Reducing Activation Recomputation" (Korthikanti et al.,
-2022, arXiv 2205.05198), in plain torch operators: the same code on a card, on a CPU and on fake tensors.
+Saving and recomputing as in Unsloth's and torchtune's kernels and "Reducing Activation Recomputation" (Korthikanti
+et al., 2022, arXiv 2205.05198), in plain torch operators: the same code on a card, on a CPU and on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FP32_TILE = 2**24
 #: without CUDA forecasts its forward as the operators that it consists of, with fp32 copies.
 FUSED_NORM = False
 
-Again = Callable[[], torch.Tensor]
+ReadInput = Callable[[], torch.Tensor]
 #: a and b in the dtype of computation.
 Cast = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -68,39 +68,39 @@ class NormForm(NamedTuple):
 
 
 class LoraLinear(torch.autograd.Function):
-    """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in). Keeps x, or only the norm that can make it again."""
+    """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in). Saves x, or only the norm that can recompute it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: Linear, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
-        """`norm`: the node of the RMSNorm that made x, or None. a and b are given once more, for their gradients."""
+        """`norm`: the autograd node of the RMSNorm that computed x, or None. a and b are passed again for their gradients."""
         (cast,) = _cast([linear], x.dtype)
-        out, low = _forward(_flat(x), linear, cast)
+        out, lora_act = _forward(_flat(x), linear, cast)
         ctx.linear, ctx.norm = linear, norm
-        ctx.save_for_backward(_kept(x, norm, [linear]), low)
+        ctx.save_for_backward(_saved_input(x, norm, [linear]), lora_act)
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gradients of x, a and b."""
-        x, low = ctx.saved_tensors
+        x, lora_act = ctx.saved_tensors
         (cast,) = _cast([ctx.linear], grad.dtype)
-        want_x = ctx.needs_input_grad[0]
-        dx, da, db = _backward(_flat(grad), ctx.linear, cast, low, _again(ctx.norm, x), want_x=want_x)
+        needs_dx = ctx.needs_input_grad[0]
+        dx, da, db = _backward(_flat(grad), ctx.linear, cast, lora_act, _input_reader(ctx.norm, x), needs_dx=needs_dx)
         return _shaped(dx, grad), None, None, da, db
 
 
 class GatedMlp(torch.autograd.Function):
-    """down(act(gate(x)) * up(x)) for `x` (..., hidden). Keeps what gate and up give."""
+    """down(act(gate(x)) * up(x)) for `x` (..., hidden). Saves the outputs of gate and up."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
         """(tokens, hidden). `norm`: as in LoraLinear."""
         casts = _cast(mlp.linears, x.dtype)
-        outs, lows = _entries(_flat(x), mlp, casts)
-        out, low_down = _forward(_product(outs, mlp), mlp.linears[-1], casts[-1])
+        outs, lora_acts = _gate_and_up(_flat(x), mlp, casts)
+        out, down_act = _forward(_product(outs, mlp), mlp.linears[-1], casts[-1])
         ctx.mlp, ctx.norm, ctx.shape = mlp, norm, x.shape
-        ctx.save_for_backward(_kept(x, norm, mlp.linears[:-1]), *outs, *lows, low_down)
+        ctx.save_for_backward(_saved_input(x, norm, mlp.linears[:-1]), *outs, *lora_acts, down_act)
         return out
 
     @staticmethod
@@ -108,17 +108,17 @@ class GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gradients of x and of each layer's a and b."""
         count = len(ctx.mlp.linears) - 1
-        x, *kept = ctx.saved_tensors
-        outs, lows, low_down = kept[:count], kept[count:-1], kept[-1]
-        casts, again = _cast(ctx.mlp.linears, grad.dtype), _again(ctx.norm, x)
-        dx, of_adapters = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lows, low_down, again, ctx.needs_input_grad[0])
-        return None if dx is None else dx.view(ctx.shape), None, None, *of_adapters
+        x, *saved = ctx.saved_tensors
+        outs, lora_acts, down_act = saved[:count], saved[count:-1], saved[-1]
+        casts, read_input = _cast(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
+        dx, grads = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lora_acts, down_act, read_input, ctx.needs_input_grad[0])
+        return None if dx is None else dx.view(ctx.shape), None, None, *grads
 
 
 class TiledMlp(torch.autograd.Function):
-    """GatedMlp for a layer that is recomputed, over tiles of `tile` tokens: backward makes gate and up of a tile again.
+    """GatedMlp for a layer that is recomputed, over tiles of `tile` tokens: backward recomputes gate and up of a tile.
 
-    After a norm it keeps nothing, so that recomputing its layer ends before it (torch's early stop): no matrix product is
+    After a norm it saves nothing, so recomputing its layer stops before it (torch's early stop): no matrix product is
     computed more often than without tiles. Gradients of a and b are summed over the tiles in fp32.
     """
 
@@ -127,61 +127,61 @@ class TiledMlp(torch.autograd.Function):
         """(tokens, hidden). `norm`: as in LoraLinear."""
         casts = _cast(mlp.linears, x.dtype)
 
-        def of_tile(part: torch.Tensor) -> torch.Tensor:
-            return _forward(_product(_entries(part, mlp, casts)[0], mlp), mlp.linears[-1], casts[-1])[0]
+        def tile_forward(part: torch.Tensor) -> torch.Tensor:
+            return _forward(_product(_gate_and_up(part, mlp, casts)[0], mlp), mlp.linears[-1], casts[-1])[0]
 
         ctx.mlp, ctx.norm, ctx.shape, ctx.tile = mlp, norm, x.shape, tile
         if norm is None:
             ctx.save_for_backward(x)
-        return in_tiles(of_tile, tile, _flat(x))
+        return in_tiles(tile_forward, tile, _flat(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gradients of x and of each layer's a and b."""
-        mlp, want_x = ctx.mlp, ctx.needs_input_grad[0]
-        x = _again(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
+        mlp, needs_dx = ctx.mlp, ctx.needs_input_grad[0]
+        x = _input_reader(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
         casts, flat = _cast(mlp.linears, grad.dtype), _flat(grad)
-        dx, sums = torch.empty_like(x) if want_x else None, list[Any]()
+        dx, sums = torch.empty_like(x) if needs_dx else None, list[Any]()
         for start in range(0, max(1, len(x)), ctx.tile):
             rows = slice(start, start + ctx.tile)
             part = x[rows]
-            outs, lows = _entries(part, mlp, casts)
-            again = functools.partial(_same, part)
-            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lows, None, again, want_x)
+            outs, lora_acts = _gate_and_up(part, mlp, casts)
+            read_input = functools.partial(_identity, part)
+            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lora_acts, None, read_input, needs_dx)
             if dx is not None and dx_part is not None:
                 dx[rows] = dx_part
-            for total, one in zip(sums, grads, strict=True) if sums else ():
+            for total, grad_part in zip(sums, grads, strict=True) if sums else ():
                 if total is not None:
-                    total.add_(one)
+                    total.add_(grad_part)
             sums = sums or grads
-            del outs, lows, dx_part, grads, again
+            del outs, lora_acts, dx_part, grads, read_input
         return None if dx is None else dx.view(ctx.shape), None, None, None, *sums
 
 
-def in_tiles(function: Callable[..., torch.Tensor], tile: int, *given: torch.Tensor) -> torch.Tensor:
+def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.Tensor) -> torch.Tensor:
     """`function` of tensors (tokens, ...), computed on `tile` tokens at a time."""
-    tokens = len(given[0])
+    tokens = len(tensors[0])
     if tokens <= tile:
-        return function(*given)
+        return function(*tensors)
     out = None
     for start in range(0, tokens, tile):
-        made = function(*(one[start : start + tile] for one in given))
-        out = made.new_empty(tokens, *made.shape[1:]) if out is None else out
-        out[start : start + tile] = made
-        del made  # before the next one is made
+        tile_out = function(*(tensor[start : start + tile] for tensor in tensors))
+        out = tile_out.new_empty(tokens, *tile_out.shape[1:]) if out is None else out
+        out[start : start + tile] = tile_out
+        del tile_out  # before the next one is computed
     assert out is not None
     return out
 
 
-def _entries(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
-    """What gate and up give for `x` (tokens, hidden), and the products with their a."""
-    outs, lows = zip(*(_forward(x, *each) for each in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
-    return outs, lows
+def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+    """Outputs of gate and up for `x` (tokens, hidden), and x @ A.T of each."""
+    outs, lora_acts = zip(*(_forward(x, *pair) for pair in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
+    return outs, lora_acts
 
 
 def _product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
-    gate, up = _halves(outs, mlp.swapped)
+    gate, up = _split_gate_up(outs, mlp.swapped)
     return mlp.act.forward(gate).mul_(up)
 
 
@@ -190,59 +190,59 @@ def _mlp_backward(
     mlp: Mlp,
     casts: list[Cast],
     outs: Sequence[torch.Tensor],
-    lows: Sequence[torch.Tensor | None],
-    low_down: torch.Tensor | None,
-    again: Again,
-    want_x: bool,
+    lora_acts: Sequence[torch.Tensor | None],
+    down_act: torch.Tensor | None,
+    read_input: ReadInput,
+    needs_dx: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Gradients of x and of each layer's a and b, all (tokens, ...). `low_down` None: it was not kept."""
+    """Gradients of x and of each layer's a and b, all (tokens, ...). `down_act` None: it was not saved."""
     *entries, down = mlp.linears
-    gate, up = _halves(outs, mlp.swapped)
+    gate, up = _split_gate_up(outs, mlp.swapped)
     activated = mlp.act.forward(gate)
-    product = activated * up  # the input of `down`, then the place of its gradient
-    if low_down is None and casts[-1][0] is not None:
-        low_down = _scaled_product(product, casts[-1][0].t(), down.scale)
-    _, *of_down = _backward(grad, down, casts[-1], low_down, functools.partial(_same, product), out=product)
-    # in the places of what they are made from, or in the halves of one tensor
+    product = activated * up  # the input of `down`, later overwritten by its gradient
+    if down_act is None and casts[-1][0] is not None:
+        down_act = _scaled_product(product, casts[-1][0].t(), down.scale)
+    _, *down_grads = _backward(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
+    # overwrite the tensors that they are computed from, or are the halves of one tensor
     d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
-    d_gate, d_up = _halves(d_outs, mlp.swapped)
+    d_gate, d_up = _split_gate_up(d_outs, mlp.swapped)
     torch.mul(activated, product, out=d_up)
     mlp.act.backward(product.mul_(up), gate, grad_input=d_gate)
-    dx, of_entries = None, []
-    for linear, cast, low, d_out in zip(entries, casts[:-1], lows, d_outs, strict=True):
-        dx, *of_one = _backward(d_out, linear, cast, low, again, into=dx, want_x=want_x)
-        of_entries += of_one
-    return dx, [*of_entries, *of_down]
+    dx, entry_grads = None, []
+    for linear, cast, lora_act, d_out in zip(entries, casts[:-1], lora_acts, d_outs, strict=True):
+        dx, *linear_grads = _backward(d_out, linear, cast, lora_act, read_input, into=dx, needs_dx=needs_dx)
+        entry_grads += linear_grads
+    return dx, [*entry_grads, *down_grads]
 
 
 class RmsNorm(torch.autograd.Function):
-    """RMSNorm over the last dimension with a frozen weight. Keeps its input and one fp32 number per row."""
+    """RMSNorm over the last dimension with a frozen weight. Saves its input and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
         """The normalised x, in the dtype of x."""
         out, rstd = rms_norm(x, weight, eps, form)
         ctx.save_for_backward(x, rstd, weight)
-        ctx.eps, ctx.form, ctx.kept, ctx.output = eps, form, None, None
+        ctx.eps, ctx.form, ctx.norm_inputs, ctx.output = eps, form, None, None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradient of x. It comes after the backward of all that read the output, so the output is freed here."""
-        x, rstd, weight = ctx.kept or ctx.saved_tensors
-        ctx.kept = ctx.output = None
+        """Gradient of x. It runs after the backward of all readers of the output, so the output is freed here."""
+        x, rstd, weight = ctx.norm_inputs or ctx.saved_tensors
+        ctx.norm_inputs = ctx.output = None
         if _is_fused(x, weight, ctx.form):
             return fused_rms_norm_backward(grad, x, rstd, weight), None, None, None
         weight32 = _weight32(weight, ctx.form)
 
-        def of_tile(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        def tile_backward(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
             scaled, x32 = grad * weight32, x.float()
             factor = (scaled * x32).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
             return scaled.mul_(rstd).addcmul_(x32, factor, value=-1).to(x.dtype)
 
         tile = max(1, _FP32_TILE // x.shape[-1])
-        return in_tiles(of_tile, tile, _flat(x), _flat(rstd), _flat(grad)).view(x.shape), None, None, None
+        return in_tiles(tile_backward, tile, _flat(x), _flat(rstd), _flat(grad)).view(x.shape), None, None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,7 +259,7 @@ def _is_fused(x: torch.Tensor, weight: torch.Tensor, form: NormForm) -> bool:
 
 
 def norm_of(x: torch.Tensor) -> Any:
-    """The node of the RmsNorm that made exactly `x`; None when something else did."""
+    """The autograd node of the RmsNorm whose output is `x`; None when it is not one's."""
     return x.grad_fn if isinstance(x.grad_fn, RmsNorm._backward_cls) else None  # type: ignore[attr-defined]
 
 
@@ -273,48 +273,48 @@ def _weight32(weight: torch.Tensor, form: NormForm) -> torch.Tensor:
     return weight.float() + 1.0 if form.plus_one else weight.float()
 
 
-def _again(norm: Any, x: torch.Tensor | None) -> Again:
-    """The flat input of a layer: the kept one, or what `norm` gave, made once for all its readers.
+def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
+    """Reads the flat input of a layer: the saved one, or the output of `norm`, recomputed once for all its readers.
 
-    Gradient checkpointing lets saved tensors be unpacked once, so the node keeps them for its own backward, too.
+    Gradient checkpointing lets saved tensors be unpacked once, so the node also holds them for its own backward.
     """
 
-    def made() -> torch.Tensor:
+    def read_input() -> torch.Tensor:
         if norm is None:
             assert x is not None
             return _flat(x)
         if norm.output is None:
-            x_of_norm, rstd, weight = norm.kept = norm.saved_tensors
+            x_of_norm, rstd, weight = norm.norm_inputs = norm.saved_tensors
             if _is_fused(x_of_norm, weight, norm.form):
                 norm.output = fused_rms_norm(x_of_norm, weight, norm.eps)[0]
             else:
                 norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
         return _flat(norm.output)
 
-    return made
+    return read_input
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _kept(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch.Tensor | None:
+def _saved_input(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch.Tensor | None:
     return x if norm is None and any(reader.trains_a for reader in readers) else None
 
 
 def _cast(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
-    """The fp32 adapters in the dtype of computation, cast in one kernel. Backward casts them again: keeping them would cost a
+    """The fp32 adapters in the dtype of computation, cast in one kernel. Backward casts them again: saving them would cost a
     layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16."""
     masters: list[Any] = [part for linear in linears for part in (linear.a, linear.b)]
-    cast = [one if one is None or one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in masters]
-    pairs = [(made, one) for made, one in zip(cast, masters, strict=True) if made is not one]
+    cast = [master if master is None or master.dtype == dtype else torch.empty_like(master, dtype=dtype) for master in masters]
+    pairs = [(copy, master) for copy, master in zip(cast, masters, strict=True) if copy is not master]
     if pairs:
         copy_all(*zip(*pairs, strict=True))
     return list(zip(cast[::2], cast[1::2], strict=True))
 
 
 def _forward(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(tokens, in) -> (tokens, out), and scale * x @ A.T, which has only rank columns and is kept."""
+    """(tokens, in) -> (tokens, out), and scale * x @ A.T, which has only rank columns and is saved."""
     weight, bias, state = linear[:3]
     if state is None:
         out = F.linear(x, weight, bias)
@@ -323,35 +323,35 @@ def _forward(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor,
     a, b = cast
     if a is None or b is None:
         return out, None
-    low = _scaled_product(x, a.t(), linear.scale)
-    return out.addmm_(low, b.t()), low
+    lora_act = _scaled_product(x, a.t(), linear.scale)
+    return out.addmm_(lora_act, b.t()), lora_act
 
 
 def _backward(
     grad: torch.Tensor,
     linear: Linear,
     cast: Cast,
-    low: Any,
-    x: Again,
+    lora_act: Any,
+    x: ReadInput,
     *,
     into: torch.Tensor | None = None,
-    want_x: bool = True,
+    needs_dx: bool = True,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, A and B. That of x is added to `into`, or written to `out`, which may hold x."""
     (a, b), weight, da, db = cast, linear.weight, None, None
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
-        low_grad = _scaled_product(grad, b, linear.scale)
+        lora_grad = _scaled_product(grad, b, linear.scale)
         if linear.a.requires_grad:
-            da = torch.mm(low_grad.t(), x()).to(linear.a.dtype)
+            da = torch.mm(lora_grad.t(), x()).to(linear.a.dtype)
         if linear.b.requires_grad:
-            db = torch.mm(grad.t(), low).to(linear.b.dtype)
-    if not want_x:
+            db = torch.mm(grad.t(), lora_act).to(linear.b.dtype)
+    if not needs_dx:
         return None, da, db
     if linear.state is not None:
         weight = dequantize_4bit(weight.view(-1, 1), linear.state).to(grad.dtype)
     dx = torch.mm(grad, weight, out=out) if into is None else into.addmm_(grad, weight)
-    return dx if a is None else dx.addmm_(low_grad, a), da, db
+    return dx if a is None else dx.addmm_(lora_grad, a), da, db
 
 
 def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
@@ -359,7 +359,7 @@ def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> to
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
 
 
-def _halves(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up, of two tensors or of the two halves of one."""
     first, second = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
     return (second, first) if swapped else (first, second)

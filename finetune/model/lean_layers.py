@@ -1,4 +1,4 @@
-"""Lean layers: single modules of a model with adapters get a forward that keeps about half the bytes for backward.
+"""Lean layers: single modules of a model with adapters get a forward that saves about half the bytes for backward.
 
 Recognised are RMSNorms, gated MLPs, linear layers with LoRA and attention's RoPE, by what they consist of and by what they
 compute: the class's own forward is tried on small random values. Anything else, and a module in another state (merged, several
@@ -45,7 +45,7 @@ class GatedParts(NamedTuple):
 
 
 def make_lean(layers: list[torch.nn.Module]) -> None:
-    """Give modules of these decoder layers lean forwards, as attributes of the instances. `undo_lean` takes them away."""
+    """Give modules of these decoder layers lean forwards, as attributes of the instances. `undo_lean` removes them."""
     undo_lean(layers)
     with with_values():
         for module in (module for layer in layers for module in layer.modules()):
@@ -56,13 +56,13 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
 def _make_lean(module: torch.nn.Module) -> None:
     if type(module) in _ADAPTED:
         if type(_base(module)) in (torch.nn.Linear, Linear4bit):
-            _put(module, _linear_forward)
+            _set_forward(module, _linear_forward)
     elif form := norm_form(module):
-        _put(module, _norm_forward, form=form)
+        _set_forward(module, _norm_forward, form=form)
     elif parts := gated_parts(module):
-        _put(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
+        _set_forward(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
     elif forward := rotary_forward(module):
-        _put(module, forward, rotary=True)
+        _set_forward(module, forward, rotary=True)
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
@@ -72,14 +72,14 @@ def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
 
 
 def undo_lean(layers: list[torch.nn.Module]) -> None:
-    """Take away what `make_lean` has put in."""
+    """Remove the forwards that `make_lean` has set."""
     for module in (module for layer in layers for module in layer.modules()):
         if vars(module).pop("lean", None) is not None:
             del vars(module)["forward"]
 
 
-def lean_words(layer: torch.nn.Module) -> str:
-    """What of a decoder layer is lean, and which layers with adapters and norms run as before, in words."""
+def lean_summary(layer: torch.nn.Module) -> str:
+    """Summary of a decoder layer's lean modules, and of its layers with adapters and norms that run as before."""
     lean: Counter[str] = Counter()
     before: Counter[str] = Counter()
     inside = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
@@ -105,12 +105,12 @@ def _lean(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module).get("lean", {})
 
 
-def _put(module: Any, forward: Any, **lean: Any) -> None:
+def _set_forward(module: Any, forward: Any, **lean: Any) -> None:
     vars(module).update(forward=MethodType(forward, module), lean={"forward": forward.__name__, **lean})
 
 
 def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    linear = None if args or named else _read(self, x)
+    linear = None if args or named else _linear_of(self, x)
     if linear is None or linear.a is None:
         return type(self).forward(self, x, *args, **named)
     return functions.LoraLinear.apply(x, linear, functions.norm_of(x), linear.a, linear.b)
@@ -119,9 +119,9 @@ def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> tor
 def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     parts, tile = self.lean["parts"], self.lean.get("tile", 0)
     tiled = 0 < tile < x.numel() // x.shape[-1]
-    found = () if args or named else tuple(_read(getattr(self, name), x) for name in parts.linears)
-    linears = tuple(linear for linear in found if linear)
-    if not linears or len(linears) < len(found):
+    candidates = () if args or named else tuple(_linear_of(getattr(self, name), x) for name in parts.linears)
+    linears = tuple(linear for linear in candidates if linear)
+    if not linears or len(linears) < len(candidates):
         whole = functools.partial(type(self).forward, self)
         if args or named or torch.is_grad_enabled() or not tiled:
             return whole(x, *args, **named)
@@ -143,19 +143,19 @@ def _norm_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch
     return functions.RmsNorm.apply(x, weight, _eps(self), form)
 
 
-def _read(module: Any, x: torch.Tensor) -> Linear | None:
+def _linear_of(module: Any, x: torch.Tensor) -> Linear | None:
     """`module` as it is now; None unless it is a frozen linear layer, with at most one plain adapter, for the dtype of x."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     if not torch.is_grad_enabled() or (autocast and x.dtype != torch.get_autocast_dtype(device)):
         return None
     if type(module) not in _ADAPTED:
-        return _read_base(module, x.dtype)
+        return _frozen_linear(module, x.dtype)
     names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1 or module.disable_adapters or module.merged or not is_plain(module, names[0]):
         return None
     a, b = module.lora_A[names[0]], module.lora_B[names[0]]
-    base = _read_base(module.base_layer, x.dtype)
+    base = _frozen_linear(module.base_layer, x.dtype)
     if base is None or any(map(has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
         return None
     return Linear(*base[:3], a.weight, b.weight, module.scaling[names[0]])
@@ -168,7 +168,7 @@ def is_plain(module: Any, name: str) -> bool:
     return not (drops or odd)
 
 
-def _read_base(base: Any, dtype: torch.dtype) -> Linear | None:
+def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     weight, bias = base.weight, base.bias
     if weight.requires_grad or (bias is not None and bias.requires_grad) or has_forward_hooks(base):
         return None
@@ -194,9 +194,9 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
     if next(module.buffers(recurse=False), None) is not None or not isinstance(_eps(module), float):
         return None
     key = (type(module), weight.shape[0], _plain_values(module))
-    if key not in _KNOWN:
-        _KNOWN[key] = next((form for form in _FORMS if _computes_norm(module, form)), None)
-    return _KNOWN[key]
+    if key not in _RECOGNISED:
+        _RECOGNISED[key] = next((form for form in _FORMS if _computes_norm(module, form)), None)
+    return _RECOGNISED[key]
 
 
 def gated_parts(module: torch.nn.Module) -> GatedParts | None:
@@ -210,14 +210,14 @@ def gated_parts(module: torch.nn.Module) -> GatedParts | None:
     bases: dict[str, Any] = {name: _base(part) for name, part in linears.items()}
     shapes = tuple((name, base.in_features, base.out_features) for name, base in bases.items())
     key = (type(module), shapes, type(children[others[0]]), _plain_values(module))
-    if key not in _KNOWN:
+    if key not in _RECOGNISED:
         candidates = _candidates(bases, others[0])
-        _KNOWN[key] = next((parts for parts in candidates if _computes_mlp(module, parts, children[parts.act])), None)
-    return _KNOWN[key]
+        _RECOGNISED[key] = next((parts for parts in candidates if _computes_mlp(module, parts, children[parts.act])), None)
+    return _RECOGNISED[key]
 
 
-#: What was found for a class with these shapes and settings: layers repeat, and a search forecasts the same model many times.
-_KNOWN: dict[Any, Any] = {}
+#: Form or parts of a class with these shapes and settings: layers repeat, and a search forecasts the same model many times.
+_RECOGNISED: dict[Any, Any] = {}
 
 
 def _base(module: torch.nn.Module) -> torch.nn.Module:
@@ -256,8 +256,8 @@ class _StandIn:
         return getattr(self.module, name)
 
 
-def _of_class(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor) -> torch.Tensor | None:
-    """What the class's forward makes of x with these parts; None when it needs anything else."""
+def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor) -> torch.Tensor | None:
+    """Output of the class's forward for x with these parts; None when it needs anything else."""
     try:
         with torch.no_grad():
             out = type(module).forward(_StandIn(module, **parts), x)  # type: ignore[arg-type]
@@ -273,11 +273,11 @@ def _computes_norm(module: Any, form: NormForm) -> bool:
     x, weight = torch.randn(4, size, generator=random), 1 + 0.3 * torch.randn(size, generator=random)
     x[2:] *= _eps(module) ** 0.5  # there eps counts
     for dtype in (torch.float32, torch.bfloat16):
-        given, scale = x.to(dtype), weight.to(dtype)
-        theirs = _of_class(module, {"weight": scale}, given)
+        inputs, scale = x.to(dtype), weight.to(dtype)
+        theirs = _class_forward(module, {"weight": scale}, inputs)
         if theirs is None:
             return False
-        ours = functions.rms_norm(given, scale, _eps(module), form)[0]
+        ours = functions.rms_norm(inputs, scale, _eps(module), form)[0]
         close = torch.allclose(ours, theirs, rtol=2e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
         if not close or (dtype == torch.bfloat16 and (ours != theirs).float().mean() > 0.01):
             return False
@@ -286,8 +286,8 @@ def _computes_norm(module: Any, form: NormForm) -> bool:
 
 def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
     """Whether its class computes down(act(gate(x)) * up(x)) with layers so named, also for large values."""
-    required = [each for each in inspect.signature(type(module).forward).parameters.values() if each.default is each.empty]
-    if len([each for each in required if each.kind is each.POSITIONAL_OR_KEYWORD]) != 2:  # self and x
+    required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
+    if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 2:  # self and x
         return False
     random = torch.Generator().manual_seed(0)
 
@@ -302,7 +302,7 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
         outs = [layers[name](x) for name in entries]
         first, second = outs if len(outs) == 2 else outs[0].chunk(2, -1)
         gate, up = (second, first) if parts.swapped else (first, second)
-        theirs = _of_class(module, {**layers, parts.act: act}, x)
+        theirs = _class_forward(module, {**layers, parts.act: act}, x)
         if theirs is None or not _equal(layers[down](act(gate) * up), theirs):
             return False
     return True
@@ -311,12 +311,12 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
 def _activation(act: torch.nn.Module) -> str:
     """Which known function a module computes; empty for another."""
     key = (type(act), _plain_values(act))
-    if key not in _KNOWN:
+    if key not in _RECOGNISED:
         x = torch.linspace(-12, 12, 97, dtype=torch.float64)
-        theirs = None if next(act.parameters(), None) is not None else _of_class(act, {}, x)
-        found = (name for name, (forward, _) in _ACTIVATIONS.items() if theirs is not None and _equal(forward(x), theirs))
-        _KNOWN[key] = next(found, "")
-    return _KNOWN[key]
+        theirs = None if next(act.parameters(), None) is not None else _class_forward(act, {}, x)
+        matches = (name for name, (forward, _) in _ACTIVATIONS.items() if theirs is not None and _equal(forward(x), theirs))
+        _RECOGNISED[key] = next(matches, "")
+    return _RECOGNISED[key]
 
 
 def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

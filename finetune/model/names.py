@@ -1,7 +1,7 @@
 """From a model's name as people type it to the hub id that the catalogue knows; never to another model.
 
 Names are compared as sets of words: family, version, size, date. How the weights are packed (GGUF, AWQ, bnb-4bit) and by whom
-is left out; whether a name is a chat model or a pretrained one is compared by itself.
+is left out; whether a name is a chat model or a pretrained one is compared apart.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Match:
 
 @dataclass(frozen=True)
 class _Name:
-    """A name taken apart. `words`: family, version, size and date; `kind`: chat, base or nothing said."""
+    """A parsed name. `terms`: family, version, size and date; `kind`: chat, base or nothing said."""
 
     account: str
-    words: frozenset[str]
+    terms: frozenset[str]
     optional: frozenset[str]
     kind: str
     packing: str
@@ -55,34 +55,34 @@ class _Name:
 
     @property
     def needed(self) -> frozenset[str]:
-        """The words without date and `v0.1`, which people leave out."""
-        return self.words - self.optional
+        """The terms without date and `v0.1`, which people leave out."""
+        return self.terms - self.optional
 
     @property
     def size(self) -> float | None:
-        """Billions of parameters in the name."""
-        sizes = [_SIZE.fullmatch(word) for word in self.words]
-        found = [(float((size[1] or "1x")[:-1]) * float(size[2])) / (1000 if size[3] == "m" else 1) for size in sizes if size]
-        return max(found, default=None)
+        """Billions of parameters, by the name."""
+        sizes = [_SIZE.fullmatch(word) for word in self.terms]
+        values = [(float((size[1] or "1x")[:-1]) * float(size[2])) / (1000 if size[3] == "m" else 1) for size in sizes if size]
+        return max(values, default=None)
 
     @property
     def family(self) -> str:
         """The letters: `qwen`, `deepseek distill llama r`."""
-        return " ".join(sorted(word for word in self.words if word.isalpha()))
+        return " ".join(sorted(word for word in self.terms if word.isalpha()))
 
     @property
     def versions(self) -> frozenset[str]:
-        return frozenset(word for word in self.words if not word.isalpha() and not _SIZE.fullmatch(word)) - self.optional
+        return frozenset(word for word in self.terms if not word.isalpha() and not _SIZE.fullmatch(word)) - self.optional
 
 
 def resolve(typed: str) -> Match | None:
     """The catalogue's id for `typed`; None when there is none, or more than one."""
-    found = _candidates(typed)
-    if len(found) != 1:
+    candidates = _candidates(typed)
+    if len(candidates) != 1:
         return None
     packing = _parsed(typed).packing
     packed = f" ({packing} weights are packed for inference; LoRA trains the original)" if packing else ""
-    return Match(found[0], "" if found[0] == typed else f"{typed} -> {found[0]}{packed}")
+    return Match(candidates[0], "" if candidates[0] == typed else f"{typed} -> {candidates[0]}{packed}")
 
 
 def is_known(typed: str) -> bool:
@@ -93,64 +93,64 @@ def is_known(typed: str) -> bool:
 def suggestions(typed: str, most: int = 4) -> list[str]:
     """Ids that may be meant, best first: the same words, or the same family with the nearest version and size."""
     wanted = _parsed(typed)
-    scores = {name: _likeness(wanted, known) for name, known in _known().items()}
+    scores = {name: _likeness(wanted, parsed) for name, parsed in _parsed_entries().items()}
     best = max(scores.values())
     close = [name for name in scores if scores[name] >= max(_LEAST, best - 1)]
-    found = _candidates(typed)
-    return list(dict.fromkeys([*found, *sorted(close, key=lambda name: -scores[name])]))[:most]
+    candidates = _candidates(typed)
+    return list(dict.fromkeys([*candidates, *sorted(close, key=lambda name: -scores[name])]))[:most]
 
 
-def _likeness(wanted: _Name, known: _Name) -> float:
-    alike = difflib.SequenceMatcher(None, wanted.family, known.family).ratio()
-    own, other = set(wanted.family.split()), set(known.family.split())
+def _likeness(wanted: _Name, entry: _Name) -> float:
+    alike = difflib.SequenceMatcher(None, wanted.family, entry.family).ratio()
+    own, other = set(wanted.family.split()), set(entry.family.split())
     if own and other and (other <= own or own <= other):  # as in my-llama-3.1-8b-finetune
         alike = max(alike, 0.85)
     if alike < 0.6:
         return 0.0
-    score = 6 * alike + 3.0 * bool(wanted.versions & known.versions) - 0.5 * len(wanted.versions ^ known.versions)
+    score = 6 * alike + 3.0 * bool(wanted.versions & entry.versions) - 0.5 * len(wanted.versions ^ entry.versions)
     size = wanted.size or (
-        known.size if known.size and f"{known.size:g}" in wanted.versions - known.versions else None
+        entry.size if entry.size and f"{entry.size:g}" in wanted.versions - entry.versions else None
     )  # Qwen3-8
-    if size and known.size:
-        score += 2.5 if size == known.size else -min(2.0, abs(size - known.size) / size)
-    return score + 0.6 * (wanted.kind == known.kind) + 0.3 * (wanted.account == known.account) - 0.05 * len(known.words)
+    if size and entry.size:
+        score += 2.5 if size == entry.size else -min(2.0, abs(size - entry.size) / size)
+    return score + 0.6 * (wanted.kind == entry.kind) + 0.3 * (wanted.account == entry.account) - 0.05 * len(entry.terms)
 
 
 def _candidates(typed: str) -> list[str]:
-    """Ids that `typed` can name: one, or all those that it does not tell apart."""
+    """Ids that `typed` can name: one, or all of an ambiguous name."""
     plain = _cleaned(typed)
-    exact = [name for name in _known() if plain in (name.lower(), name.lower().rpartition("/")[2])]
+    exact = [name for name in _parsed_entries() if plain in (name.lower(), name.lower().rpartition("/")[2])]
     wanted = _parsed(typed)
     if exact or not wanted.family:
         return exact
-    known = {
-        name: parsed for name, parsed in _known().items()
+    eligible = {
+        name: parsed for name, parsed in _parsed_entries().items()
         if not parsed.packing and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
     }  # fmt: skip
-    same = [name for name, parsed in known.items() if parsed.words == wanted.words]
-    loose = [name for name, parsed in known.items() if parsed.needed == wanted.words and parsed.words != wanted.words]
-    if wanted.tagged and same:
-        return _of_kind(wanted.kind, same)
-    found = _of_kind(wanted.kind, same + loose)
-    longer = [name for name, parsed in known.items() if parsed.words > wanted.words and name not in loose]
-    if same or not _of_kind(wanted.kind, longer):
-        return found
-    return found + _of_kind(wanted.kind, longer) if found else []
+    same_words = [name for name, parsed in eligible.items() if parsed.terms == wanted.terms]
+    loose = [name for name, parsed in eligible.items() if parsed.needed == wanted.terms and parsed.terms != wanted.terms]
+    if wanted.tagged and same_words:
+        return _of_kind(wanted.kind, same_words)
+    matches = _of_kind(wanted.kind, same_words + loose)
+    longer = [name for name, parsed in eligible.items() if parsed.terms > wanted.terms and name not in loose]
+    if same_words or not _of_kind(wanted.kind, longer):
+        return matches
+    return matches + _of_kind(wanted.kind, longer) if matches else []
 
 
 def _of_kind(kind: str, names: list[str]) -> list[str]:
     """Of names with the same words, those that are the chat model, or the pretrained one, or could be either."""
-    chats = {_known()[name].words for name in names if _known()[name].kind == "chat"}
-    plain = [name for name in names if _known()[name].kind == ""]
+    chats = {_parsed_entries()[name].terms for name in names if _parsed_entries()[name].kind == "chat"}
+    plain = [name for name in names if _parsed_entries()[name].kind == ""]
     if not kind:
         return plain or names
-    pretrained = [name for name in plain if entries()[name].pretrained or _known()[name].words in chats]
-    said = [name for name in names if _known()[name].kind == kind]
-    return said + (pretrained if kind == "base" else [name for name in plain if name not in pretrained])
+    pretrained = [name for name in plain if entries()[name].pretrained or _parsed_entries()[name].terms in chats]
+    explicit = [name for name in names if _parsed_entries()[name].kind == kind]
+    return explicit + (pretrained if kind == "base" else [name for name in plain if name not in pretrained])
 
 
 @cache
-def _known() -> dict[str, _Name]:
+def _parsed_entries() -> dict[str, _Name]:
     return {name: _parsed(name) for name in entries()}
 
 
@@ -160,19 +160,19 @@ def _cleaned(typed: str) -> str:
 
 
 def _parsed(typed: str) -> _Name:
-    account, _, rest = _cleaned(typed).rpartition("/")
-    name, _, tag = rest.partition(":")
+    account, _, repo = _cleaned(typed).rpartition("/")
+    name, _, tag = repo.partition(":")
     owner, underscore, own = name.partition("_")
     if underscore and owner in _owners():  # bartowski/Qwen_Qwen3-8B-GGUF
         name = own
     text = f"{name}-{tag}" if tag else name
     packing = "-".join(_PACKING.findall(text)).upper()
     text = re.sub(r"c4ai|\b\d\d-(?=20\d\d)", " ", _PACKING.sub(" ", text).replace("_", " "))
-    found = _WORD.findall(re.sub(r"(\d)\s+([bm])\b", r"\1\2", text))
-    kind = "chat" if _CHAT & set(found) else "base" if _BASE & set(found) else "chat" if tag else ""
-    words = {word.removeprefix("v") if word[1:2].isdigit() else word for word in found} - _IGNORED - _CHAT - _BASE
-    optional = {word.removeprefix("v") for word in found if _OPTIONAL.fullmatch(word)}
-    return _Name(_ACCOUNTS.get(account, account), frozenset(words), frozenset(optional & words), kind, packing, bool(tag))
+    tokens = _WORD.findall(re.sub(r"(\d)\s+([bm])\b", r"\1\2", text))
+    kind = "chat" if _CHAT & set(tokens) else "base" if _BASE & set(tokens) else "chat" if tag else ""
+    terms = {word.removeprefix("v") if word[1:2].isdigit() else word for word in tokens} - _IGNORED - _CHAT - _BASE
+    optional = {word.removeprefix("v") for word in tokens if _OPTIONAL.fullmatch(word)}
+    return _Name(_ACCOUNTS.get(account, account), frozenset(terms), frozenset(optional & terms), kind, packing, bool(tag))
 
 
 @cache

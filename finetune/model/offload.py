@@ -1,8 +1,8 @@
-"""Moves tensors to host memory and back, on CUDA by a stream beside the computation.
+"""Moves tensors to host memory and back, on CUDA by a stream of its own that overlaps with the computation.
 
 Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the card until the computation has
-waited for its copy. Backward: while one tensor is in use, those needed next are on their way back. How far the copies may fall
-behind and run ahead is `WINDOW`. All device memory is allocated on the compute stream: one pool, in order.
+waited for its copy. Backward: while one tensor is in use, those needed next are prefetched. `WINDOW` limits how far the copies
+may fall behind and run ahead. All device memory is allocated on the compute stream: one pool, in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from finetune.model.host_memory import host_empty
 
-#: Bytes on their way, in units of the largest tensor moved so far: one being copied and one being computed.
+#: Bytes in flight, in units of the largest tensor moved so far: one being copied and one being computed.
 WINDOW = 2
 
 
@@ -25,16 +25,16 @@ class Copies(Protocol):
     """Copies between card and host, and the order between them and the computation."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
-        """Copy after all computation issued so far, or before `mark` gave `after`; returns what `wait` takes."""
+        """Copy after all computation issued so far, or before the mark `after`; returns what `wait` takes."""
 
     def mark(self) -> Any:
-        """This place in the computation."""
+        """The current point in the computation."""
 
     def wait(self, copied: Any) -> None:
         """Let all computation issued from now on begin after that copy."""
 
     def finish(self, copied: Any) -> None:
-        """Wait here for the end of that copy."""
+        """Block the host until that copy ends."""
 
 
 class InOrder:
@@ -45,7 +45,7 @@ class InOrder:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> None:
-        """Copies are made in order anyway."""
+        """Copies are in order anyway."""
 
     def wait(self, copied: None) -> None:
         """Nothing to wait for."""
@@ -61,7 +61,7 @@ class SideStream:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
-        """Copy after all that the current stream has been given, or up to an event; returns the event of its end.
+        """Copy after all work issued to the current stream, or after an event; returns the event of its end.
 
         The wait covers both the source's values and the target's memory, which earlier kernels may still use.
         """
@@ -78,7 +78,7 @@ class SideStream:
         self._cuda.current_stream(self._device).wait_event(copied)
 
     def mark(self) -> Any:
-        """An event behind all that the current stream has been given."""
+        """An event after all work issued to the current stream."""
         return self._cuda.current_stream(self._device).record_event()
 
     def finish(self, copied: Any) -> None:
@@ -93,18 +93,18 @@ def side_stream(device: torch.device) -> SideStream:
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Moved:
-    """One tensor in host memory, and on the card again from its first use in backward on."""
+class OffloadedTensor:
+    """One tensor in host memory; from its first use in backward on, on its device again."""
 
     host: torch.Tensor | None
     device: torch.device
     bytes: int
-    here: torch.Tensor | None = None
+    on_device: torch.Tensor | None = None
     copied: Any = None
 
 
 def offload_beside(device: torch.device) -> Offload:
-    """Offload from a device, beside its computation; for a forecast and a CPU the same memory, with copies at once."""
+    """Offload from a device, overlapping its computation; for a forecast and a CPU the same memory, copied synchronously."""
     on_cuda = device.type == "cuda"
     return Offload(side_stream(device) if on_cuda else InOrder(), pinned=on_cuda)
 
@@ -124,69 +124,69 @@ class Offload:
     def __init__(self, copies: Copies, *, pinned: bool, window: int = WINDOW) -> None:
         self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
-        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
-        self._away: dict[int, weakref.ref[Moved]] = {}  # by last use in forward, which is the first in backward
-        self._coming: dict[int, Moved] = {}
+        self._departing: deque[tuple[torch.Tensor, Any]] = deque()
+        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by last use in forward, which is the first in backward
+        self._prefetching: dict[int, OffloadedTensor] = {}
 
-    def move(self, tensor: torch.Tensor) -> Moved:
+    def move(self, tensor: torch.Tensor) -> OffloadedTensor:
         """Start a copy of `tensor` to the host."""
-        moved = Moved(host_empty(tensor, pinned=self._pinned), tensor.device, tensor.nbytes)
+        moved = OffloadedTensor(host_empty(tensor, pinned=self._pinned), tensor.device, tensor.nbytes)
         assert moved.host is not None
         self._largest = max(self._largest, moved.bytes)
-        self._leaving.append((tensor, self._copies.copy(moved.host, tensor)))
-        self._let_go(self._window * self._largest)
+        self._departing.append((tensor, self._copies.copy(moved.host, tensor)))
+        self._free_copied(self._window * self._largest)
         return moved
 
-    def used(self, parts: tuple[Moved, ...]) -> None:
-        """Note a use in forward: backward needs what is used last first."""
+    def note_use(self, parts: tuple[OffloadedTensor, ...]) -> None:
+        """Record a use in forward: backward needs the last used first."""
         for moved in parts:
-            self._away.pop(id(moved), None)
-            self._away[id(moved)] = weakref.ref(moved)
+            self._offloaded.pop(id(moved), None)
+            self._offloaded[id(moved)] = weakref.ref(moved)
 
-    def back(self, moved: Moved) -> torch.Tensor:
-        """The tensor on its device, for computation issued from now on; starts the copies of those that are needed next."""
-        self._let_go(0)
-        if moved.here is None:
+    def load(self, moved: OffloadedTensor) -> torch.Tensor:
+        """The tensor on its device, for computation issued from now on; prefetches those needed next."""
+        self._free_copied(0)
+        if moved.on_device is None:
             self._fetch(moved)
-        if id(moved) in self._coming:
-            self._arrive(moved)
+        if id(moved) in self._prefetching:
+            self._wait_for(moved)
         self._fetch_next()
-        assert moved.here is not None
-        return moved.here
+        assert moved.on_device is not None
+        return moved.on_device
 
     def close(self) -> None:
-        """Wait for all copies: memory freed after this is not written to."""
-        self._let_go(0)
-        for moved in list(self._coming.values()):
-            self._arrive(moved)
-        self._away.clear()
+        """Wait for all copies, so that memory freed after this is not written to."""
+        self._free_copied(0)
+        for moved in list(self._prefetching.values()):
+            self._wait_for(moved)
+        self._offloaded.clear()
 
-    def _let_go(self, most_bytes: int) -> None:
-        """Free the tensors that have been copied longest, until at most so many bytes are left."""
-        while self._leaving and sum(tensor.nbytes for tensor, _ in self._leaving) > most_bytes:
-            _, copied = self._leaving[0]
+    def _free_copied(self, most_bytes: int) -> None:
+        """Free copied tensors, oldest first, until at most `most_bytes` are left."""
+        while self._departing and sum(tensor.nbytes for tensor, _ in self._departing) > most_bytes:
+            _, copied = self._departing[0]
             self._copies.wait(copied)
-            self._leaving.popleft()
+            self._departing.popleft()
 
-    def _fetch(self, moved: Moved) -> None:
+    def _fetch(self, moved: OffloadedTensor) -> None:
         assert moved.host is not None
-        self._away.pop(id(moved), None)
-        moved.here = torch.empty(moved.host.shape, dtype=moved.host.dtype, device=moved.device)
-        moved.copied = self._copies.copy(moved.here, moved.host)
-        self._coming[id(moved)] = moved
+        self._offloaded.pop(id(moved), None)
+        moved.on_device = torch.empty(moved.host.shape, dtype=moved.host.dtype, device=moved.device)
+        moved.copied = self._copies.copy(moved.on_device, moved.host)
+        self._prefetching[id(moved)] = moved
 
-    def _arrive(self, moved: Moved) -> None:
+    def _wait_for(self, moved: OffloadedTensor) -> None:
         self._copies.wait(moved.copied)
         moved.host = None
-        del self._coming[id(moved)]
+        del self._prefetching[id(moved)]
 
     def _fetch_next(self) -> None:
-        while self._away:
-            key = next(reversed(self._away))
-            moved = self._away[key]()
+        while self._offloaded:
+            key = next(reversed(self._offloaded))
+            moved = self._offloaded[key]()
             if moved is None:  # its backward has run, or never will
-                del self._away[key]
-            elif sum(each.bytes for each in self._coming.values()) + moved.bytes <= self._window * self._largest:
+                del self._offloaded[key]
+            elif sum(tensor.bytes for tensor in self._prefetching.values()) + moved.bytes <= self._window * self._largest:
                 self._fetch(moved)
             else:
                 return

@@ -16,7 +16,7 @@ _TOKENS = 16
 MOST_CHANGE = 0.02
 
 
-def require_rows_apart(model: PeftModel, collate: Callable[[Any], Any]) -> None:
+def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> None:
     """Raise RecipeError where a packed row sees another row: attention masks or a layer's state cross its boundary.
 
     The base model is tried, without its adapters. `collate` is the run's own collator, which packs rows.
@@ -41,17 +41,17 @@ def change_with_other_row(model: Any, collate: Callable[[Any], Any]) -> float:
     was_training = model.training
     model.eval()
     try:
-        one, other = (_second_row(model, collate, first) for first in (range(9, 9 + _TOKENS), range(109, 109 + _TOKENS)))
+        states, others = (_second_row(model, collate, first) for first in (range(9, 9 + _TOKENS), range(109, 109 + _TOKENS)))
     finally:
         model.train(was_training)
-    return ((one - other).norm(dim=-1) / other.norm(dim=-1)).median().item()
+    return ((states - others).norm(dim=-1) / others.norm(dim=-1)).median().item()
 
 
 def _second_row(model: Any, collate: Callable[[Any], Any], first: range) -> torch.Tensor:
-    words = model.get_input_embeddings().weight.shape[0]
-    rows = [{"input_ids": [token % words for token in tokens]} for tokens in (first, range(59, 59 + _TOKENS))]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rows = [{"input_ids": [token % vocabulary for token in tokens]} for tokens in (first, range(59, 59 + _TOKENS))]
     batch = collate(rows)
     device = model.get_input_embeddings().weight.device
-    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    given.pop("labels")
-    return model.base_model(**given, use_cache=False).last_hidden_state[0, _TOKENS:].float()
+    inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    inputs.pop("labels")
+    return model.base_model(**inputs, use_cache=False).last_hidden_state[0, _TOKENS:].float()

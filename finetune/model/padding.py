@@ -29,7 +29,7 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
     """Whether the mask of a batch padded on the right may change the loss of its real tokens.
 
     A model without weights computes a loss of fake tokens, with a mask whose values only transformers' causal masks can read.
-    What reads it elsewhere needs it: positions counted from it, a state or convolution that skips padding, the balance loss of
+    Any other reader needs it: positions counted from it, a state or convolution that skips padding, the balance loss of
     a mixture's router. So does a model of which this can't be seen.
     """
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)

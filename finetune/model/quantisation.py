@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from finetune.errors import RecipeError
 from finetune.model.experts import experts_quantiser, has_experts
 from finetune.model.language_model import text_config
-from finetune.model.stored import BITSANDBYTES, DEQUANTISED, give_original, stored_quantisation
+from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_quantisation
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:

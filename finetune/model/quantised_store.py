@@ -1,9 +1,9 @@
-"""A base model as it is trained, 4-bit weights and all, in one safetensors file: each decoder layer is one run of bytes.
+"""A base model as it is trained, with its 4-bit weights, in one safetensors file: each decoder layer is one block of bytes.
 
-The file has a tensor of bytes for each decoder layer (`layers.0`, ...) and one for everything else (`outside`). In a run the
-matrices come first, each 4-bit one followed by its tables, then biases and norms. A tensor begins at a multiple of ALIGN, a run
-at a multiple of PAGE, so that a run can be copied to a card, or read without the page cache, as it is. Each run's SHA-256 is in
-the metadata. A file has its name only when it is whole.
+The file has a tensor of bytes for each decoder layer (`layers.0`, ...) and one for everything else (`outside`). In a part the
+matrices come first, each 4-bit one followed by its tables, then biases and norms. A tensor begins at a multiple of ALIGN, a
+part at a multiple of PAGE, so that a part can be copied to a GPU, or read without the page cache, as it is. Each part's SHA-256
+is in the metadata. A file gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _THREADS = 4
 _ZEROS = "0" * 64
 
 
-class NotThisModel(Exception):
-    """A file, or what was loaded, is laid out in another way than the model that is built."""
+class LayoutMismatch(Exception):
+    """The layout of a file, or of what was loaded, is not that of the model that is built."""
 
 
-class Damaged(NotThisModel):
-    """A file is cut off, or a part of it is not what was written."""
+class Damaged(LayoutMismatch):
+    """A file is truncated, or a part of it has changed."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a run: of a parameter or buffer `name`, or (`table`) of a 4-bit weight's tables. `start`: its first byte."""
+    """A tensor in a part: of a parameter or buffer `name`, or (`table`) of a 4-bit weight's tables. `start`: its first byte."""
 
     name: str
     table: str
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """A run: a decoder layer, or everything outside. `size` in bytes, a multiple of PAGE."""
+    """A decoder layer, or everything outside. `size` in bytes, a multiple of PAGE."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -80,7 +80,7 @@ class Part:
 
     @property
     def parameters(self) -> set[str]:
-        """Names of what is read from a checkpoint or made by the model, without tables and code books."""
+        """Names of what a checkpoint has or the model computes, without tables and code books."""
         return {entry.name for entry in self.entries if not entry.table and entry.name not in BOOKS}
 
 
@@ -90,22 +90,22 @@ def parts_of(model: torch.nn.Module) -> tuple[Part, ...]:
     taken: set[int] = set()
 
     def new(prefix: str, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        found = [(prefix + name, value) for name, value in module.named_parameters() if id(value) not in taken]
-        taken.update(id(value) for _, value in found)
-        return sorted(found, key=lambda each: each[1].dim() < 2)
+        parameters = [(prefix + name, value) for name, value in module.named_parameters() if id(value) not in taken]
+        taken.update(id(value) for _, value in parameters)
+        return sorted(parameters, key=lambda pair: pair[1].dim() < 2)
 
     parts = [
-        _laid_out(f"layers.{number}", _described(new(f"{paths[layer]}.", layer)))
+        _layout(f"layers.{number}", _tensor_specs(new(f"{paths[layer]}.", layer)))
         for number, layer in enumerate(decoder_layers(model))
     ]
-    outside = _described(new("", model))
-    outside += [(name, "", value.dtype, tuple(value.shape)) for name, value in _made_by_the_model(model)]
+    outside = _tensor_specs(new("", model))
+    outside += [(name, "", value.dtype, tuple(value.shape)) for name, value in _buffers_and_attributes(model)]
     if any(entry.table for part in parts for entry in part.entries) or any(table for _, table, *_ in outside):
         outside += [(name, "", torch.float32, (size,)) for name, size in zip(BOOKS, (16, 256), strict=True)]
-    return (*parts, _laid_out(OUTSIDE, outside))
+    return (*parts, _layout(OUTSIDE, outside))
 
 
-def _made_by_the_model(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers_and_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers, and tensors that are plain attributes, such as rotary embeddings' frequencies."""
     yield from model.named_buffers(remove_duplicate=False)
     for path, module in model.named_modules():
@@ -114,48 +114,48 @@ def _made_by_the_model(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
                 yield f"{path}.{name}" if path else name, value
 
 
-def _described(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, torch.dtype, tuple[int, ...]]]:
+def _tensor_specs(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, torch.dtype, tuple[int, ...]]]:
     """Name, table, dtype and shape of each tensor that loaded parameters consist of."""
     from bitsandbytes.nn import Params4bit
 
-    found = []
+    specs = []
     for name, value in parameters:
         if not isinstance(value, Params4bit):
-            found.append((name, "", value.dtype, tuple(value.shape)))
+            specs.append((name, "", value.dtype, tuple(value.shape)))
             continue
         # bitsandbytes.functional.quantize_4bit: two codes in a byte, a scale for each block, and scales of the scales
         storage, blocks = value.quant_storage, -(-value.numel() // value.blocksize)
-        found.append((name, "", storage, (-(-value.numel() // 2) // storage.itemsize, 1)))
+        specs.append((name, "", storage, (-(-value.numel() // 2) // storage.itemsize, 1)))
         if not value.compress_statistics:
-            found.append((name, "absmax", torch.float32, (blocks,)))
+            specs.append((name, "absmax", torch.float32, (blocks,)))
             continue
-        found.append((name, "absmax", torch.uint8, (blocks,)))
-        found.append((name, "nested_offset", torch.float32, ()))
-        found.append((name, "nested_absmax", torch.float32, (-(-blocks // _NESTED_BLOCK),)))
-    return found
+        specs.append((name, "absmax", torch.uint8, (blocks,)))
+        specs.append((name, "nested_offset", torch.float32, ()))
+        specs.append((name, "nested_absmax", torch.float32, (-(-blocks // _NESTED_BLOCK),)))
+    return specs
 
 
-def _laid_out(name: str, tensors: list[tuple[str, str, torch.dtype, tuple[int, ...]]]) -> Part:
+def _layout(name: str, tensors: list[tuple[str, str, torch.dtype, tuple[int, ...]]]) -> Part:
     entries, end = [], 0
     for owner, table, dtype, shape in tensors:
-        entries.append(Entry(owner, table, str(dtype).removeprefix("torch."), shape, _rounded(end, ALIGN)))
+        entries.append(Entry(owner, table, str(dtype).removeprefix("torch."), shape, _round_up(end, ALIGN)))
         end = entries[-1].start + entries[-1].size
-    return Part(name, tuple(entries), _rounded(end, PAGE))
+    return Part(name, tuple(entries), _round_up(end, PAGE))
 
 
-def _rounded(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
 def file_bytes(parts: tuple[Part, ...]) -> int:
     """Bytes of the file of these parts, before any of it is written."""
-    return _room(parts) + sum(part.size for part in parts)
+    return _header_bytes(parts) + sum(part.size for part in parts)
 
 
-def _room(parts: tuple[Part, ...]) -> int:
-    """Bytes kept for the header, which is written last, when all is known."""
+def _header_bytes(parts: tuple[Part, ...]) -> int:
+    """Bytes reserved for the header, which is written last."""
     weights = sum(entry.table == "absmax" for part in parts for entry in part.entries)
-    return _rounded(len(_header(parts, {}, {}, {})) + 256 * weights + 4096, PAGE)
+    return _round_up(len(_header(parts, {}, {}, {})) + 256 * weights + 4096, PAGE)
 
 
 def _header(parts: tuple[Part, ...], facts: Mapping[str, Any], hashes: Mapping[str, str], states: Mapping[str, Any]) -> bytes:
@@ -174,24 +174,24 @@ def _header(parts: tuple[Part, ...], facts: Mapping[str, Any], hashes: Mapping[s
 
 
 class StoreWriter:
-    """Writes a file's parts in any order; it gets its name when it is whole and on disk. A context: on an error nothing stays.
+    """Writes a file's parts in any order; it gets its name when it is complete and on disk. A context: an error leaves no file.
 
-    Raises OSError when the disk is full, NotThisModel for tensors that are not as the part says.
+    Raises OSError when the disk is full, LayoutMismatch for tensors that are not as the part says.
     """
 
     def __init__(self, path: Path, parts: tuple[Part, ...]) -> None:
         self.path, self.parts = path, parts
-        self._room = _room(parts)
-        self._begins, end = {}, self._room
+        self._header_bytes = _header_bytes(parts)
+        self._offsets, end = {}, self._header_bytes
         for part in parts:
-            self._begins[part.name] = end
+            self._offsets[part.name] = end
             end += part.size
         self._hashes: dict[str, str] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._books: dict[str, torch.Tensor] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._building = unfinished(path, os.getpid())
-        self._file = self._building.open("wb")
+        self._unfinished = unfinished(path, os.getpid())
+        self._file = self._unfinished.open("wb")
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -199,16 +199,16 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a full disk, once more
             self._file.close()
-        self._building.unlink(missing_ok=True)
+        self._unfinished.unlink(missing_ok=True)
 
     def write(self, part: Part, values: Mapping[str, Any]) -> None:
         """Write the tensors of a part, and hash them. `values`: each parameter or buffer by its name, as loaded."""
         digest, end = hashlib.sha256(), 0
-        self._file.seek(self._begins[part.name])
+        self._file.seek(self._offsets[part.name])
         for entry in part.entries:
             tensor = self._tensor(entry, values)
             if str(tensor.dtype) != f"torch.{entry.dtype}" or tuple(tensor.shape) != entry.shape:
-                raise NotThisModel(f"{entry.key} is {tensor.dtype} {tuple(tensor.shape)}, not {entry.dtype} {entry.shape}")
+                raise LayoutMismatch(f"{entry.key} is {tensor.dtype} {tuple(tensor.shape)}, not {entry.dtype} {entry.shape}")
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for piece in (bytes(entry.start - end), data):
                 self._file.write(piece)
@@ -226,16 +226,16 @@ class StoreWriter:
         state = getattr(value, "quant_state", None)
         if state is None:
             if entry.table:
-                raise NotThisModel(f"{entry.name} was not quantised")
+                raise LayoutMismatch(f"{entry.name} was not quantised")
             return value
         if not entry.table:
-            self._remember(entry.name, state)
+            self._note_state(entry.name, state)
             return value.data
-        found = {"absmax": state.absmax, "nested_offset": state.offset}
-        return state.state2.absmax if entry.table == "nested_absmax" else found[entry.table]
+        tables = {"absmax": state.absmax, "nested_offset": state.offset}
+        return state.state2.absmax if entry.table == "nested_absmax" else tables[entry.table]
 
-    def _remember(self, name: str, state: Any) -> None:
-        """Note what a quantisation state has besides tables, and the code books."""
+    def _note_state(self, name: str, state: Any) -> None:
+        """Record the fields of a quantisation state other than tables, and the code books."""
         facts: dict[str, Any] = {
             "shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch."), "blocksize": state.blocksize,
             "quant_type": state.quant_type,
@@ -248,7 +248,7 @@ class StoreWriter:
         self._states[name] = facts
         for book, values in books.items():
             if not torch.equal(self._books.setdefault(book, values.cpu()), values.cpu()):
-                raise NotThisModel(f"{name} has another {book} than the weights before it")
+                raise LayoutMismatch(f"{name} has another {book} than the weights before it")
         self._books.setdefault("nested_quant_map", torch.zeros(256))
 
     @property
@@ -257,22 +257,22 @@ class StoreWriter:
         return [part for part in self.parts if part.name not in self._hashes]
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Write the header, wait until all is on disk, and give the file its name. `facts`: what it was made from."""
+        """Write the header, wait until all is on disk, and rename the file. `facts`: what it was computed from."""
         header = _header(self.parts, facts, self._hashes, self._states)
-        assert not self.missing and len(header) <= self._room - 8
+        assert not self.missing and len(header) <= self._header_bytes - 8
         self._file.seek(0)
-        self._file.write((self._room - 8).to_bytes(8, "little") + header.ljust(self._room - 8))
+        self._file.write((self._header_bytes - 8).to_bytes(8, "little") + header.ljust(self._header_bytes - 8))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        replace(self._building, self.path)
+        replace(self._unfinished, self.path)
         sync_folder(self.path.parent)
 
 
 class Store:
-    """A whole file, open for reading. Raises Damaged for one that is cut off or no such file, FileNotFoundError for none.
+    """A complete file, open for reading. Raises Damaged for one that is truncated or no such file, FileNotFoundError for none.
 
-    The file that is open stays the same when another process replaces it.
+    An open file stays readable when another process replaces it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -294,7 +294,7 @@ class Store:
                 for name, size, _, entries in layout
             )
             self._hashes = {name: digest for name, _, digest, _ in layout}
-            self._begins = {part.name: 8 + length + values[part.name]["data_offsets"][0] for part in self.parts}
+            self._offsets = {part.name: 8 + length + values[part.name]["data_offsets"][0] for part in self.parts}
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise Damaged(f"{path} can't be read: {type(error).__name__}: {error}") from None
         self.size = 8 + length + sum(part.size for part in self.parts)
@@ -304,17 +304,17 @@ class Store:
     def verify(self) -> None:
         """Hash every part. Raises Damaged, which names the first part that is not as it was written."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            for part, found in zip(self.parts, pool.map(self._hash, self.parts), strict=True):
-                if found != self._hashes[part.name]:
+            for part, digest in zip(self.parts, pool.map(self._hash, self.parts), strict=True):
+                if digest != self._hashes[part.name]:
                     raise Damaged(f"{self.path}: {part.name} has changed since it was written")
 
     def _hash(self, part: Part) -> str:
-        digest, buffer, done = hashlib.sha256(), bytearray(min(_CHUNK, part.size)), 0
-        while done < part.size:
-            piece = memoryview(buffer)[: part.size - done]
-            self._read(self._begins[part.name] + done, piece)
+        digest, buffer, hashed_bytes = hashlib.sha256(), bytearray(min(_CHUNK, part.size)), 0
+        while hashed_bytes < part.size:
+            piece = memoryview(buffer)[: part.size - hashed_bytes]
+            self._read(self._offsets[part.name] + hashed_bytes, piece)
             digest.update(piece)
-            done += len(piece)
+            hashed_bytes += len(piece)
         return digest.hexdigest()
 
     def _read(self, begin: int, into: memoryview) -> None:
@@ -326,19 +326,19 @@ class Store:
         """The file as bytes, mapped into memory: pages are read when they are used, and writing changes only this process's."""
         return torch.frombuffer(mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
-    def place(self, part: str) -> tuple[int, int]:
+    def byte_range(self, part: str) -> tuple[int, int]:
         """First byte in the file, and bytes, of a part."""
-        return self._begins[part], next(each.size for each in self.parts if each.name == part)
+        return self._offsets[part], next(p.size for p in self.parts if p.name == part)
 
-    def run(self, part: str) -> torch.Tensor:
+    def part_bytes(self, part: str) -> torch.Tensor:
         """A part as bytes of the mapped file."""
-        begin, size = self.place(part)
+        begin, size = self.byte_range(part)
         return self._mapped[begin : begin + size]
 
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part by their keys, as views into the mapped file. `W.absmax` is 4-bit weight W's table."""
-        run, entries = self.run(part), next(each.entries for each in self.parts if each.name == part)
-        return {entry.key: view(run, entry) for entry in entries}
+        data, entries = self.part_bytes(part), next(p.entries for p in self.parts if p.name == part)
+        return {entry.key: view(data, entry) for entry in entries}
 
     def layers(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Each decoder layer's number and tensors, in order, as views into the mapped file.
@@ -355,12 +355,12 @@ class Store:
     def rows(self, part: Part, entry: Entry, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Rows of a tensor, read into memory of their own; all of it without `count`. The rest of the file is not read."""
         shape = entry.shape if count is None else (count, *entry.shape[1:])
-        made = torch.empty(shape, dtype=getattr(torch, entry.dtype))
+        rows = torch.empty(shape, dtype=getattr(torch, entry.dtype))
         row = entry.size // entry.shape[0] if entry.shape and entry.shape[0] else 0
-        if made.numel():
-            begin = self._begins[part.name] + entry.start + first * row
-            self._read(begin, made.view(-1).view(torch.uint8).numpy().data)
-        return made
+        if rows.numel():
+            begin = self._offsets[part.name] + entry.start + first * row
+            self._read(begin, rows.view(-1).view(torch.uint8).numpy().data)
+        return rows
 
     def quant_state(self, name: str, tables: Mapping[str, torch.Tensor], books: Mapping[str, torch.Tensor]) -> Any:
         """bitsandbytes' QuantState of a weight, from its tables by their names and the code books."""
@@ -380,6 +380,6 @@ class Store:
         )  # fmt: skip
 
 
-def view(run: torch.Tensor, entry: Entry) -> torch.Tensor:
+def view(data: torch.Tensor, entry: Entry) -> torch.Tensor:
     """A tensor of a run of bytes, wherever the run is."""
-    return run[entry.start : entry.start + entry.size].view(getattr(torch, entry.dtype)).view(entry.shape)
+    return data[entry.start : entry.start + entry.size].view(getattr(torch, entry.dtype)).view(entry.shape)

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE; Su et al., 2021, arXiv 2104.09864) as one autograd function, for lean layers.
 
 In transformers it is a function in each model's file, of twice as many operators, which attention calls by its name. A function
-that is tried and found to be RoPE is replaced: the attention gets its class's forward with this one under that name.
+that computes RoPE on random values is replaced: attention gets its class's forward with this one under that name.
 """
 
 from __future__ import annotations
@@ -69,35 +69,35 @@ def rotary_forward(module: Any) -> Any:
     if getattr(getattr(module, "config", None), "rope_interleave", False):  # then it calls another function
         return None
     theirs = forward.__globals__.get(_NAME)
-    if theirs not in _KNOWN:
+    if theirs not in _REPLACEMENTS:
         form = _form(theirs)
-        _KNOWN[theirs] = None if form is None else _lean(theirs, form)
-    return None if _KNOWN[theirs] is None else _calling(forward, _KNOWN[theirs])
+        _REPLACEMENTS[theirs] = None if form is None else _lean(theirs, form)
+    return None if _REPLACEMENTS[theirs] is None else _with_rotary(forward, _REPLACEMENTS[theirs])
 
 
-#: What was made for a model's function, which its layers share.
-_KNOWN: dict[Any, Any] = {}
+#: The lean form of a model's function, which its layers share; None for one that is not RoPE.
+_REPLACEMENTS: dict[Any, Any] = {}
 
 
-def _calling(forward: Any, ours: Callable[..., Any]) -> Any:
+def _with_rotary(forward: Any, ours: Callable[..., Any]) -> Any:
     code, named = forward.__code__, {**forward.__globals__, _NAME: ours}
-    made = FunctionType(code, named, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    replacement = FunctionType(code, named, forward.__name__, forward.__defaults__, forward.__closure__)
+    replacement.__kwdefaults__ = forward.__kwdefaults__
+    return replacement
 
 
 def _lean(theirs: Any, form: Form) -> Callable[..., Any]:
-    """`theirs`, with lean rotation of tensors that it takes."""
+    """`theirs`, with lean rotation where its arguments allow it."""
 
-    def ours(*given: Any, **named: Any) -> Any:
-        taken = {"unsqueeze_dim": 1, **dict(zip(form.names, given, strict=False)), **named}
-        tensors = [value for name in form.names[:-1] if isinstance(value := taken.get(name), torch.Tensor)]
-        if len(taken) > len(form.names) or len(tensors) < len(form.names) - 1:
-            return theirs(*given, **named)
+    def ours(*arguments: Any, **named: Any) -> Any:
+        bound = {"unsqueeze_dim": 1, **dict(zip(form.names, arguments, strict=False)), **named}
+        tensors = [value for name in form.names[:-1] if isinstance(value := bound.get(name), torch.Tensor)]
+        if len(bound) > len(form.names) or len(tensors) < len(form.names) - 1:
+            return theirs(*arguments, **named)
         *heads, cos, sin = tensors
-        cos, sin = cos.unsqueeze(taken["unsqueeze_dim"]), sin.unsqueeze(taken["unsqueeze_dim"])
+        cos, sin = cos.unsqueeze(bound["unsqueeze_dim"]), sin.unsqueeze(bound["unsqueeze_dim"])
         if not all(_fits(x, cos, sin, form) for x in heads):
-            return theirs(*given, **named)
+            return theirs(*arguments, **named)
         outs = tuple(Rotary.apply(x, cos, sin) for x in heads)
         return outs if len(outs) > 1 else outs[0]
 
@@ -123,7 +123,7 @@ def _form(theirs: Any) -> Form | None:
     except (TypeError, ValueError):
         return None
     names = [name for name in parameters if name != "self"]
-    defaults = [each.default for each in parameters.values() if each.default is not each.empty]
+    defaults = [parameter.default for parameter in parameters.values() if parameter.default is not parameter.empty]
     if names not in _PARAMETERS or defaults != [1] or not _computes(theirs, names, _WIDTH):
         return None
     return Form(names, _computes(theirs, names, _WIDTH // 2), _computes(theirs, names, _WIDTH, torch.bfloat16, torch.float32))
@@ -149,5 +149,5 @@ def _computes(
 
 
 def _equal(theirs: Any, ours: torch.Tensor) -> bool:
-    same = isinstance(theirs, torch.Tensor) and theirs.dtype == ours.dtype and theirs.shape == ours.shape
-    return same and torch.allclose(theirs, ours, rtol=1e-9 if ours.dtype == torch.float64 else 1e-2, atol=1e-12)
+    same_form = isinstance(theirs, torch.Tensor) and theirs.dtype == ours.dtype and theirs.shape == ours.shape
+    return same_form and torch.allclose(theirs, ours, rtol=1e-9 if ours.dtype == torch.float64 else 1e-2, atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from finetune.model.int8_activations import Int8Blocks, dequantise, is_compressible, quantise
-from finetune.model.offload import Moved, Offload
+from finetune.model.offload import Offload, OffloadedTensor
 
 #: Smaller tensors are not moved: a copy would cost more than it frees.
 _MIN_BYTES = 4096
@@ -25,7 +25,7 @@ class _Stored:
     """
 
     restore: Callable[[], torch.Tensor]
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[OffloadedTensor, ...] = ()
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -74,14 +74,14 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         view = () if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
         reference = StorageWeakRef(storage)
         key = (reference.cdata, tensor.dtype, tensor._version, compress, *view)
-        known = self._stored.get(key)
-        stored = known[1]() if known is not None else None  # the weak reference keeps the address from being reused
+        entry = self._stored.get(key)
+        stored = entry[1]() if entry is not None else None  # the weak reference keeps the address from being reused
         if stored is None:
             flat = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor.reshape(-1)
             stored = self._store(flat, compress)
             self._stored[key] = (reference, weakref.ref(stored))
         if self._offload is not None:
-            self._offload.used(stored.moved)
+            self._offload.note_use(stored.moved)
         return _Handle(stored, tensor.shape, tensor.stride() if whole else _contiguous(tensor.shape))
 
     def _store(self, flat: torch.Tensor, compress: bool) -> _Stored:
@@ -89,12 +89,12 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         if not compress:
             assert offload is not None
             moved = offload.move(flat)
-            return _Stored(lambda: offload.back(moved), (moved,))
+            return _Stored(lambda: offload.load(moved), (moved,))
         blocks = quantise(flat)
         if offload is None:
             return _Stored(lambda: dequantise(blocks))
         codes, scales, count, dtype = offload.move(blocks.codes), offload.move(blocks.scales), blocks.count, blocks.dtype
-        return _Stored(lambda: dequantise(Int8Blocks(offload.back(codes), offload.back(scales), count, dtype)), (codes, scales))
+        return _Stored(lambda: dequantise(Int8Blocks(offload.load(codes), offload.load(scales), count, dtype)), (codes, scales))
 
     @staticmethod
     def _unpack(saved: torch.Tensor | _Handle) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """FSDP2 without the whole model on any rank: the model is sharded without weights, then each rank reads its own rows.
 
-The rows come from the model's file of quantised weights, which one process of a machine makes on the first start. Until then
-each frozen parameter is a stand-in: one element in memory, with the shape and dtype that PEFT, TRL and accelerate look at. The
-adapters are made as usual, so that they are those of a run that loads everything. The tables of 4-bit weights are no parameters
+The rows come from the model's file of quantised weights, which one process of a machine writes on the first start. Until then
+each frozen parameter is a placeholder: one element in memory, with the shape and dtype that PEFT, TRL and accelerate read. The
+adapters are created as usual, so they equal those of a run that loads everything. The tables of 4-bit weights are no parameters
 and are whole on every rank.
 """
 
@@ -17,42 +17,42 @@ import torch
 from finetune.compat.accelerate import shard_with
 from finetune.errors import DiskFull
 from finetune.model.build import build_base
-from finetune.model.put_away import code_books, finished, open_store, places_of, put
-from finetune.model.quantised_store import BOOKS, Entry, NotThisModel, Part, Store
+from finetune.model.quantised_cache import as_loaded, code_books, open_store, parameter_uses, set_value
+from finetune.model.quantised_store import BOOKS, Entry, LayoutMismatch, Part, Store
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from finetune.model.put_away import Say
+    from finetune.model.quantised_cache import Log
     from finetune.recipe import Settings
 
 
-def sharded_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, say: Say) -> PreTrainedModel:
+def sharded_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> PreTrainedModel:
     """The base model without weights, until accelerate has sharded it: then each rank reads its own.
 
-    Where its file of weights can't be made, the first start, every rank loads the whole model, which `say` is told.
+    Where its file of weights can't be written, every rank loads the whole model, and `log` is called.
     """
     try:
-        store = open_store(settings, config, device, say)
-    except (DiskFull, NotThisModel) as error:
-        say(f"{error}. Every process loads the whole model before it is sharded instead.")
+        store = open_store(settings, config, device, log)
+    except (DiskFull, LayoutMismatch) as error:
+        log(f"{error}. Every process loads the whole model before it is sharded instead.")
         return build_base(settings, config, device=device, weights=True)
     base = build_base(settings, config, device=device, weights=False)
     shard_with(Shards(base, store, device, offload=settings.launch.offload == "cpu").prepare)
-    return finished(base, settings)
+    return as_loaded(base, settings)
 
 
 @dataclass(frozen=True)
 class _Frozen:
-    """A frozen parameter: where it is in the model and in the file."""
+    """A frozen parameter: its part and entry in the file, its uses in the model."""
 
     part: Part
     entry: Entry
-    places: list[tuple[Any, str]]
+    uses: list[tuple[Any, str]]
 
 
 class Shards:
-    """The frozen parameters of a base on meta. At once they become stand-ins on `device`, and the buffers get their values.
+    """The frozen parameters of a base on meta. The constructor makes them placeholders on `device` and loads the buffers.
 
     `offload`: the rows stay in host memory.
     """
@@ -60,7 +60,7 @@ class Shards:
     def __init__(self, base: torch.nn.Module, store: Store, device: torch.device | str | int, *, offload: bool) -> None:
         self._store, self._device, self._home = store, device, "cpu" if offload else device
         self._frozen: list[_Frozen] = []
-        places, packed = places_of(base), {}
+        uses, packed = parameter_uses(base), {}
         for part in store.parts:
             for entry in part.entries:
                 if entry.table or entry.name in BOOKS:
@@ -68,27 +68,27 @@ class Shards:
                 path, _, attribute = entry.name.rpartition(".")
                 old = base.get_submodule(path)._parameters.get(attribute)
                 if old is None:
-                    put(base, entry.name, store.rows(part, entry).to(device), None, places)
+                    set_value(base, entry.name, store.rows(part, entry).to(device), None, uses)
                 else:
-                    self._frozen.append(_Frozen(part, entry, places[id(old)]))
+                    self._frozen.append(_Frozen(part, entry, uses[id(old)]))
                     packed[entry.name] = old
         for frozen in self._frozen:
-            _set(frozen, _stand_in(packed[frozen.entry.name], frozen.entry, device))
+            _set(frozen, _placeholder(packed[frozen.entry.name], frozen.entry, device))
 
-    def prepare(self, usual: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
+    def prepare(self, shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
         """Shard `model` with accelerate's own function while its frozen parameters are on meta, then read this rank's rows."""
         for frozen in self._frozen:
             entry = frozen.entry
             empty = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             _set(frozen, torch.nn.Parameter(empty, requires_grad=False))
-        prepared = usual(accelerator, model)
+        prepared = shard_default(accelerator, model)
         books = code_books(self._store, self._device)
         for frozen in self._frozen:
             self._fill(frozen, books)
         return prepared
 
     def _fill(self, frozen: _Frozen, books: dict[str, torch.Tensor]) -> None:
-        owner, attribute = frozen.places[0]
+        owner, attribute = frozen.uses[0]
         _set(frozen, self._rows(frozen, owner._parameters[attribute]))
         if frozen.entry.name in self._store.states:
             tables = {
@@ -98,24 +98,24 @@ class Shards:
             owner.quant_state = self._store.quant_state(frozen.entry.name, tables, books)
 
     def _rows(self, frozen: _Frozen, empty: Any) -> torch.nn.Parameter:
-        """This rank's rows of a parameter that is sharded on meta: as many behind each other as torch.chunk gives it."""
+        """This rank's rows of a parameter that is sharded on meta: as many consecutive ones as torch.chunk gives it."""
         from torch.distributed.tensor import DTensor, Shard
 
         if not isinstance(empty, DTensor):
             return torch.nn.Parameter(self._store.rows(frozen.part, frozen.entry).to(self._device), requires_grad=False)
         mesh, rows = empty.device_mesh, frozen.entry.shape[0]
         assert tuple(empty.placements) == (Shard(0),)
-        each = -(-rows // mesh.size())
-        first = min(rows, mesh.get_local_rank() * each)
-        own = self._store.rows(frozen.part, frozen.entry, first, min(rows - first, each)).to(self._home)
+        rows_per_rank = -(-rows // mesh.size())
+        first = min(rows, mesh.get_local_rank() * rows_per_rank)
+        own = self._store.rows(frozen.part, frozen.entry, first, min(rows - first, rows_per_rank)).to(self._home)
         whole = DTensor.from_local(
             own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
         )  # fmt: skip
         return torch.nn.Parameter(whole, requires_grad=False)
 
 
-def _stand_in(old: Any, entry: Entry, device: torch.device | str | int) -> torch.nn.Parameter:
-    """A parameter of one element on `device` that looks like the one to come; a 4-bit one counts as quantised."""
+def _placeholder(old: Any, entry: Entry, device: torch.device | str | int) -> torch.nn.Parameter:
+    """A parameter of one element on `device` with the real one's shape and dtype; a 4-bit one counts as quantised."""
     from bitsandbytes.nn import Params4bit
 
     value = torch.empty(1, dtype=getattr(torch, entry.dtype), device=device).expand(entry.shape)
@@ -125,5 +125,5 @@ def _stand_in(old: Any, entry: Entry, device: torch.device | str | int) -> torch
 
 
 def _set(frozen: _Frozen, value: torch.nn.Parameter) -> None:
-    for module, name in frozen.places:
+    for module, name in frozen.uses:
         module._parameters[name] = value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.transformers import checkpointing_name
-from finetune.model.checkpointing import beside_layers, decoder_layers, keep_all, recompute, recomputed_layers
+from finetune.model.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
 from finetune.model.compiled import compile_layers
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.host_embedding import offload_table
@@ -28,30 +28,30 @@ CPU_OFFLOAD = "adamw_cpu_offload"
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     """Apply lean layers, gradient checkpointing, per-layer compilation and an input embedding in host memory, in place. May be
-    called again with other settings; the embedding stays where it is then.
+    called again with other settings; the embedding then stays in host memory.
 
     `model` is a transformers model or a PeftModel of one. A forecast's layers are split as the compiler would split them,
     by the forecast, and its embedding is moved once it is loaded.
     """
     if settings.lean_layers is True:
-        make_lean([*decoder_layers(model), *beside_layers(model)])
+        make_lean([*decoder_layers(model), *outside_layers(model)])
     else:
-        undo_lean([*decoder_layers(model), *beside_layers(model)])
+        undo_lean([*decoder_layers(model), *outside_layers(model)])
     if settings.offload_embeddings is True and not _is_forecasts(model):
         offload_table(model)
-    how = settings.activation_checkpointing
-    if how is False:
-        keep_all(model)
+    checkpointing = settings.activation_checkpointing
+    if checkpointing is False:
+        turn_off_checkpointing(model)
     else:
         recompute(
             model,
             every_n_layers=settings.activation_checkpointing_every_n_layers,
-            selective=how == "selective",
-            offload=how == "offload" and not settings.torch_compile,
+            selective=checkpointing == "selective",
+            offload=checkpointing == "offload" and not settings.torch_compile,
             reentrant=is_zero3(settings.launch),
         )
     if (offloading := offloading_of(model)) is not None:
-        offloading.recompute()
+        offloading.wrap_checkpoints()
     if settings.lean_layers is True:
         tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
     if settings.torch_compile and not _is_forecasts(model):

@@ -78,7 +78,7 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
 
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
     text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
-    given = values if text is None else text
+    text_values = values if text is None else text
     names = config_class.attribute_map
     if text is None:
         needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
@@ -87,7 +87,7 @@ def _refuse_missing(name: str, values: dict[str, Any], config_class: type[Pretra
     needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
     problems = []
     for key in needed:
-        value = next((given[other] for other in (key, names.get(key, key)) if other in given), None)
+        value = next((text_values[other] for other in (key, names.get(key, key)) if other in text_values), None)
         if value is None:
             problems.append(f"model_name_or_path {name}: its config.json has no {key}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -81,23 +81,23 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
     }
     problems = [
         f"attn_implementation {NAME} does not support {name}, which this model uses"
-        for name, given in wanted.items()
-        if _is_set(given)
+        for name, value in wanted.items()
+        if _is_set(value)
     ]
     if problems:
         raise RecipeError(problems, "Set attn_implementation=eager.")
 
 
-def _is_set(given: Any) -> bool:
-    return given is not None and given is not False
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """Offsets of the rows (rows + 1, int32) in the flattened batch, and the longest row's tokens."""
     batch, _, tokens, _ = query.shape
-    given = arguments.get("cu_seq_lens_q")
-    if given is not None:
-        return given.to(query.device), int(arguments["max_length_q"])
+    boundaries = arguments.get("cu_seq_lens_q")
+    if boundaries is not None:
+        return boundaries.to(query.device), int(arguments["max_length_q"])
     positions = arguments.get("position_ids")
     if positions is not None and positions.shape == (batch, tokens) and not is_forecast(query):
         return _from_positions(positions)
@@ -157,10 +157,10 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
         capability = _FORECAST_FOR[-1]
     else:
         capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else _NO_CARD
-    return capability >= (8, 0) and flash_trains(head_dim, capability)
+    return capability >= (8, 0) and flash_supports_backward(head_dim, capability)
 
 
-def flash_trains(head_dim: int, capability: tuple[int, int]) -> bool:
+def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
     """Whether flash attention's backward, without dropout, supports `head_dim` (at most 256) at this compute capability.
 
     Widths over 192 and up to 224 need more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a kernel of its own

@@ -16,7 +16,7 @@ from finetune.model.configuration import resolve_model_path
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
-_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
+_DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
 
 
 def check_weights(folder: Path) -> None:
@@ -26,7 +26,7 @@ def check_weights(folder: Path) -> None:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
     problems = [f"{folder / name}: {problem}" for name in names if (problem := _problem(folder / name))]
     if problems:
-        raise ModelError(problems, _AGAIN)
+        raise ModelError(problems, _DOWNLOAD_AGAIN)
 
 
 def weights_fingerprint(settings: Settings) -> str | None:
@@ -38,10 +38,10 @@ def weights_fingerprint(settings: Settings) -> str | None:
 
     folder = Path(path := resolve_model_path(settings))
     if not folder.is_dir():
-        found = try_to_load_from_cache(path, "config.json", revision=settings.model_revision)
-        if not isinstance(found, str):
+        cached_config = try_to_load_from_cache(path, "config.json", revision=settings.model_revision)
+        if not isinstance(cached_config, str):
             return None
-        folder = Path(found).parent
+        folder = Path(cached_config).parent
     hashes = "".join(f"{name} {_hash(folder / name)}\n" for name in _files(folder))
     return hashlib.sha256(hashes.encode()).hexdigest()
 
@@ -53,14 +53,14 @@ def _hash(path: Path) -> str:
         return path.name
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
-    known = cache_dir() / "weights" / key
+    cache_file = cache_dir() / "weights" / key
     with contextlib.suppress(OSError):
-        return known.read_text(encoding="utf-8")
-    made = sha256_of(path)
+        return cache_file.read_text(encoding="utf-8")
+    digest = sha256_of(path)
     with contextlib.suppress(OSError):  # without a cache it is hashed again
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_text(known, made)
-    return made
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(cache_file, digest)
+    return digest
 
 
 def _files(folder: Path) -> list[str]:
@@ -70,7 +70,7 @@ def _files(folder: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _AGAIN) from None
+        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _DOWNLOAD_AGAIN) from None
 
 
 def _problem(path: Path) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
+from finetune.forecast.device_peak import make_forecast, with_margin_of, with_row_lengths
 from finetune.forecast.forecast import Forecast
 from finetune.forecast.row_shape import RowShape
-from finetune.forecast.whole_card import make_forecast, scaled_beside, with_growth
 from finetune.model.configuration import read_config
-from finetune.model.stored import stored_quantisation, trainable_bits
+from finetune.model.prequantised import stored_quantisation, trainable_bits
 from finetune.plan.advice import RANKS, advise_alpha
 from finetune.plan.budget import choose_budget
 from finetune.plan.choices import Choices
@@ -193,7 +193,7 @@ class _Planner:
         return self.data.lengths if self.data else ()
 
     def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        return with_growth(
+        return with_row_lengths(
             forecast, config, settings, self.card, rows=self._rows(settings, width), lengths=self._lengths,
             budget_bytes=self.budget, lowers=not expandable_segments(),
         )  # fmt: skip
@@ -291,7 +291,7 @@ class _Planner:
         the start; one that is only compared with `reference` is scaled from it, as they take time."""
         if reference is not None:
             quick = self.forecaster(config, settings, self.card, rows=self._rows(settings, width), quick=True)
-            return scaled_beside(quick, reference, self.card)
+            return with_margin_of(quick, reference, self.card)
         forecast = self.forecaster(config, settings, self.card, rows=self._rows(settings, width))
         return self._replay_rows(forecast, config, settings, width)
 

@@ -62,14 +62,14 @@ def plan_recipe(
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     """The forecast of a plan whose settings have changed since, for these rows. Raises RecipeError."""
-    from finetune.forecast.whole_card import make_forecast, with_growth
+    from finetune.forecast.device_peak import make_forecast, with_row_lengths
 
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing is True, data).longest)
     forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
     if card.is_cpu or not expandable_segments():
         return forecast
-    return with_growth(forecast, config, settings, card, rows=rows, lengths=data.lengths, budget_bytes=plan.budget_bytes)
+    return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths, budget_bytes=plan.budget_bytes)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:

@@ -12,7 +12,7 @@ import pynvml
 from finetune.card import cuda
 from finetune.card.allocator import has_windows_driver
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
-from finetune.card.here import LOST_FIX
+from finetune.card.device_selection import LOST_FIX
 from finetune.card.nvidia import driver_versions, read_devices
 from finetune.card.usable import problem_of, problem_of_card, torch_build
 from finetune.card.visible import for_processes, visible

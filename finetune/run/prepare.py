@@ -120,7 +120,7 @@ def create_run(prepared: Prepared) -> RunDirectory:
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data import pack
     from finetune.data.questions import questions_of
-    from finetune.model.quiet import quiet_libraries
+    from finetune.model.library_warnings import quiet_libraries
 
     quiet_libraries()
 

@@ -103,9 +103,9 @@ class Worker:
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
-            from finetune.model.packed_rows import require_rows_apart
+            from finetune.model.packed_rows import require_isolated_rows
 
-            require_rows_apart(trainer.model, trainer.data_collator)
+            require_isolated_rows(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
@@ -151,9 +151,9 @@ class Worker:
         from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import run_tokenizer
         from finetune.model.adapters import attach_adapters, prepare_for_training
+        from finetune.model.library_warnings import quiet_libraries
         from finetune.model.padding import needs_padding_mask
-        from finetune.model.put_away import load_base
-        from finetune.model.quiet import quiet_libraries
+        from finetune.model.quantised_cache import load_base
         from finetune.model.sharded_loading import sharded_base
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
@@ -174,7 +174,7 @@ class Worker:
             keep_fsdp_wrap_policy()
         self.history.start()
         began = time.perf_counter()
-        device = "cpu" if self.plan.card.is_cpu else cuda.place_of(self.rank.local)
+        device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
         load = sharded_base if reads_own_rows(settings) else load_base
         base = load(settings, config, device, self._warn)
         model = attach_adapters(base, settings)

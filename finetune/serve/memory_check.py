@@ -13,7 +13,7 @@ from finetune.evaluate.kv_cache import token_bytes
 from finetune.model.build import build_base, build_on_meta
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.language_model import text_config
-from finetune.model.layer_offloading import BUFFERS, offloaded_numbers, run_bytes, spots_of
+from finetune.model.layer_offloading import BUFFERS, layout_bytes, offloaded_numbers, tensor_layout
 from finetune.model.quantisation import model_dtype
 from finetune.units import format_bytes
 
@@ -70,5 +70,5 @@ def serving_memory(
 def _offloaded_bytes(model: Any, count: int) -> int:
     """Bytes of the offloaded layers that are not on the GPU: all but those in the buffers."""
     layers = decoder_layers(model)
-    layer_bytes = sorted(run_bytes(spots_of(layers[index])) for index in offloaded_numbers(len(layers), count))
+    layer_bytes = sorted(layout_bytes(tensor_layout(layers[index])) for index in offloaded_numbers(len(layers), count))
     return sum(layer_bytes[:-BUFFERS])

@@ -31,7 +31,7 @@ def test_the_longest_row_is_found_to_the_grain_in_few_steps(weights, bytes_of_to
         return weights * GIB + bytes_of_token * tokens + bytes_of_pair * tokens**2 if fitting(tokens) else None
 
     fits, failures = longest_row(peak_of, 8 * GIB, 1024, 131_072)
-    assert fitting(fits) and all(length > fits for length in failures)
+    assert fitting(fits) and all(failed > fits for failed in failures)
     assert not fitting(fits + max(GRAIN_TOKENS, round(GRAIN_SHARE * fits)) + GRAIN_TOKENS) or fits == 131_072
     assert len(tried) == len(set(tried)) <= 20
 
@@ -70,11 +70,11 @@ def test_memory_errors_of_all_libraries_are_recognised():
     assert not is_out_of_memory("RuntimeError: shapes differ")
 
 
-def test_lines_are_kept_in_the_order_of_the_cells(tmp_path):
+def test_lines_are_written_in_the_order_of_the_cells(tmp_path):
     lines = {key_of(line): line for line in (line_of(cell, FIGURES) for cell in reversed(list(all_cells(["peak", "longest"]))))}
     write_lines(tmp_path / "results.csv", lines)
-    read_back = read_lines(tmp_path / "results.csv")
-    assert list(read_back) == [key_of(cell_values(cell)) for cell in all_cells(["peak", "longest"])]
+    read = read_lines(tmp_path / "results.csv")
+    assert list(read) == [key_of(cell_values(cell)) for cell in all_cells(["peak", "longest"])]
 
 
 def test_a_cell_without_an_environment_says_so(tmp_path):

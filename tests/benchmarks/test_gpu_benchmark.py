@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import carry, random_model, report, rows  # noqa: E402
+from benchmarks.gpu import random_model, report, rows, wheels  # noqa: E402
 from benchmarks.gpu.cells import CELLS, FINISHED  # noqa: E402
 from benchmarks.gpu.measure import NEEDS_CARD, _cap_problem  # noqa: E402
 from benchmarks.gpu.results import read_results  # noqa: E402
@@ -88,7 +88,7 @@ def test_a_model_of_a_shape_is_complete_and_random(tmp_path):
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     matrices = [tensor for tensor in tensors.values() if tensor.dim() == 2]
     assert all(0.01 < tensor.float().std() < 0.03 for tensor in matrices)
-    assert not any(torch.equal(matrix, other) for matrix, other in zip(matrices, matrices[1:], strict=False))
+    assert not any(torch.equal(matrix, following) for matrix, following in zip(matrices, matrices[1:], strict=False))
     _, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
 
@@ -122,17 +122,17 @@ def test_the_newest_result_on_a_card_is_shown_with_its_error():
 
 
 def test_a_pruned_wheel_has_one_cuda_library_and_a_record_of_what_is_left(tmp_path):
-    wheel, cuda = tmp_path / "bitsandbytes-1-py3-none-any.whl", "libbitsandbytes_cuda130.so"
-    names = [f"bitsandbytes/{name}" for name in ("__init__.py", "libbitsandbytes_cpu.so", cuda, "libbitsandbytes_cuda118.so")]
+    wheel, binary = tmp_path / "bitsandbytes-1-py3-none-any.whl", "libbitsandbytes_cuda130.so"
+    names = [f"bitsandbytes/{name}" for name in ("__init__.py", "libbitsandbytes_cpu.so", binary, "libbitsandbytes_cuda118.so")]
     with zipfile.ZipFile(wheel, "w") as file:
         for name in names:
             file.writestr(name, "x")
         file.writestr("bitsandbytes-1.dist-info/RECORD", "".join(f"{name},,\n" for name in names))
-    carry.prune(wheel, cuda)
+    wheels.prune(wheel, binary)
     with zipfile.ZipFile(wheel) as file:
         assert file.namelist() == [*names[:3], "bitsandbytes-1.dist-info/RECORD"]
         assert file.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines() == [f"{name},," for name in names[:3]]
 
 
 def test_each_carried_package_is_pinned():
-    assert all("==" in name for name in carry.pinned(list(carry.PACKAGES)))
+    assert all("==" in name for name in wheels.pinned(list(wheels.PACKAGES)))

@@ -16,7 +16,7 @@ OWN = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "note"),
+    ("changes", "why"),
     [
         ({}, ""),
         ({"losses": [4.0, 3.01, 2.49, 2.21, 2.0]}, ""),
@@ -26,8 +26,8 @@ OWN = {
         ({"tokens": [[45, 100, 120]] * 5}, "trained on 225 tokens, not 450"),
     ],
 )
-def test_a_run_is_compared_with_this_projects_losses_and_tokens(changes, note):
-    assert compared({**OWN, **changes}, OWN)[1].startswith(note) and bool(compared({**OWN, **changes}, OWN)[1]) == bool(note)
+def test_a_run_is_compared_with_this_projects_losses_and_tokens(changes, why):
+    assert compared({**OWN, **changes}, OWN)[1].startswith(why) and bool(compared({**OWN, **changes}, OWN)[1]) == bool(why)
 
 
 def test_speed_is_of_the_steps_after_the_warm_up_and_of_runs_of_the_same_round():

@@ -67,7 +67,7 @@ def test_only_turing_and_volta_lack_bf16():
     assert all(catalogue()[name].capability < (8, 0) for name in without)
 
 
-def test_free_memory_can_be_told_and_is_kept_within_the_card():
+def test_free_memory_can_be_given_up_to_the_cards_total():
     assert find_card("rtx-4090", free_bytes=20 * GIB).free_bytes == 20 * GIB
     with pytest.raises(RecipeError, match="30.0 GiB free is not possible: rtx-4090 has 23.5 GiB"):
         find_card("rtx-4090", free_bytes=30 * GIB)
@@ -94,21 +94,21 @@ def test_a_damaged_cache_is_the_same_as_none():
     assert measured_context("rtx-4090") == (300 * MIB, 40 * MIB)
 
 
-def test_a_context_with_other_programs_in_it_is_not_kept():
+def test_a_context_that_includes_other_programs_is_not_recorded():
     record_measurement("rtx-4090", 2 * GIB)
     assert measured_context("rtx-4090") is None
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "instead"),
+    ("name", "problem", "instead"),
     [
         ("gtx-1080", "no tensor cores", "adapters"), ("1080", "CUDA 13 no longer", "adapters"), ("980ti", "GTX 10", "adapters"),
         ("1080 ti", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
         ("arc-a770", "XPU", "gpu=cpu"), ("jetson-orin", "shared", "gpu=cpu"),
     ],
 )  # fmt: skip
-def test_a_card_that_cannot_train_is_told_what_is_in_the_way_and_what_can_be_done(name, words, instead):
-    with pytest.raises(RecipeError, match=words) as error:
+def test_an_unsupported_card_is_refused_with_the_reason_and_what_can_be_done(name, problem, instead):
+    with pytest.raises(RecipeError, match=problem) as error:
         find_card(name)
     assert instead in error.value.fix
 
@@ -119,7 +119,7 @@ def test_an_empty_context_is_not_a_measurement():
 
 
 @pytest.mark.parametrize(("total_gib", "entry"), [(7.8, "rtx-4060-ti"), (15.6, "rtx-4060-ti-16gb"), (31.0, None)])
-def test_variants_of_one_name_are_told_apart_by_their_memory(total_gib, entry):
+def test_variants_of_one_name_are_distinguished_by_their_memory(total_gib, entry):
     total = round(total_gib * GIB)
     assert _entry_of(Device("NVIDIA GeForce RTX 4060 Ti", total, total, (8, 9), None, ())) == entry
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from registry import ROWS
 
-from finetune.compat import touched
+from finetune.compat import patch_registry
 from finetune.forecast.row_shape import RowShape
 
 hits: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class CountedBook(dict):
 
 def put(owner, attribute, value):
     rows = [row.name for row in ROWS if row.kind == "patch" and row.name.endswith(f".{attribute}")]
-    name = next((name for name in rows if touched.owner_of(name)[0] is owner), None)
+    name = next((name for name in rows if patch_registry.owner_of(name)[0] is owner), None)
     if name is None:
         without_row.append(f"{owner}.{attribute}")
     setattr(owner, attribute, counted(name, value))
@@ -125,7 +125,7 @@ if __name__ == "__main__":
     from finetune.recipe import plainest, recipe_from
 
     out = Path(sys.argv[1])
-    touched._put = put
+    patch_registry._set = put
     probe()
     dry_runs()
     training(out.parent)

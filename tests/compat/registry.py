@@ -7,13 +7,13 @@ import pkgutil
 from types import CodeType
 
 import finetune.compat
-from finetune.compat.touched import Touched, owner_of
+from finetune.compat.patch_registry import PrivateName, owner_of
 
-MODULES = [name for _, name, _ in pkgutil.iter_modules(finetune.compat.__path__) if name != "touched"]
-ROWS: list[Touched] = [row for name in MODULES for row in importlib.import_module(f"finetune.compat.{name}").TOUCHED]
+MODULES = [name for _, name, _ in pkgutil.iter_modules(finetune.compat.__path__) if name != "patch_registry"]
+ROWS: list[PrivateName] = [row for name in MODULES for row in importlib.import_module(f"finetune.compat.{name}").PRIVATE_NAMES]
 
 
-def problem(row: Touched) -> str:
+def problem(row: PrivateName) -> str:
     """What is wrong with a row; empty when the library has the name, with its parameters, and looks it up."""
     try:
         owner, attribute = owner_of(row.name)
@@ -22,28 +22,28 @@ def problem(row: Touched) -> str:
     if row.kind != "attribute" and not hasattr(owner, attribute):
         return f"{row.name} is gone"
     if row.parameters is not None:
-        found = " ".join(inspect.signature(getattr(owner, attribute)).parameters)
-        if found != row.parameters:
-            return f"{row.name} takes {found}, not {row.parameters}"
+        parameters = " ".join(inspect.signature(getattr(owner, attribute)).parameters)
+        if parameters != row.parameters:
+            return f"{row.name} takes {parameters}, not {row.parameters}"
     if not row.used_by or any(attribute in names_in(user.__code__) for user in users(row)):
         return ""
     return f"{row.used_by} does not look {attribute} up"
 
 
-def users(row: Touched) -> list:
+def users(row: PrivateName) -> list:
     """The existing functions of the library that look the name up."""
-    found = []
+    functions = []
     for name in row.used_by.split("|"):
         with contextlib.suppress(ImportError, AttributeError):
-            found.append(function(name))
-    return [user for user in found if hasattr(user, "__code__")]
+            functions.append(function(name))
+    return [user for user in functions if hasattr(user, "__code__")]
 
 
 def function(name: str):
     """The plain function of a dotted name, unwrapped from decorators and class methods."""
     owner, attribute = owner_of(name)
-    found = inspect.getattr_static(owner, attribute)
-    return inspect.unwrap(getattr(found, "__func__", found))
+    attribute_value = inspect.getattr_static(owner, attribute)
+    return inspect.unwrap(getattr(attribute_value, "__func__", attribute_value))
 
 
 def names_in(code: CodeType) -> set[str]:

@@ -24,7 +24,7 @@ def missing(uses) -> list[str]:
 
 def floors() -> dict[str, str]:
     rows = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
-    return dict(found.groups() for row in rows if (found := re.match(r"([\w-]+)>=([\d.]+)", row)))
+    return dict(match.groups() for row in rows if (match := re.match(r"([\w-]+)>=([\d.]+)", row)))
 
 
 def pins() -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_the_lowest_versions_are_those_of_the_project():
         "from peft import LoraConfig\nclass C(LoraConfig):\n    pass\nC(r=1, no_such_setting=2)",
     ],
 )
-def test_what_the_lowest_versions_lack_is_found_out(code):
+def test_what_the_lowest_versions_lack_is_detected(code):
     assert missing(used_in(code))
 
 

@@ -3,7 +3,7 @@
 import pytest
 from registry import ROWS, problem, users
 
-from finetune.compat.touched import owner_of
+from finetune.compat.patch_registry import owner_of
 
 #: Of a class that is written in C (Py_TPFLAGS_IMMUTABLETYPE).
 IMMUTABLE = 1 << 8
@@ -26,7 +26,7 @@ def renamed(code, name):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.kind != "attribute"], ids=lambda row: row.name)
-def test_a_name_that_is_gone_is_found_out(row, monkeypatch):
+def test_a_removed_name_is_detected(row, monkeypatch):
     owner, attribute = owner_of(row.name)
     for home in [base for base in getattr(owner, "__mro__", [owner]) if attribute in vars(base)]:
         made_when_looked_up = row.name.startswith("torch.ops.")
@@ -38,14 +38,14 @@ def test_a_name_that_is_gone_is_found_out(row, monkeypatch):
 
 
 @pytest.mark.parametrize("row", USED, ids=lambda row: row.name)
-def test_a_name_that_is_looked_up_no_more_is_found_out(row, monkeypatch):
+def test_a_name_that_is_no_longer_looked_up_is_detected(row, monkeypatch):
     for user in users(row):
         monkeypatch.setattr(user, "__code__", renamed(user.__code__, row.name.rpartition(".")[2]))
     assert "does not look" in problem(row)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.parameters], ids=lambda row: row.name)
-def test_another_parameter_is_found_out(row, monkeypatch):
+def test_another_parameter_is_detected(row, monkeypatch):
     owner, attribute = owner_of(row.name)
     monkeypatch.setattr(owner, attribute, lambda another: None)
     assert "takes another" in problem(row)

@@ -28,8 +28,8 @@ def counted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hits")
     environment = {**os.environ, "FINETUNE_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     command = [sys.executable, str(HERE / "count_hits.py"), str(folder / "hits.json")]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     return json.loads((folder / "hits.json").read_text())
 
 

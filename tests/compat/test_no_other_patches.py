@@ -21,13 +21,13 @@ def is_foreign(module: str | None) -> bool:
 
 def imports(tree: ast.AST) -> dict[str, str]:
     """Local name -> what it is, for everything imported."""
-    found = {}
+    imported = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+            imported |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def root(node: ast.expr) -> str:
@@ -42,28 +42,28 @@ def is_private(name: str) -> bool:
 
 def patches(tree: ast.AST) -> list[str]:
     """Assignments to attributes of what was imported from a library, in any form."""
-    known, found = imports(tree), []
+    imported, assignments = imports(tree), []
     for node in ast.walk(tree):
         stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))
         called = isinstance(node, ast.Call) and root(node.func) in ("setattr", "delattr")
         if stored or called:
             target = node if stored else node.args[0]
             through_modules = ast.unparse(target).startswith("sys.modules")
-            if through_modules or is_foreign(known.get(root(target))):
-                found.append(f"{node.lineno}: {ast.unparse(node)}")
-    return found
+            if through_modules or is_foreign(imported.get(root(target))):
+                assignments.append(f"{node.lineno}: {ast.unparse(node)}")
+    return assignments
 
 
 def private_names(tree: ast.AST) -> list[str]:
     """Private names of libraries, imported or looked up on anything but `self` and `cls`."""
-    found = []
+    lookups = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and is_foreign(node.module):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            found += [f"{node.lineno}: {name}" for name in names if is_private(name) and name not in KNOWN]
+            lookups += [f"{node.lineno}: {name}" for name in names if is_private(name) and name not in KNOWN]
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and root(node) not in ("self", "cls", "os"):
-            found += [f"{node.lineno}: {ast.unparse(node)}"] if node.attr not in KNOWN else []
-    return found
+            lookups += [f"{node.lineno}: {ast.unparse(node)}"] if node.attr not in KNOWN else []
+    return lookups
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -71,7 +71,7 @@ def test_a_file_leaves_the_libraries_alone(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if path.parent.name != "compat":
         assert patches(tree) == []
-        assert "finetune.compat.touched" not in {name.rpartition(".")[0] for name in imports(tree).values()}
+        assert "finetune.compat.patch_registry" not in {name.rpartition(".")[0] for name in imports(tree).values()}
     assert private_names(tree) == []
 
 
@@ -79,9 +79,9 @@ def classes_with_foreign_bases():
     """Module, name and private methods of each class that inherits from a library's."""
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        known, module = imports(tree), ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        imported, module = imports(tree), ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and any(is_foreign(known.get(root(base))) for base in node.bases):
+            if isinstance(node, ast.ClassDef) and any(is_foreign(imported.get(root(base))) for base in node.bases):
                 methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef) and is_private(part.name)}
                 yield pytest.param(module, node.name, methods, id=node.name)
 

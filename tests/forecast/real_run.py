@@ -40,8 +40,8 @@ def save_model(kind: str, folder: Path) -> str:
     values = config_values(kind, num_hidden_layers=3, vocab_size=2048, **many)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, "<pad>"))
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
@@ -102,15 +102,15 @@ class RealTracker(StorageTracker):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self.follow(leaf)
+                self.track(leaf)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     on_host = False
 
-    def follow(self, tensor, *, layer=None):
+    def track(self, tensor, *, layer=None):
         if isinstance(tensor, FakeTensor):  # of code that tries a layer without its values
             return
-        super().follow(tensor, layer=layer)
+        super().track(tensor, layer=layer)
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if self.on_host and size:
@@ -123,7 +123,7 @@ class RealTracker(StorageTracker):
 
     def arrives(self, tensor):
         """Count a tensor from now on, also one that was made as host memory."""
-        self.follow(tensor)
+        self.track(tensor)
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if size == 0:
@@ -150,18 +150,18 @@ def host_memory_apart(tracker: RealTracker):
     each quantised weight.
     """
 
-    def on_host(made):
-        @wraps(made)
-        def making(*arguments, **named):
+    def on_host(function):
+        @wraps(function)
+        def tagged(*arguments, **named):
             with tracker.making_host_memory():
-                return made(*arguments, **named)
+                return function(*arguments, **named)
 
-        return making
+        return tagged
 
     with pytest.MonkeyPatch.context() as patch:
         for home, name in (
             (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
-            (finetune.model.host_memory, "host_empty"), (finetune.model.host_memory, "host_run"),
+            (finetune.model.host_memory, "host_empty"), (finetune.model.host_memory, "host_buffer"),
             (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
             (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
         ):  # fmt: skip
@@ -265,7 +265,7 @@ def measured(run) -> dict[str, int]:
             stack.enter_context(experts_merged_on_host(tracker))
         trainer, callback = worker._build()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
-            tracker.follow(tensor)
+            tracker.track(tensor)
         watch(trainer, tracker)
         trainer.train()
         trainer.finish_sealing()

@@ -57,7 +57,7 @@ def trained(recipe, folder):
     trainer = Trainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     prepare_for_training(trainer.model, recipe)
     for tensor in (*model.parameters(), *model.buffers()):
-        tracker.follow(tensor)  # those read from a file are not made by an operator
+        tracker.track(tensor)  # those read from a file are not made by an operator
     loaded, tracker.phase = tracker.live_bytes, "train"
     with tracker:
         trainer.train()
@@ -73,8 +73,8 @@ def test_the_trainers_peak_is_the_dry_runs(tmp_path, more):
     config = config_from(config_values(num_hidden_layers=3), recipe)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     run = simulate(config, recipe, Batch(rows=1, tokens=TOKENS, trained_tokens=TOKENS - 1), None)
-    held = run.peaks[("save", None)].by_tag
-    loaded = sum(size for (part, _), size in held.items() if part in ("weights", "adapters"))
+    by_tag = run.peaks[("save", None)].by_tag
+    loaded = sum(size for (part, _), size in by_tag.items() if part in ("weights", "adapters"))
     forecast = max(peak.total_bytes for (phase, _), peak in run.peaks.items() if phase not in ("load", "eval"))
     measured = trained(settings(**ON_CPU, **more, model_name_or_path=str(tmp_path)), tmp_path)
     assert forecast - loaded == pytest.approx(measured, rel=0.005)

@@ -1,4 +1,4 @@
-"""Between fits and tight: the allocator, replayed with the budget as its limit, gives cached blocks back and goes on."""
+"""Between fits and tight: the allocator, replayed with the budget as its limit, returns cached blocks and continues."""
 
 import dataclasses
 
@@ -6,10 +6,10 @@ import pytest
 from tiny_models import config_values, settings
 
 from finetune.card import find_card
-from finetune.forecast import whole_card
+from finetune.forecast import device_peak
+from finetune.forecast.device_peak import make_forecast
 from finetune.forecast.forecast import AtLimit
 from finetune.forecast.row_shape import RowShape
-from finetune.forecast.whole_card import make_forecast
 from finetune.plan.plan import verdict_of
 from finetune.units import GIB, MIB
 
@@ -22,7 +22,7 @@ CARD = dataclasses.replace(find_card("rtx-4090"), context_bytes=200 * MIB, conte
 def forecast_of(request, monkeypatch, tmp_path):
     """forecast_of(budget) for packed rows: the same length in every micro-batch."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(whole_card, "expandable_segments", lambda: request.param)
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda: request.param)
     values = config_values(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, vocab_size=8192)
     recipe = settings(packing=True, per_device_train_batch_size=1)
     return lambda budget=None, **more: make_forecast(
@@ -42,18 +42,18 @@ def test_more_budget_never_gives_a_worse_verdict_and_the_limit_is_one_of_them(fo
 def test_the_cost_is_what_goes_back_to_the_driver_in_each_step(forecast_of):
     free = forecast_of()
     budgets = range(free.peak_low_bytes, free.peak_high_bytes, 2 * MIB)
-    found = [held for budget in budgets if (held := forecast_of(budget).at_limit) is not None]
-    assert not whole_card.expandable_segments() or found[0].returns_per_step > 0
-    assert found[-1].returns_per_step == 0 and "if fragmentation grows" in found[-1].words
-    assert all((held.returns_per_step > 0) == (held.returned_bytes_per_step > 0) for held in found)
+    at_limits = [at_limit for budget in budgets if (at_limit := forecast_of(budget).at_limit) is not None]
+    assert not device_peak.expandable_segments() or at_limits[0].returns_per_step > 0
+    assert at_limits[-1].returns_per_step == 0 and "if fragmentation grows" in at_limits[-1].summary
+    assert all((at_limit.returns_per_step > 0) == (at_limit.returned_bytes_per_step > 0) for at_limit in at_limits)
 
 
 def test_the_words_say_how_often_and_how_much():
-    assert "3 times in a step, 1.50 GiB in all" in AtLimit(20 * GIB, 3, 3 * GIB // 2).words
-    assert "once in a step" in AtLimit(20 * GIB, 1, GIB).words
+    assert "3 times in a step, 1.50 GiB in all" in AtLimit(20 * GIB, 3, 3 * GIB // 2).summary
+    assert "once in a step" in AtLimit(20 * GIB, 1, GIB).summary
 
 
 def test_rows_of_uneven_length_without_expandable_segments_stay_tight(forecast_of, request):
     free = forecast_of(packing=False)
-    held = forecast_of(free.peak_high_bytes - 1, packing=False).at_limit
-    assert (held is not None) is whole_card.expandable_segments()
+    at_limit = forecast_of(free.peak_high_bytes - 1, packing=False).at_limit
+    assert (at_limit is not None) is device_peak.expandable_segments()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune.card.allocator import AllocatorSettings
-from finetune.forecast import reserved
+from finetune.forecast import allocator_replay
 from finetune.forecast.caching_allocator import CachingAllocator, OutOfMemory, rounded, segment_bytes
 from finetune.units import GIB, KIB, MIB
 
@@ -20,10 +20,10 @@ BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "ex
 
 def chains(allocator):
     """Every segment as its blocks in order of address."""
-    known = {id(block): block for block in allocator.live.values() if block is not None}
+    blocks = {id(block): block for block in allocator.live.values() if block is not None}
     for pool in allocator.pools.values():
-        known |= {id(entry[-1]): entry[-1] for entry in (*pool.free, *pool.unmapped)}
-    for block in known.values():
+        blocks |= {id(entry[-1]): entry[-1] for entry in (*pool.free, *pool.unmapped)}
+    for block in blocks.values():
         if block.prev is None:
             chain = [block]
             while chain[-1].next is not None:
@@ -112,12 +112,12 @@ def test_sizes_of_segments():
 
 
 def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains():
-    for spare, kept in ((MIB, 12 * MIB), (MIB + 512, 11 * MIB - 512)):
+    for spare, allocated in ((MIB, 12 * MIB), (MIB + 512, 11 * MIB - 512)):
         allocator = CachingAllocator(AllocatorSettings(False))
         allocator.allocate(0, 12 * MIB)
         allocator.release(0)
         allocator.allocate(1, 12 * MIB - spare)
-        assert (allocator.allocated, allocator.reserved) == (kept, 12 * MIB)
+        assert (allocator.allocated, allocator.reserved) == (allocated, 12 * MIB)
 
 
 def test_the_smallest_block_that_fits_is_taken():
@@ -221,7 +221,7 @@ def test_streams_do_not_share_blocks():
     assert allocator.reserved == 60 * MIB
 
 
-class Noted(CachingAllocator):
+class Recorder(CachingAllocator):
     """Writes down what it is asked, and its sums after that."""
 
     def __init__(self, settings, **more):
@@ -253,7 +253,7 @@ class Noted(CachingAllocator):
 
 
 def noted_random(settings, seed, **more):
-    allocator, rng, live = Noted(settings, **more), random.Random(seed), []
+    allocator, rng, live = Recorder(settings, **more), random.Random(seed), []
     for name in range(2000):
         if live and rng.random() < 0.48:
             allocator.release(live.pop(rng.randrange(len(live))))
@@ -265,38 +265,42 @@ def noted_random(settings, seed, **more):
     return allocator
 
 
-def noted_run(expandable, monkeypatch):
+def recorded_run(expandable, monkeypatch):
     """The whole replay of a small model's dry run."""
     from test_trace import both_ways
 
-    made = []
-    monkeypatch.setattr(reserved, "CachingAllocator", lambda settings, **more: made.append(Noted(settings, **more)) or made[-1])
-    reserved.replay(both_ways()[0], expandable=expandable)
-    return made[0]
+    allocators = []
+    monkeypatch.setattr(
+        allocator_replay,
+        "CachingAllocator",
+        lambda settings, **more: allocators.append(Recorder(settings, **more)) or allocators[-1],
+    )
+    allocator_replay.replay(both_ways()[0], expandable=expandable)
+    return allocators[0]
 
 
 @BOTH
-def test_what_is_noted_is_what_the_replay_asks(expandable, monkeypatch):
-    noted = noted_run(expandable, monkeypatch)
-    again = CachingAllocator(AllocatorSettings(expandable))
+def test_the_recorded_requests_are_those_of_the_replay(expandable, monkeypatch):
+    noted = recorded_run(expandable, monkeypatch)
+    second = CachingAllocator(AllocatorSettings(expandable))
     for event, sums in zip(noted.asked, noted.sums, strict=True):
         if event is None:
-            again.empty_cache()
+            second.empty_cache()
         elif event[1] < 0:
-            again.release(event[0])
+            second.release(event[0])
         else:
-            again.allocate(*event)
-        assert [again.allocated, again.reserved] == sums
+            second.allocate(*event)
+        assert [second.allocated, second.reserved] == sums
     assert len(noted.asked) > 1000 and sum(size for run in noted.segments_as_torch_shows_them() for size, _ in run) == sums[1]
 
 
 def on_torchs_allocator(asked, settings, limit=None):
     """What torch's own allocator makes of the requests."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, Path(__file__).with_name("torch_allocator.py"), str(limit or 0)], input=json.dumps(asked), text=True,
         env={**os.environ, **settings.environment()}, capture_output=True, check=True,
     )  # fmt: skip
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.gpu
@@ -313,7 +317,7 @@ def test_torchs_own_allocator_does_the_same_with_other_settings(settings):
 @pytest.mark.parametrize("what", ["run", 0, 1, 2])
 def test_torchs_own_allocator_does_the_same(expandable, what, monkeypatch):
     settings = AllocatorSettings(expandable)
-    noted = noted_run(expandable, monkeypatch) if what == "run" else noted_random(settings, what)
+    noted = recorded_run(expandable, monkeypatch) if what == "run" else noted_random(settings, what)
     theirs = on_torchs_allocator(noted.asked, settings)
     assert theirs["sums"] == noted.sums
     assert theirs["segments"] == noted.segments_as_torch_shows_them()

@@ -39,16 +39,16 @@ def a_model(bits, folder=None):
     return model
 
 
-def kept_bytes(model, layer):
+def saved_bytes(model, layer):
     """Bytes of all storages that the layer saves for backward, without its weights, by the hooks on saved tensors."""
     run = a_pass(model, layer, TOKENS)
     run().sum().backward()  # compiles
     seen = {}
-    known = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *states_of(layer))}
+    weights = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *states_of(layer))}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
+        if storage._cdata not in weights:
             seen[storage._cdata] = storage  # alive, so that no other gets its number
         return tensor
 
@@ -95,20 +95,20 @@ def split_layer(bits, budget):
 @pytest.mark.compiler
 @pytest.mark.parametrize("budget", [1.0, 0.8])
 @pytest.mark.parametrize("bits", BITS)
-def test_the_forecast_of_a_compiled_layer_is_what_a_real_one_keeps(tmp_path, bits, budget):
+def test_the_forecast_of_a_compiled_layer_is_what_a_real_one_saves(tmp_path, bits, budget):
     torch._dynamo.reset()
-    done = Compilations()
+    compilations = Compilations()
     with split_layer(bits, budget) as (model, layer):
-        forecast = kept_bytes(model, layer)
+        forecast = saved_bytes(model, layer)
     model = a_model(bits, tmp_path)
     layer = decoder_layers(model)[1]
-    uncompiled = kept_bytes(model, layer)
+    uncompiled = saved_bytes(model, layer)
     compile_layers([layer], budget)
-    real = kept_bytes(model, layer)
-    done.update()
+    real = saved_bytes(model, layer)
+    compilations.update()
     assert forecast == pytest.approx(real, rel=0.01)
     assert real < 0.9 * uncompiled
-    assert done.graphs >= 1 and not done.graph_breaks and done.compile_s > 0
+    assert compilations.graphs >= 1 and not compilations.graph_breaks and compilations.compile_s > 0
 
 
 @pytest.mark.slow
@@ -118,23 +118,23 @@ def test_rows_of_many_lengths_are_compiled_for_once_more_than_for_one(tmp_path):
     model = a_model("bf16", tmp_path)
     layer = decoder_layers(model)[1]
     compile_layers([layer], 1.0)
-    done, seen = Compilations(), []
-    done.update()
-    before = done.graph_breaks
+    compilations, seen = Compilations(), []
+    compilations.update()
+    before = compilations.graph_breaks
     for tokens in (64, 128, 320, 192, 256):
         a_pass(model, layer, tokens)().sum().backward()
-        done.update()
-        seen.append(done.recompiles)
-    assert seen == [0, 1, 1, 1, 1] and done.graphs == 2 and done.graph_breaks == before
+        compilations.update()
+        seen.append(compilations.recompiles)
+    assert seen == [0, 1, 1, 1, 1] and compilations.graphs == 2 and compilations.graph_breaks == before
 
 
 @pytest.mark.slow
-def test_a_smaller_budget_keeps_less_in_every_layer():
-    kept = [
+def test_a_smaller_budget_saves_less_in_every_layer():
+    runs = [
         dry_run(config_values(), settings(**COMPILED, compile_activation_budget=budget), micro_batch=1, rows=RowShape(TOKENS))
         for budget in (1.0, 0.8, 0.5)
     ]
-    assert all("repeated" in made.method and not any("can't be forecast" in note for note in made.notes) for made in kept)
-    assert kept[0].parts["activations"] > kept[1].parts["activations"] > kept[2].parts["activations"]
+    assert all("repeated" in run.method and not any("can't be forecast" in note for note in run.notes) for run in runs)
+    assert runs[0].parts["activations"] > runs[1].parts["activations"] > runs[2].parts["activations"]
     plain = dry_run(config_values(), settings(activation_checkpointing=False), micro_batch=1, rows=RowShape(TOKENS))
-    assert kept[0].parts["activations"] < 0.9 * plain.parts["activations"]
+    assert runs[0].parts["activations"] < 0.9 * plain.parts["activations"]

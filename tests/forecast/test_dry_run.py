@@ -19,12 +19,12 @@ from finetune.card.card import Card
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.errors import RecipeError
 from finetune.forecast import cache
+from finetune.forecast.device_peak import make_forecast
 from finetune.forecast.fake_model import _packed_8bit
 from finetune.forecast.forecast import PARTS
 from finetune.forecast.ledger import dry_run
 from finetune.forecast.row_shape import RowShape
 from finetune.forecast.tracker import StorageTracker, block_bytes
-from finetune.forecast.whole_card import make_forecast
 from finetune.units import GIB, MIB
 
 CARD = Card("a card", 12 * GIB, 11 * GIB, (8, 6), context_bytes=300 * MIB, context_uncertainty_bytes=100 * MIB)
@@ -38,16 +38,16 @@ def run(kind="llama", micro_batch=1, tokens=128, layers=3, capability=(8, 6), **
 
 
 def test_adapters_gradients_and_optimizer_by_arithmetic():
-    made = run(lora_r=16)
+    dry = run(lora_r=16)
     adapters = 3 * sum(block_bytes(4 * 16 * i) + block_bytes(4 * 16 * o) for i, o in WIDTHS)
     assert adapters == 3 * sum(4 * 16 * (i + o) for i, o in WIDTHS)  # r x (in + out) x 4 bytes
-    assert made.parts["adapters"] == made.parts["gradients"] == adapters
+    assert dry.parts["adapters"] == dry.parts["gradients"] == adapters
     steps = 2 * 3 * len(WIDTHS) * 512  # a step count for each tensor
-    assert made.parts["optimizer"] == 2 * adapters + steps
+    assert dry.parts["optimizer"] == 2 * adapters + steps
 
 
 def test_nf4_weights_by_arithmetic():
-    made = run()
+    dry = run()
     linear = 0
     for i, o in WIDTHS:
         count = i * o
@@ -55,7 +55,7 @@ def test_nf4_weights_by_arithmetic():
         # packed codes, scales, their scales, the mean of the scales, the 16 values of NF4 and the 256 of the scales' code
         linear += count // 2 + block_bytes(scales) + block_bytes(outer) + 512 + 512 + 1024
     norms, embedding, rotary, code_book = 7 * 512, 2 * 1024 * 256 * 2, 2 * 512, 1024
-    assert made.parts["weights"] == 3 * linear + norms + embedding + rotary + code_book
+    assert dry.parts["weights"] == 3 * linear + norms + embedding + rotary + code_book
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -73,13 +73,13 @@ def test_a_fake_weight_is_quantised_into_the_tensors_of_a_real_one(double):
 
 
 def test_the_parts_sum_to_the_peak_and_the_layers_too():
-    made = run(layers=6)
-    assert set(made.parts) == set(PARTS)
-    assert made.allocated_bytes == sum(made.parts.values()) == made.peaks["train"] == sum(made.per_layer_bytes.values())
-    assert list(made.per_layer_bytes) == [*(f"layers.{i}" for i in range(6)), "outside the layers"]
-    assert made.peaks["train"] > made.peaks["eval"] > made.peaks["save"] > 0
-    assert made.peaks["load"] > 0
-    assert made.parameters == 6 * (sum(i * o for i, o in WIDTHS) + 512) + 2 * 1024 * 256 + 256
+    dry = run(layers=6)
+    assert set(dry.parts) == set(PARTS)
+    assert dry.allocated_bytes == sum(dry.parts.values()) == dry.peaks["train"] == sum(dry.per_layer_bytes.values())
+    assert list(dry.per_layer_bytes) == [*(f"layers.{i}" for i in range(6)), "outside the layers"]
+    assert dry.peaks["train"] > dry.peaks["eval"] > dry.peaks["save"] > 0
+    assert dry.peaks["load"] > 0
+    assert dry.parameters == 6 * (sum(i * o for i, o in WIDTHS) + 512) + 2 * 1024 * 256 + 256
 
 
 def test_fewer_trained_tokens_take_less():
@@ -95,8 +95,8 @@ def test_the_techniques_save_what_they_say():
     every_layer, offloaded = run(tokens=512), run(tokens=512, activation_checkpointing="offload")
     rounded = run(tokens=512, activation_checkpointing=False, int8_activations=True)
     moved = run(tokens=512, activation_checkpointing=False, activation_offloading=True)
-    held = [made.parts["activations"] for made in (plain, rounded, every_layer, offloaded)]
-    assert held == sorted(held, reverse=True) and len(set(held)) == 4
+    activations = [dry.parts["activations"] for dry in (plain, rounded, every_layer, offloaded)]
+    assert activations == sorted(activations, reverse=True) and len(set(activations)) == 4
     assert moved.parts["activations"] < offloaded.parts["activations"]
     assert moved.host_bytes > offloaded.host_bytes > 0 == plain.host_bytes
     optimizers = [
@@ -106,8 +106,8 @@ def test_the_techniques_save_what_they_say():
 
 
 def test_a_padded_batch_takes_no_more_than_its_rows():
-    one, two = (run(tokens=512, micro_batch=rows, activation_checkpointing=False) for rows in (1, 2))
-    assert 1.9 * one.parts["activations"] < two.parts["activations"] <= 2 * one.parts["activations"]
+    single, double = (run(tokens=512, micro_batch=rows, activation_checkpointing=False) for rows in (1, 2))
+    assert 1.9 * single.parts["activations"] < double.parts["activations"] <= 2 * single.parts["activations"]
 
 
 def test_packed_rows_are_forecast_for_a_cpu_too():
@@ -116,9 +116,9 @@ def test_packed_rows_are_forecast_for_a_cpu_too():
 
 
 def test_a_run_on_the_cpu_has_no_cuda_workspace():
-    made = run(capability=None, dtype="float32", load_in_4bit=False, optim="adamw_torch")
-    assert made.parts["weights"] == 4 * made.parameters + 2 * 512  # rotary frequencies
-    assert made.parts["loss"] > 0
+    dry = run(capability=None, dtype="float32", load_in_4bit=False, optim="adamw_torch")
+    assert dry.parts["weights"] == 4 * dry.parameters + 2 * 512  # rotary frequencies
+    assert dry.parts["loss"] > 0
 
 
 def test_attention_dropout_takes_nothing_on_a_card():
@@ -146,10 +146,10 @@ def test_int8_weights_are_forecast_for_a_cpu_too():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_model_type_is_forecast(kind):
-    made = run(kind, layers=4)
-    assert made.allocated_bytes > 0
-    assert not any("experts stay 16-bit" in note for note in made.notes)
-    assert any("FalconLinear" in note for note in made.notes) == (kind == "falcon")
+    dry = run(kind, layers=4)
+    assert dry.allocated_bytes > 0
+    assert not any("experts stay 16-bit" in note for note in dry.notes)
+    assert any("FalconLinear" in note for note in dry.notes) == (kind == "falcon")
 
 
 @pytest.mark.slow
@@ -174,21 +174,21 @@ def test_more_of_anything_never_takes_less(tokens, rank, layers, micro, checkpoi
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "problem"),
     [
         ({"model_type": "unheard_of"}, "does not know"),
         ({"model_type": "own", "auto_map": {}}, "needs code"),
         ({"model_type": "llama"}, "has no hidden_size"),
     ],
 )
-def test_what_can_not_be_forecast_says_why(values, words):
+def test_what_can_not_be_forecast_says_why(values, problem):
     with pytest.raises(RecipeError) as caught:
         dry_run(values, settings(), micro_batch=1, rows=RowShape(64))
-    assert words in "\n".join(caught.value.problems)
+    assert problem in "\n".join(caught.value.problems)
 
 
 def test_a_second_forecast_is_read_without_torch():
-    made = run()
+    dry = run()
     script = (
         "import sys, json; sys.path.insert(0, sys.argv[1]); from tiny_models import config_values, settings\n"
         "from finetune.forecast.ledger import dry_run; from finetune.forecast.row_shape import RowShape\n"
@@ -197,14 +197,14 @@ def test_a_second_forecast_is_read_without_torch():
     )
     folder = str(pytest.importorskip("tiny_models").__file__).rpartition("/")[0]
     out = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
-    assert json.loads(out.stdout) == [made.parts, False]
+    assert json.loads(out.stdout) == [dry.parts, False]
 
 
-def test_a_damaged_cache_is_made_again(home):
-    made = run()
+def test_a_damaged_cache_is_recomputed(home):
+    dry = run()
     for file in (home / "cache" / "forecasts").glob("*.json"):
         file.write_text("{")
-    assert run() == made
+    assert run() == dry
 
 
 def test_the_key_depends_on_versions_and_settings(monkeypatch):
@@ -222,7 +222,7 @@ def test_settings_that_hold_no_memory_do_not_make_a_new_forecast(home):
     assert len(list((home / "cache" / "forecasts").glob("*.json"))) == before
 
 
-def test_the_whole_card_is_an_interval_around_allocated_and_context():
+def test_the_device_peak_is_an_interval_around_allocated_and_context():
     forecast = make_forecast(config_values(num_hidden_layers=3), settings(), CARD, rows=RowShape(128))
     assert forecast.allocated_bytes <= forecast.reserved_bytes < forecast.peak_bytes
     assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
@@ -244,8 +244,8 @@ def test_a_cpu_has_no_reserve_and_no_cuda_context():
 def test_data_parallel_training_keeps_buckets_of_the_gradients():
     values = config_values(num_hidden_layers=2)
     many = settings(launch={"num_processes": 2})
-    one, two = (make_forecast(values, recipe, CARD, rows=RowShape(64)) for recipe in (settings(), many))
-    assert two.peak_low_bytes - one.peak_low_bytes == pytest.approx(0.98 * one.parts["adapters"], abs=2)
+    single, parallel = (make_forecast(values, recipe, CARD, rows=RowShape(64)) for recipe in (settings(), many))
+    assert parallel.peak_low_bytes - single.peak_low_bytes == pytest.approx(0.98 * single.parts["adapters"], abs=2)
 
 
 def test_where_segments_expand():

@@ -72,8 +72,8 @@ def losses(model, rows):
     """The loss of each token of rows packed by the run's collator."""
     batch = PACK(rows)
     labels = batch.pop("labels")[0]
-    found = torch.nn.functional.cross_entropy(model(**batch, use_cache=False).logits[0, :-1], labels[1:], reduction="none")
-    return found[labels[1:] != -100]
+    by_token = torch.nn.functional.cross_entropy(model(**batch, use_cache=False).logits[0, :-1], labels[1:], reduction="none")
+    return by_token[labels[1:] != -100]
 
 
 def packed_and_alone(family, attention, rows):

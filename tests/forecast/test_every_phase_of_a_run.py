@@ -77,11 +77,11 @@ def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind,
 def test_a_model_is_given_the_mask_of_padded_rows_only_where_it_needs_it(model, tmp_path, kind, masked):
     run, _ = planned(model(kind), tmp_path, **TECHNIQUES["padded"], per_device_eval_batch_size=2)
     trainer, _ = Worker(run)._build()
-    given = []
-    trainer.model.register_forward_pre_hook(lambda model, _, named: given.append(sorted(named)), with_kwargs=True)
+    input_names = []
+    trainer.model.register_forward_pre_hook(lambda model, _, named: input_names.append(sorted(named)), with_kwargs=True)
     trainer.train()
-    assert len(given) == 5  # two micro-batches in each of two steps, one of the held-out rows
-    assert {"attention_mask" in names for names in given} == {masked}
+    assert len(input_names) == 5  # two micro-batches in each of two steps, one of the held-out rows
+    assert {"attention_mask" in names for names in input_names} == {masked}
     steps = [event for event in read_events(run.events) if event.kind == "step"]
     real, padded = (sum(getattr(step, name) for step in steps) for name in ("real_tokens", "padded_tokens"))
     assert real == sum(TECHNIQUES["padded"]["lengths"]) < padded

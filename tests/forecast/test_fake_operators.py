@@ -37,7 +37,7 @@ class Remembering(TorchDispatchMode):
 @pytest.fixture
 def fake(monkeypatch):
     """A FakeTensorMode with an empty memo in front of it."""
-    monkeypatch.setattr(fake_operators, "_KNOWN", {})
+    monkeypatch.setattr(fake_operators, "_MEMO", {})
     with Torch() as mode, Remembering():
         yield mode
 
@@ -46,8 +46,8 @@ def looks(tensor):
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
 
 
-def shared(one, other):
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def shared(tensor, other):
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_a_memoised_output_equals_the_first_one_and_shares_the_same_storages(fak
     inputs = [torch.empty(8, 8), torch.empty(8, 8)]
     first = operator(inputs[0])
     asked = fake.asked
-    again = operator(inputs[1])
+    second = operator(inputs[1])
     assert fake.asked == asked
-    assert looks(again) == looks(first)
-    assert shared(again, inputs[1]) == shared(first, inputs[0])
+    assert looks(second) == looks(first)
+    assert shared(second, inputs[1]) == shared(first, inputs[0])
 
 
 def test_in_place_operators_return_their_argument(fake):
@@ -114,10 +114,10 @@ def test_operators_that_change_a_view_or_read_data_are_not_memoised(fake):
 
 
 def test_the_memo_is_bounded(fake, monkeypatch):
-    monkeypatch.setattr(fake_operators, "MOST_KEPT", 10)
+    monkeypatch.setattr(fake_operators, "MOST_MEMOISED", 10)
     for size in range(1, 40):
         torch.empty(size).add(1)
-    assert len(fake_operators._KNOWN) <= 10
+    assert len(fake_operators._MEMO) <= 10
 
 
 @pytest.mark.parametrize(

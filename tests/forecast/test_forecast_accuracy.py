@@ -44,12 +44,12 @@ REPLAYED = reserved.read_rows(accuracy.REFERENCE / "measured_memory.csv")
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [REPLAYED[15:19], pytest.param(REPLAYED, marks=pytest.mark.exhaustive)], ids=["small", "all"])
 def test_both_metrics_of_measured_rows_are_met_by_the_replay(rows):
-    runs = [(one, reserved.replayed(one.row)) for one in rows]
-    errors = [[abs(run.peak_allocated / one.row.measured_bytes - 1) for one, run in runs]]
-    errors += [[abs(run.peak_reserved / one.reserved_bytes - 1) for one, run in runs]]
-    for each, mean, worst in zip(errors, (0.001, 0.02), (0.006, 0.09), strict=True):
-        assert max(each) <= worst
-        assert len(rows) < len(REPLAYED) or sum(each) / len(each) <= mean  # the mean is of all rows
+    runs = [(row, reserved.replayed(row.row)) for row in rows]
+    errors = [[abs(run.peak_allocated / row.row.measured_bytes - 1) for row, run in runs]]
+    errors += [[abs(run.peak_reserved / row.reserved_bytes - 1) for row, run in runs]]
+    for shares, mean, worst in zip(errors, (0.001, 0.02), (0.006, 0.09), strict=True):
+        assert max(shares) <= worst
+        assert len(rows) < len(REPLAYED) or sum(shares) / len(shares) <= mean  # the mean is of all rows
 
 
 @pytest.mark.slow

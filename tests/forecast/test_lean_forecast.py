@@ -23,26 +23,26 @@ MOST = {"Qwen/Qwen2.5-7B-Instruct": 30.0, "meta-llama/Llama-3.1-8B-Instruct": 23
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_a_layer_of_a_large_model_keeps_about_half_the_bytes(name):
+def test_a_layer_of_a_large_model_saves_about_half_the_bytes(name):
     values = catalogue()[name]
     wanted = settings(lora_r=16, activation_checkpointing=False, max_length=TOKENS, lean_layers=True)
     few = at_depth(config_from(values, wanted), 3)
-    held = simulate(few, wanted, Batch(1, TOKENS, TOKENS - 1), (8, 9)).peaks[("loss", None)].by_tag
-    kept = sum(size for (part, layer), size in held.items() if layer == 1 and part in ("activations", "workspace"))
-    assert 0.9 * MOST[name] < kept / TOKENS / values["hidden_size"] <= MOST[name]
-    assert held.get(("workspace", 1), 0) == 0
+    by_tag = simulate(few, wanted, Batch(1, TOKENS, TOKENS - 1), (8, 9)).peaks[("loss", None)].by_tag
+    saved = sum(size for (part, layer), size in by_tag.items() if layer == 1 and part in ("activations", "workspace"))
+    assert 0.9 * MOST[name] < saved / TOKENS / values["hidden_size"] <= MOST[name]
+    assert by_tag.get(("workspace", 1), 0) == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "lean_note"),
     [
         ("llama", "lean layers: 8 of 8 with 1 RoPE, 4 linear layers, 1 MLP, 2 norms"),
         ("falcon", "lean layers: 8 of 8 with 1 RoPE (as before: 4 adapter on FalconLinear, 1 LayerNorm)"),
     ],
 )
-def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, said):
-    made = dry_run(config_values(kind), settings(kind, lean_layers=True), micro_batch=1, rows=RowShape(64))
-    assert said in made.notes and "repeated" in made.method
+def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, lean_note):
+    dry = dry_run(config_values(kind), settings(kind, lean_layers=True), micro_batch=1, rows=RowShape(64))
+    assert lean_note in dry.notes and "repeated" in dry.method
     assert not any(
         "lean" in note for note in dry_run(config_values(kind), settings(kind), micro_batch=1, rows=RowShape(64)).notes
     )
@@ -77,11 +77,11 @@ def test_a_plan_from_before_there_were_any_goes_on_without(new_plan):
 @pytest.fixture
 def new_plan():
     """new_plan(changes) -> the plan of a recipe with these, by a forecaster that finds that all fits."""
-    made = dry_run(config_values(), settings(), micro_batch=1, rows=RowShape(64))
+    dry = dry_run(config_values(), settings(), micro_batch=1, rows=RowShape(64))
 
     def forecaster(_config, _settings, _card, *, rows):
         from finetune.forecast.forecast import Forecast
 
-        return Forecast(2**30, 2**30, 2**30, 2**30, 2**30, parts=made.parts, peaks=made.peaks)
+        return Forecast(2**30, 2**30, 2**30, 2**30, 2**30, parts=dry.parts, peaks=dry.peaks)
 
     return lambda changes: make_plan(recipe_from({**RECIPE, **changes}), find_card("rtx-4090"), None, forecaster=forecaster)

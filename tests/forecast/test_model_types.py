@@ -27,5 +27,5 @@ def test_no_type_ends_in_an_internal_error():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ROWS])
 def test_a_type_is_forecast_or_refused_as_the_table_says(kind):
-    made = outcome_of(kind)
-    assert made.result == ROWS[kind][0], made.detail
+    outcome = outcome_of(kind)
+    assert outcome.result == ROWS[kind][0], outcome.detail

@@ -5,11 +5,11 @@ import platform
 import pytest
 
 from finetune.card import find_card
-from finetune.forecast import whole_card
+from finetune.forecast import device_peak
+from finetune.forecast.allocator_replay import Replay
+from finetune.forecast.device_peak import with_margin_of
 from finetune.forecast.forecast import Forecast
-from finetune.forecast.reserved import Replay
 from finetune.forecast.row_shape import RowShape
-from finetune.forecast.whole_card import scaled_beside
 from finetune.model.configuration import read_config
 from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
@@ -23,11 +23,11 @@ GIB = 2**30
 def test_the_most_is_the_replays_and_for_uneven_rows_in_fixed_segments_at_least_the_interval(
     monkeypatch, expandable, even, most_gib
 ):
-    monkeypatch.setattr(whole_card, "expandable_segments", lambda: expandable)
-    held = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, retries=0)
-    _, likely, most = whole_card._reserved(20 * GIB, find_card("rtx-4090"), held, even=even)
-    assert likely == held.reserved_bytes
-    assert most == pytest.approx(most_gib * GIB * (1 + whole_card.DRY_RUN_ERROR))
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda: expandable)
+    replay = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, retries=0)
+    _, likely, most = device_peak._reserved(20 * GIB, find_card("rtx-4090"), replay, even=even)
+    assert likely == replay.reserved_bytes
+    assert most == pytest.approx(most_gib * GIB * (1 + device_peak.DRY_RUN_ERROR))
 
 
 def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than_its_replay_nor_more_than_its_interval():
@@ -38,7 +38,7 @@ def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than
         return Forecast(allocated, reserved, reserved, allocated, high + around, {}, {"train": allocated}, **more)
 
     def scaled(other):
-        return scaled_beside(other, forecast(100, 110, 112), card).peak_high_bytes - around
+        return with_margin_of(other, forecast(100, 110, 112), card).peak_high_bytes - around
 
     assert scaled(forecast(200, 216, 233)) == 224
     assert scaled(forecast(200, 216, 220)) == 220
@@ -47,7 +47,7 @@ def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "text"),
     [
         ([], "the upper end"),
         (["activation_checkpointing=true", "activation_checkpointing_every_n_layers=3"], "the upper end"),
@@ -55,16 +55,16 @@ def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than
     ],
     ids=["as it is", "every third layer", "packed"],
 )
-def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path, overrides, said):
+def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path, overrides, text):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     plan = plan_recipe(load_recipe("7b-4090", overrides), find_card("rtx-4090"), without_rows)
-    monkeypatch.setattr(whole_card, "replayed", lambda *_, **__: None)
-    before = whole_card.make_forecast(
+    monkeypatch.setattr(device_peak, "replayed", lambda *_, **__: None)
+    before = device_peak.make_forecast(
         read_config(plan.settings), plan.settings, plan.card, rows=RowShape(plan.settings.max_length)
     )
     assert before.allocated_bytes <= plan.forecast.allocated_bytes < 1.005 * before.allocated_bytes  # whole blocks
     assert before.peak_high_bytes - plan.forecast.peak_high_bytes > 1.5 * GIB
     assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes and plan.verdict == "fits"
     (note,) = [note for note in plan.forecast.notes if "more than is allocated" in note]
-    assert said in note and "replay" in note and note in plan.as_json()["forecast"]["notes"]
+    assert text in note and "replay" in note and note in plan.as_json()["forecast"]["notes"]

@@ -4,11 +4,11 @@ import pytest
 from tiny_models import config_values, settings
 
 from finetune.card import Card
+from finetune.forecast.device_peak import make_forecast
 from finetune.forecast.ledger import DryRun, dry_run
 from finetune.forecast.row_shape import RowShape
 from finetune.forecast.shard_units import Parameter, Unit, units_of
 from finetune.forecast.sharding import shard
-from finetune.forecast.whole_card import make_forecast
 from finetune.units import GIB, MIB
 
 CARD = Card("some card", 24 * GIB, 24 * GIB, (8, 9), context_bytes=300 * MIB, source="catalogue")
@@ -47,38 +47,38 @@ def on_cards(cards, model=MODEL, four_bit=False, dora=False, **launch):
 
 
 def test_fsdp_on_two_cards_by_hand():
-    made = on_cards(2, strategy="fsdp")
-    assert made.parts["weights"] == (2 * 500 + 2 * 32 + 100) * KIB
-    assert made.parts["adapters"] == 2 * 8 * KIB and made.parts["optimizer"] == 32 * KIB
-    assert made.parts["gradients"] == 32 * KIB  # whole until the last micro-batch
-    assert made.parts["gathered"] == (3 * 1016 + 2 * 16) * KIB  # layer, its buffer, the next layer's; gradients of two layers
+    rank = on_cards(2, strategy="fsdp")
+    assert rank.parts["weights"] == (2 * 500 + 2 * 32 + 100) * KIB
+    assert rank.parts["adapters"] == 2 * 8 * KIB and rank.parts["optimizer"] == 32 * KIB
+    assert rank.parts["gradients"] == 32 * KIB  # whole until the last micro-batch
+    assert rank.parts["gathered"] == (3 * 1016 + 2 * 16) * KIB  # layer, its buffer, the next layer's; gradients of two layers
     saved = (1000 + 64 + 16 + 32 - 3 * 1016 - 32) * KIB
-    assert made.peaks["train"] == hand_run().peaks["train"] - saved == made.allocated_bytes
-    assert made.peaks["save"] == 2400 * KIB - saved and made.peaks["eval"] == 0
-    assert made.peaks["load"] == (2160 + 1080) * KIB  # the full model, and one rank's shards
+    assert rank.peaks["train"] == hand_run().peaks["train"] - saved == rank.allocated_bytes
+    assert rank.peaks["save"] == 2400 * KIB - saved and rank.peaks["eval"] == 0
+    assert rank.peaks["load"] == (2160 + 1080) * KIB  # the full model, and one rank's shards
 
 
 @pytest.mark.parametrize(("offload", "kept_kib"), [("none", 1080), ("cpu", 2 * 8)])
 def test_of_4_bit_weights_each_card_loads_its_own_rows_beside_the_whole_adapters(offload, kept_kib):
-    made = on_cards(2, four_bit=True, strategy="fsdp", offload=offload)
-    assert made.peaks["load"] == (kept_kib + 32 + 100) * KIB  # its rows, or in host memory; adapters; what is not sharded
-    assert on_cards(8, four_bit=True, strategy="fsdp", offload=offload).peaks["load"] < made.peaks["load"]
+    rank = on_cards(2, four_bit=True, strategy="fsdp", offload=offload)
+    assert rank.peaks["load"] == (kept_kib + 32 + 100) * KIB  # its rows, or in host memory; adapters; what is not sharded
+    assert on_cards(8, four_bit=True, strategy="fsdp", offload=offload).peaks["load"] < rank.peaks["load"]
     dora = on_cards(2, four_bit=True, dora=True, strategy="fsdp", offload=offload)  # computed from whole weights
     assert dora.peaks["load"] == on_cards(2, strategy="fsdp", offload=offload).peaks["load"]
 
 
 def test_the_first_start_has_one_matrix_in_16_bit_on_a_card():
     codes = Parameter(2**20, 2, 2, False)  # a column of four codes to an element
-    made = on_cards(2, (Unit("layers.0", (codes,)), *MODEL[2:]), four_bit=True, strategy="fsdp", offload="cpu")
-    assert made.peaks["load"] == (2 + 8) * MIB + hand_run().parts["weights"] - codes.size_bytes - 2 * 64 * KIB
+    rank = on_cards(2, (Unit("layers.0", (codes,)), *MODEL[2:]), four_bit=True, strategy="fsdp", offload="cpu")
+    assert rank.peaks["load"] == (2 + 8) * MIB + hand_run().parts["weights"] - codes.size_bytes - 2 * 64 * KIB
 
 
 def test_rows_that_do_not_divide_are_padded_on_every_card():
     odd = (Unit("layers.0", (Parameter(10, KIB, 2, False),)), Unit("head", (Parameter(3, KIB, 2, False),)))
     run = hand_run()
-    made = shard(run, odd, settings(launch={"num_processes": 4, "strategy": "fsdp"}))
-    assert run.parts["weights"] - made.parts["weights"] == (10 - 3 + 3 - 1) * KIB
-    assert made.parts["gathered"] == (4 + 3 * 12) * KIB  # no embedding: tied to the output layer and gathered from the start
+    rank = shard(run, odd, settings(launch={"num_processes": 4, "strategy": "fsdp"}))
+    assert run.parts["weights"] - rank.parts["weights"] == (10 - 3 + 3 - 1) * KIB
+    assert rank.parts["gathered"] == (4 + 3 * 12) * KIB  # no embedding: tied to the output layer and gathered from the start
 
 
 def test_zero_2_shards_the_optimizer_alone_and_zero_3_the_weights_too():
@@ -101,9 +101,9 @@ def test_offload_moves_a_ranks_shards_to_the_host():
 
 
 def test_each_machine_has_the_host_memory_of_its_own_processes():
-    one = on_cards(4, strategy="fsdp", offload="cpu", num_machines=2, main_process_ip="10.0.0.1")
-    both = on_cards(4, strategy="fsdp", offload="cpu")
-    assert 2 * one.host_bytes == both.host_bytes
+    per_machine = on_cards(4, strategy="fsdp", offload="cpu", num_machines=2, main_process_ip="10.0.0.1")
+    single_machine = on_cards(4, strategy="fsdp", offload="cpu")
+    assert 2 * per_machine.host_bytes == single_machine.host_bytes
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
@@ -144,18 +144,18 @@ def test_the_dry_run_is_the_same_for_every_strategy_but_zero_3_and_made_once(hom
         runs.append(dry_run(config_values(num_hidden_layers=4), recipe, micro_batch=1, rows=RowShape(64)))
         assert len(list((home / "cache" / "forecasts").glob("*.json"))) == 1, number
     assert all(run == runs[0] for run in runs)
-    for kept in (home / "cache" / "forecasts").glob("*.json"):
-        kept.unlink()
+    for cached in (home / "cache" / "forecasts").glob("*.json"):
+        cached.unlink()
     assert dry_run(config_values(num_hidden_layers=4), recipes[2], micro_batch=1, rows=RowShape(64)) == runs[0]
 
 
-def test_units_are_every_parameter_once_and_are_kept(home):
+def test_units_have_every_parameter_once_and_are_cached(home):
     values, recipe = config_values(tie_word_embeddings=True), settings(launch={"num_processes": 2, "strategy": "fsdp"})
-    made = units_of(values, recipe)
-    assert [unit.name for unit in made] == [*(f"layers.{number}" for number in range(8)), "head", "rest"]
-    assert made == units_of(values, recipe)
-    adapters = sum(parameter.size_bytes for unit in made for parameter in unit.parameters if parameter.trained)
+    units = units_of(values, recipe)
+    assert [unit.name for unit in units] == [*(f"layers.{number}" for number in range(8)), "head", "rest"]
+    assert units == units_of(values, recipe)
+    adapters = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
     # rank 8 in fp32: q and o 256 x 256, k and v 256 x 128, gate, up and down 256 x 512, in each of 8 layers
     assert adapters == 8 * 8 * 4 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
-    table = next(unit for unit in made if unit.name == "head").parameters
+    table = next(unit for unit in units if unit.name == "head").parameters
     assert [parameter.size_bytes for parameter in table] == [1024 * 256 * 2]

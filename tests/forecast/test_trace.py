@@ -3,9 +3,9 @@
 import pytest
 from tiny_models import config_values, settings
 
+from finetune.forecast.allocator_replay import replay
 from finetune.forecast.depth import simulate_deep
 from finetune.forecast.ledger import _first_layer_saves_less, _shape, replayed
-from finetune.forecast.reserved import replay
 from finetune.forecast.row_shape import RowShape
 from finetune.forecast.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
@@ -72,7 +72,7 @@ def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
             for number, size in events:
                 assert (number in live) is (size < 0)
                 live ^= {number}
-        assert trace.kept <= live
+        assert trace.persistent <= live
 
 
 def test_a_limit_below_the_reserved_peak_is_met_by_freeing_cached_blocks_or_not_at_all():

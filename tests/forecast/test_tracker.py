@@ -28,7 +28,7 @@ def two_layers(tracker):
 def test_two_layer_model_by_hand(fake):
     tracker = StorageTracker()
     with FakeTensorMode() if fake else contextlib.nullcontext(), tracker:
-        kept = two_layers(tracker)
+        parameters = two_layers(tracker)
     weights = 4 * (64 * 128 + 128 * 32)
     hidden, out, inputs = 4 * ROWS * 128, 4 * ROWS * 32, 4 * ROWS * 64
     # Forward: the product is there until relu has read it; then the output beside relu's result, which backward needs.
@@ -42,16 +42,16 @@ def test_two_layer_model_by_hand(fake):
     at_first = weights + inputs + 2 * BLOCK_BYTES + gradient + hidden + 4 * 64 * 128
     assert tracker.peaks[("backward", None)].total_bytes == max(at_relu, at_first)
     assert tracker.live[("weights", None)] == weights
-    assert all(parameter.grad is not None for parameter in kept)
+    assert all(parameter.grad is not None for parameter in parameters)
 
 
 def test_requests_are_rounded_up_to_512_bytes():
     assert [block_bytes(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     tracker = StorageTracker()
     with tracker:
-        held = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
+        tensors = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
     assert tracker.live_bytes == 512 + 512 + 1024
-    del held
+    del tensors
     assert tracker.live_bytes == 0
 
 
@@ -78,7 +78,7 @@ def test_host_memory_is_counted_separately_in_powers_of_two():
 
 def test_a_gradient_is_tagged_with_its_own_part_and_layer():
     tracker = StorageTracker()
-    with tracker, tracker.making("workspace"):
+    with tracker, tracker.tagging("workspace"):
         values = torch.empty(256)
         tracker.retag(values, "gradients", 7)
     assert tracker.live[("gradients", 7)] == 1024

@@ -21,7 +21,7 @@ class RecordedCard:
         self.file = file
         file.touch()
         self.answers = {
-            "place_of": "cpu", "uuid": uuid, "total_bytes": total_bytes, "free_bytes": free_bytes,
+            "device_of": "cpu", "uuid": uuid, "total_bytes": total_bytes, "free_bytes": free_bytes,
             "allocator_bytes": {
                 "allocated_bytes": RESERVED // 2, "peak_allocated_bytes": RESERVED // 2, "reserved_bytes": RESERVED,
                 "peak_reserved_bytes": RESERVED, "inactive_split_bytes": 0,

@@ -18,7 +18,7 @@ def test_a_driver_is_named_with_the_cuda_it_runs(machine):
     assert finding.state == "ok" and finding.facts == {"driver": "580.65.06", "cuda": "13.0"}
 
 
-def test_a_driver_that_does_not_answer_is_reported_with_its_words(machine):
+def test_a_driver_that_does_not_answer_is_reported_with_its_message(machine):
     machine("t4", "start = 9")
     assert check_driver().state in ("warn", "fail") and "Driver Not Loaded" in check_driver().what
 
@@ -43,9 +43,9 @@ def test_a_card_in_use_names_the_process_that_uses_it(machine):
 
 def test_a_card_off_the_bus_is_a_failure_beside_the_one_that_works(machine):
     machine("lost-card")
-    working, unresponsive = check_cards()
-    assert (working.state, unresponsive.state) == ("ok", "fail")
-    assert "card 0 does not answer (gpu is lost)" in unresponsive.what and "dmesg" in unresponsive.fix
+    working, failed = check_cards()
+    assert (working.state, failed.state) == ("ok", "fail")
+    assert "card 0 does not answer (gpu is lost)" in failed.what and "dmesg" in failed.fix
 
 
 def test_a_hidden_card_is_reported_as_hidden(machine):

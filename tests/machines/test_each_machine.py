@@ -43,7 +43,7 @@ ONE_STEP = [
 ]  # fmt: skip
 
 
-def finetune_output(monkeypatch, capsys, *arguments):
+def output_of(monkeypatch, capsys, *arguments):
     """Exit code of a command, and what it printed, on one line."""
     monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
     code = main()
@@ -59,7 +59,7 @@ def test_no_machine_is_left_out():
 def test_the_doctor_names_driver_and_cards(machine, name):
     machine(name)
     lines = [finding.what for finding in check_cards()]
-    assert [expected for expected, line in zip(TRAINS[name][2], lines, strict=True) if expected not in line] == []
+    assert [text for text, line in zip(TRAINS[name][2], lines, strict=True) if text not in line] == []
     assert check_driver().state == "ok" and (check_spill().state == "warn") == (name == "wsl")
 
 
@@ -93,7 +93,7 @@ def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name
 def test_a_run_on_a_card_that_cannot_be_used_ends_with_exit_3_and_the_fix(machine, name, monkeypatch, capsys, home):
     machine(name)
     problem, fix = REFUSED[name]
-    code, output = finetune_output(monkeypatch, capsys, "run", "tiny-cpu", "gpu=auto")
+    code, output = output_of(monkeypatch, capsys, "run", "tiny-cpu", "gpu=auto")
     assert code == 3 and output.startswith("The card can't be used") and problem in output and fix in output
     assert not (home / "runs").exists()
 
@@ -103,8 +103,8 @@ def test_a_run_on_a_card_that_cannot_be_used_ends_with_exit_3_and_the_fix(machin
 def test_a_plan_for_that_card_is_shown_and_ends_with_exit_3_and_the_fix(machine, name, monkeypatch, capsys):
     machine(name)
     problem, fix = REFUSED[name]
-    code, output = finetune_output(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP)
+    code, output = output_of(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP)
     last = output.rpartition("torch can't use this card")[2]
     assert code == 3 and problem in output and fix in last
-    code, output = finetune_output(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP[1:], "--gpu", "rtx-3060", "--json")
+    code, output = output_of(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP[1:], "--gpu", "rtx-3060", "--json")
     assert code == 0 and json.loads(output)["card"]["problem"] == ""

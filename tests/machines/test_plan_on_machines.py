@@ -8,7 +8,7 @@ import pytest
 from app.planning.process import Questions
 from app.views import plan as plan_view
 from finetune.card import find_card
-from finetune.card.here import cards_here
+from finetune.card.device_selection import cards_here
 from finetune.cli import main
 from finetune.errors import RecipeError
 from finetune.plan.budget import choose_budget

@@ -209,7 +209,7 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert train(run) == 0, run.log.read_text()[-3000:]
     names = [name for name, *_ in recorded.calls()]
     assert names[0] == "open_card" and recorded.calls()[0] == ["open_card", 0]
-    order = [names.index(name) for name in ("limit_reserved", "place_of", "release_cached")]
+    order = [names.index(name) for name in ("limit_reserved", "device_of", "release_cached")]
     assert order == sorted(order) and names.count("limit_reserved") == 1
     assert names.count("reset_peak") >= 3  # after loading, and after each step
     assert recorded.limit_bytes() == pytest.approx(plan.budget_bytes - plan.card.context_bytes)
@@ -232,7 +232,7 @@ def test_a_run_that_records_its_history_leaves_it_when_it_succeeds(machine, make
     recorded = card(read_plan(run.plan), broken={"write_history": lambda calls: Path(calls[-1][1]).touch()})
     assert train(run) == 0, run.log.read_text()[-3000:]
     names = [name for name, *_ in recorded.calls()]
-    assert names.index("start_history") < names.index("place_of") and list(run.snapshots) == ["peak", "end"]
+    assert names.index("start_history") < names.index("device_of") and list(run.snapshots) == ["peak", "end"]
 
 
 def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(machine, make_run, card, tmp_path, monkeypatch):
@@ -493,9 +493,8 @@ def test_torch_compile_without_a_compiler_is_refused_before_anything_is_loaded(
     card(plan)
     monkeypatch.setenv("CC", "/nowhere/gcc")
     compiled = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"torch_compile": True}))
-    with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
-        prepare(load_recipe("tiny-cpu", ["gpu=auto", "torch_compile=true"]))
-    assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix
-    with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
-        kernel_problem(compiled)
-    assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix
+    recipe = load_recipe("tiny-cpu", ["gpu=auto", "torch_compile=true"])
+    for refuse in (lambda: prepare(recipe), lambda: kernel_problem(compiled)):
+        with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
+            refuse()
+        assert refused.value.exit_code == 3 and "torch_compile=false" in refused.value.fix

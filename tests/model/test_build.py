@@ -73,7 +73,7 @@ def test_compute_dtype_is_the_recipes(folder):
         assert build_base(recipe, load_config(recipe), device="cpu", weights=True).dtype == dtype
 
 
-def test_master_precision_comes_back_after_a_cast_to_bf16():
+def test_master_precision_is_restored_after_a_cast_to_bf16():
     recipe = settings()
     model = attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
     for _, parameter in trainable_parameters(model):
@@ -115,7 +115,7 @@ def test_dora_and_rank_stabilised_scale_are_passed_on():
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "problem"),
     [
         ({"model_type": "not_a_model"}, "does not know model_type 'not_a_model'"),
         ({"model_type": "mystery", "auto_map": {"AutoConfig": "code.Config"}}, "needs code from the model's repository"),
@@ -128,11 +128,11 @@ def test_dora_and_rank_stabilised_scale_are_passed_on():
         ({**TINY, "model_type": "bart"}, "is an encoder with a decoder"),
     ],
 )  # fmt: skip
-def test_a_config_that_makes_no_model_is_a_recipe_error(values, words):
+def test_a_config_that_makes_no_model_is_a_recipe_error(values, problem):
     recipe = settings("some/model")
     with pytest.raises(RecipeError, match="some/model") as caught:
         config_from(values, recipe)
-    assert words in "\n".join(caught.value.problems)
+    assert problem in "\n".join(caught.value.problems)
 
 
 def test_all_missing_fields_are_named_at_once():
@@ -146,7 +146,7 @@ def test_other_names_of_the_needed_fields_count():
     assert (config.hidden_size, config.num_hidden_layers) == (64, 2)
 
 
-def test_unknown_target_names_the_layers_there_are():
+def test_an_unknown_target_lists_the_models_layers():
     recipe = settings(target_modules=["qkv_proj"])
     with pytest.raises(RecipeError) as caught:
         attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
@@ -161,7 +161,7 @@ def test_one_unknown_name_among_targets_is_refused():
     assert "v_proj" in caught.value.fix
 
 
-def test_dora_for_experts_is_refused_with_the_way_out():
+def test_dora_for_experts_is_refused_with_a_hint():
     recipe = settings(target_modules="all-linear", use_dora=True)
     values = {**TINY, "model_type": "mixtral", "num_local_experts": 4}
     with pytest.raises(RecipeError, match="use_dora") as caught:
@@ -194,19 +194,19 @@ def test_a_4bit_checkpoint_needs_load_in_4bit():
         build_base(recipe, config_from({**TINY, "quantization_config": stored}, recipe), device="cpu", weights=False)
 
 
-def test_where_a_model_is(folder, tmp_path):
+def test_resolve_model_path(folder, tmp_path):
     assert resolve_model_path(settings(str(folder))) == str(folder)
     assert resolve_model_path(settings("Qwen/Qwen3-8B")) == "Qwen/Qwen3-8B"
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    for name, words in (
+    for name, problem in (
         (str(tmp_path / "empty"), "has no config.json"),
         (str(tmp_path / "adapter"), "holds an adapter"),
         (str(tmp_path / "nothing"), "is not a model folder and not a hub id"),
         ("two words", "is not a model folder and not a hub id"),
     ):
-        with pytest.raises(RecipeError, match=words):
+        with pytest.raises(RecipeError, match=problem):
             resolve_model_path(settings(name))
 
 

@@ -18,10 +18,10 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "
 
 def size_in(name):
     """Billions in a hub id, such as 8B, 1_6b or 8x7B; None when it has none, or an effective one (E2B)."""
-    found = re.search(r"(?<!e)(?:(\d+)x)?(\d+(?:[._]\d+)?)([bm])(?![a-z])", name.lower().rpartition("/")[2])
-    if not found:
+    match = re.search(r"(?<!e)(?:(\d+)x)?(\d+(?:[._]\d+)?)([bm])(?![a-z])", name.lower().rpartition("/")[2])
+    if not match:
         return None
-    return float(found[1] or 1) * float(found[2].replace("_", ".")) / (1000 if found[3] == "m" else 1)
+    return float(match[1] or 1) * float(match[2].replace("_", ".")) / (1000 if match[3] == "m" else 1)
 
 
 def decoder_parameters(config):
@@ -53,8 +53,8 @@ def test_dimensions_give_the_published_number_of_parameters(name):
 
 def test_the_size_in_a_name_is_about_the_published_one():
     for name, entry in entries().items():
-        said = size_in(name)  # embeddings make small models larger than their names; Mixtral's experts share attention
-        assert said is None or 0.8 < entry.parameters / 1e9 / said < 1.7, name
+        billions = size_in(name)  # embeddings make small models larger than their names; Mixtral's experts share attention
+        assert billions is None or 0.8 < entry.parameters / 1e9 / billions < 1.7, name
 
 
 @pytest.mark.slow

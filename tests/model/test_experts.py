@@ -55,9 +55,9 @@ def dequantised(weight):
     return dequantize_4bit(weight.data, weight.quant_state)
 
 
-def far(one, other):
+def relative_distance(values, reference):
     """Relative distance."""
-    return ((one - other).norm() / other.norm()).item()
+    return ((values - reference).norm() / reference.norm()).item()
 
 
 def pair(folder):
@@ -80,7 +80,7 @@ def test_experts_are_loaded_in_4_bit_and_nothing_else_changes(folder):
         weight, original = getattr(experts_of(packed), name), getattr(experts_of(plain), name)
         assert weight.numel() == original.numel() // 2
         assert weight.quant_state.shape == original.shape
-        assert far(dequantised(weight), original) < 0.12  # NF4 of normal values
+        assert relative_distance(dequantised(weight), original) < 0.12  # NF4 of normal values
     other = dict(packed.named_parameters())
     for name, parameter in plain.named_parameters():
         if ".experts." not in name and "proj" not in name:  # router, norms, embeddings
@@ -95,18 +95,18 @@ def test_products_and_gradients_are_those_of_the_dequantised_weights(folder):
         out = routed(experts, hidden)
         out.square().sum().backward()
         results.append((out, hidden.grad))
-    for one, other in zip(*results, strict=True):
-        assert far(one, other) < 1e-5
+    for packed, dequantised_result in zip(*results, strict=True):
+        assert relative_distance(packed, dequantised_result) < 1e-5
 
 
-def test_backward_keeps_no_dequantised_weight(folder):
+def test_backward_saves_no_dequantised_weight(folder):
     packed, plain = pair(folder)
     largest = []
     for experts in (packed, plain):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor.numel()) or tensor, id):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor, id):
             routed(experts, torch.randn(8, 64, requires_grad=True))
-        largest.append(max(kept))
+        largest.append(max(sizes))
     assert largest[0] < plain.down_proj.numel() <= largest[1]
 
 
@@ -128,14 +128,14 @@ def test_adapters_of_4_bit_experts_have_peft_s_products_and_gradients(folder, ta
         torch.manual_seed(3)
         out = routed(experts_of(adapted.get_base_model()), torch.randn(24, 64, requires_grad=True))
         out.square().sum().backward()
-        found = [(n, p.grad) for n, p in trainable_parameters(adapted) if ".experts." in n]
-        results.append((weights, out, found))
+        grads = [(n, p.grad) for n, p in trainable_parameters(adapted) if ".experts." in n]
+        results.append((weights, out, grads))
     (_, out, gradients), (_, expected, others) = results
-    assert far(out, expected) < 1e-5
+    assert relative_distance(out, expected) < 1e-5
     assert bool(gradients) == (targets != "all-linear" or "gpt_oss" not in str(folder))
     for (name, grad), (other, reference) in zip(gradients, others, strict=True):
         assert name == other
-        assert far(grad, reference) < 1e-4, name
+        assert relative_distance(grad, reference) < 1e-4, name
 
 
 def test_mxfp4_experts_become_nf4_while_loading(tmp_path):
@@ -151,7 +151,7 @@ def test_mxfp4_experts_become_nf4_while_loading(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "mxfp4"}}))
     packed, plain = (experts_of(loaded(tmp_path, load_in_4bit=bits, dtype="bfloat16")) for bits in (True, False))
     for name in WEIGHTS:
-        assert far(dequantised(getattr(packed, name)).float(), getattr(plain, name).float()) < 0.12
+        assert relative_distance(dequantised(getattr(packed, name)).float(), getattr(plain, name).float()) < 0.12
 
 
 def test_fp8_weights_are_trained_in_16_bit(tmp_path):
@@ -166,10 +166,10 @@ def test_fp8_weights_are_trained_in_16_bit(tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": stored}))
-    found = dict(loaded(tmp_path, load_in_4bit=False, dtype="bfloat16").named_parameters())
+    parameters = dict(loaded(tmp_path, load_in_4bit=False, dtype="bfloat16").named_parameters())
     for name, value in originals.items():
-        assert found[name].dtype == torch.bfloat16
-        assert far(found[name].float(), value.float()) < 0.04
+        assert parameters[name].dtype == torch.bfloat16
+        assert relative_distance(parameters[name].float(), value.float()) < 0.04
 
 
 def test_a_mixture_stored_by_bitsandbytes_names_the_original():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl.kernels import chunked_logprob
 
-from finetune.compat import touched
+from finetune.compat import patch_registry
 from finetune.compat.trl import compute_loss_without_triton
 
 NAMES = ["trl.trainer.utils._use_triton", *(f"trl.kernels.chunked_logprob.{name}" for name in (
@@ -14,9 +14,9 @@ TOKENS, WIDTH, WORDS = 300, 16, 1000  # neither is a multiple of a slice or a ch
 
 
 @pytest.fixture
-def put_back(monkeypatch):
+def restored_trl(monkeypatch):
     for name in NAMES:
-        owner, attribute = touched.owner_of(name)
+        owner, attribute = patch_registry.owner_of(name)
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
 
 
@@ -25,27 +25,27 @@ def loss(softcap):
     hidden = torch.randn(TOKENS, WIDTH, generator=generator, requires_grad=True)
     weight = torch.randn(WORDS, WIDTH, generator=generator, requires_grad=True)
     targets = torch.randint(WORDS, (TOKENS,), generator=generator)
-    found = chunked_logprob.ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 256, softcap)
-    (found[0].sum() + found[1].sum()).backward()
-    return [*(value.detach() for value in found), hidden.grad, weight.grad]
+    outputs = chunked_logprob.ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 256, softcap)
+    (outputs[0].sum() + outputs[1].sum()).backward()
+    return [*(value.detach() for value in outputs), hidden.grad, weight.grad]
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_loss_and_gradients_are_the_same_to_the_bit(put_back, softcap):
+def test_loss_and_gradients_are_the_same_to_the_bit(restored_trl, softcap):
     whole = loss(softcap)
     compute_loss_without_triton()
-    assert all(torch.equal(one, other) for one, other in zip(whole, loss(softcap), strict=True))
+    assert all(torch.equal(tensor, sliced) for tensor, sliced in zip(whole, loss(softcap), strict=True))
 
 
-def test_no_operator_makes_a_tensor_of_the_tiles_size(put_back):
+def test_no_operator_makes_a_tensor_of_the_tiles_size(restored_trl):
     compute_loss_without_triton()
     with Largest() as largest:
         loss(None)
     assert largest.elements <= max(TOKENS * 256, WORDS * WIDTH)  # the tile itself, which Triton has, too
-    assert largest.made_in_tiles <= 64 * 256
+    assert largest.elements_in_tiles <= 64 * 256
 
 
-def test_on_a_card_only_trained_positions_are_computed_and_none_by_triton(put_back):
+def test_on_a_card_only_trained_positions_are_computed_and_none_by_triton(restored_trl):
     from trl.trainer import utils
 
     compute_loss_without_triton()
@@ -58,12 +58,12 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.elements = self.made_in_tiles = 0
+        self.elements = self.elements_in_tiles = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        made = function(*arguments, **(named or {}))
-        if isinstance(made, torch.Tensor):
-            self.elements = max(self.elements, made.numel())
+        output = function(*arguments, **(named or {}))
+        if isinstance(output, torch.Tensor):
+            self.elements = max(self.elements, output.numel())
             if function in (torch.ops.aten.exp.default, torch.ops.aten.sub.Tensor, torch.ops.aten.zeros_like.default):
-                self.made_in_tiles = max(self.made_in_tiles, made.numel())
-        return made
+                self.elements_in_tiles = max(self.elements_in_tiles, output.numel())
+        return output

@@ -47,11 +47,11 @@ def trained(recipe, steps=3):
 
 def tensors_of(folder):
     """Name -> bytes of each tensor in a folder's files."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 @pytest.fixture(params=("gemma3", "qwen3_vl"))
@@ -72,7 +72,7 @@ def test_only_the_language_model_is_loaded_and_answers_as_the_whole_one(checkpoi
         assert torch.equal(model(input_ids=IDS).logits, whole(input_ids=IDS).logits)
         padded = {"input_ids": IDS, "attention_mask": mask}
         assert torch.equal(model(**padded).logits, whole(**padded).logits)
-        answers = [one.generate(**padded, max_new_tokens=4, do_sample=False) for one in (model, whole)]
+        answers = [m.generate(**padded, max_new_tokens=4, do_sample=False) for m in (model, whole)]
     assert torch.equal(*answers)
 
 

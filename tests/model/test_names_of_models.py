@@ -94,11 +94,11 @@ def test_a_folder_a_revision_and_a_model_that_the_hub_has_keep_their_names(monke
     assert named_model(recipe) == (recipe, "")
     pinned = recipe_from({"model_name_or_path": "qwen2.5-3b-instruct", "dataset": "d", "model_revision": "main"})
     assert named_model(pinned) == (pinned, "")
-    kept = tmp_path / "hub" / "models--unsloth--Qwen3-8B-bnb-4bit" / "snapshots" / "0000"
-    kept.mkdir(parents=True)
-    (kept / "config.json").write_text("{}")
-    (kept.parents[1] / "refs").mkdir()
-    (kept.parents[1] / "refs" / "main").write_text("0000")
+    snapshot = tmp_path / "hub" / "models--unsloth--Qwen3-8B-bnb-4bit" / "snapshots" / "0000"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0000")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     cached = recipe_from({"model_name_or_path": "unsloth/Qwen3-8B-bnb-4bit", "dataset": "d"})
     assert named_model(cached) == (cached, "")

@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.errors import DiskFull
-from finetune.model import put_away, quantised_store
+from finetune.model import quantised_cache, quantised_store
 from finetune.model.build import build_base
-from finetune.model.put_away import base_from, open_store
-from finetune.model.quantised_files import clear, folder, kept, lock_of, size_bytes
+from finetune.model.quantised_cache import base_from, open_store
+from finetune.model.quantised_files import clear, complete_files, folder, lock_of, size_bytes
 from finetune.model.quantised_store import (
     Damaged,
     Entry,
-    NotThisModel,
+    LayoutMismatch,
     Part,
     Store,
     StoreWriter,
@@ -53,50 +53,50 @@ def saved(folder, config, seed=0):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """models(kind) -> the folder of a small model of that kind."""
-    made = {}
+    folders = {}
 
     def folder(kind):
-        if kind not in made:
-            made[kind] = saved(tmp_path_factory.mktemp("model"), MODELS[kind])
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = saved(tmp_path_factory.mktemp("model"), MODELS[kind])
+        return folders[kind]
 
     return folder
 
 
 @pytest.fixture
-def said():
+def messages():
     return []
 
 
 @pytest.fixture
-def stored(models, said):
+def stored(models, messages):
     """stored(kind, **settings) -> the model's file, its settings, and its configuration."""
 
     def opened(kind="untied", **more):
         recipe = settings(models(kind), **more)
         config = load_config(recipe)
-        return open_store(recipe, config, "cpu", said.append), recipe, config
+        return open_store(recipe, config, "cpu", messages.append), recipe, config
 
     return opened
 
 
 def content(model):
     """Every tensor of a base model, with those of quantisation states, and what else a state has."""
-    found = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
     for name, value in model.named_parameters():
         state = getattr(value, "quant_state", None)
         if state is not None:
-            found |= {f"{name}.{key}": part for key, part in state.as_dict().items()}
-            found[f"{name}.offset"] = state.offset
+            tensors |= {f"{name}.{key}": part for key, part in state.as_dict().items()}
+            tensors[f"{name}.offset"] = state.offset
             assert state is getattr(getattr(value, "module", None), "quant_state", state)
-    return found
+    return tensors
 
 
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        bits = [part.detach().contiguous().view(-1).view(torch.uint8) for part in (one, other)]  # codes in bf16 may be NaN
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
-    return one == other
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        bits = [part.detach().contiguous().view(-1).view(torch.uint8) for part in (a, b)]  # codes in bf16 may be NaN
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+    return a == b
 
 
 @pytest.mark.parametrize("launch", [{}, {"num_processes": 2, "strategy": "fsdp"}], ids=["uint8", "bfloat16"])
@@ -118,19 +118,19 @@ def test_what_is_read_is_bit_for_bit_what_loading_quantises(stored, kind, launch
     assert read.config.to_dict() == loaded.config.to_dict() and not read.training
 
 
-def test_a_second_start_reads_the_file_of_the_first(stored, said):
+def test_a_second_start_reads_the_file_of_the_first(stored, messages):
     first, *_ = stored()
-    assert len(said) == 1 and str(first.path) in said[0]
-    assert stored()[0].path == first.path and len(said) == 1
+    assert len(messages) == 1 and str(first.path) in messages[0]
+    assert stored()[0].path == first.path and len(messages) == 1
     assert first.path.stat().st_size == file_bytes(first.parts)
 
 
-def test_a_layers_run_is_its_tensors_one_behind_the_other(stored):
+def test_a_layers_bytes_are_its_tensors_in_order(stored):
     store, *_ = stored()
     for number, tensors in store.layers():
-        begin, size = store.place(f"layers.{number}")
+        begin, size = store.byte_range(f"layers.{number}")
         assert begin % 4096 == size % 4096 == 0
-        copied = store.run(f"layers.{number}").clone()
+        copied = store.part_bytes(f"layers.{number}").clone()
         part = store.parts[number]
         assert all(torch.equal(view(copied, entry), tensors[entry.key]) for entry in part.entries)
         matrices = [entry.table != "" or len(entry.shape) > 1 for entry in part.entries]
@@ -169,14 +169,14 @@ def test_safetensors_reads_it(stored):
     store, *_ = stored()
     with safe_open(store.path, "pt") as file:
         assert set(file.keys()) == {"layers.0", "layers.1", "layers.2", "outside"}
-        assert torch.equal(file.get_tensor("layers.1"), store.run("layers.1"))
+        assert torch.equal(file.get_tensor("layers.1"), store.part_bytes("layers.1"))
 
 
 @pytest.mark.parametrize("part", ["layers.0", "layers.2", "outside"])
-def test_a_flipped_byte_is_noticed_and_the_file_made_again(stored, said, part):
+def test_a_flipped_byte_is_detected_and_the_file_rewritten(stored, messages, part):
     store, *_ = stored()
     before = store.path.read_bytes()
-    begin, size = store.place(part)
+    begin, size = store.byte_range(part)
     with store.path.open("r+b") as file:
         file.seek(begin + size // 3)
         old = file.read(1)[0]
@@ -184,24 +184,24 @@ def test_a_flipped_byte_is_noticed_and_the_file_made_again(stored, said, part):
         file.write(bytes([old ^ 1]))
     with pytest.raises(Damaged, match=part):
         Store(store.path).verify()
-    again, *_ = stored()
-    assert part in said[-2] and "made again" in said[-2]
-    assert again.path.read_bytes() == before
+    rewritten, *_ = stored()
+    assert part in messages[-2] and "made again" in messages[-2]
+    assert rewritten.path.read_bytes() == before
 
 
-@pytest.mark.parametrize("left", [0, 7, 3000, -1])
-def test_a_file_that_is_cut_off_is_made_again(stored, left):
+@pytest.mark.parametrize("length", [0, 7, 3000, -1])
+def test_a_truncated_file_is_rewritten(stored, length):
     store, *_ = stored()
     whole = store.path.read_bytes()
-    store.path.write_bytes(whole[:left])
+    store.path.write_bytes(whole[:length])
     assert stored()[0].path.read_bytes() == whole
 
 
-def test_another_revision_of_the_model_has_another_file(tmp_path, said):
+def test_another_revision_of_the_model_has_another_file(tmp_path, messages):
     paths = []
     for seed in (0, 1):
         recipe = settings(saved(tmp_path / "model", MODELS["untied"], seed))
-        store = open_store(recipe, load_config(recipe), "cpu", said.append)
+        store = open_store(recipe, load_config(recipe), "cpu", messages.append)
         loaded = build_base(recipe, load_config(recipe), device="cpu", weights=True)
         read = base_from(store, recipe, load_config(recipe), "cpu")
         assert torch.equal(loaded.lm_head.weight, read.lm_head.weight)
@@ -214,7 +214,7 @@ def test_other_settings_of_the_bytes_have_another_file(stored):
 
 
 @pytest.mark.parametrize("moment", ["first layer", "last part", "sync", "rename", "whole"])
-def test_a_process_killed_while_writing_leaves_no_half_file(stored, models, said, monkeypatch, moment):
+def test_a_process_killed_while_writing_leaves_no_half_file(stored, models, messages, monkeypatch, moment):
     recipe = settings(models("untied"))
     config = load_config(recipe)
 
@@ -239,19 +239,19 @@ def test_a_process_killed_while_writing_leaves_no_half_file(stored, models, said
         if moment == "whole":
             quantised_store.sync_folder = killed
         try:
-            open_store(recipe, config, "cpu", said.append)
+            open_store(recipe, config, "cpu", messages.append)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(kept()) == (moment == "whole")
+    assert len(complete_files()) == (moment == "whole")
     assert size_bytes() > 0  # of what the killed process left
-    store = open_store(recipe, config, "cpu", said.append)
+    store = open_store(recipe, config, "cpu", messages.append)
     store.verify()
     assert [path.name for path in folder().glob(".*")] == []
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(stored, models, monkeypatch):
-    monkeypatch.setattr(put_away, "free_disk_bytes", lambda path: 1000)
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(stored, models, monkeypatch):
+    monkeypatch.setattr(quantised_cache, "free_disk_bytes", lambda path: 1000)
     with pytest.raises(DiskFull, match=r"needs .* 1000 B are free"):
         stored()
     assert list(folder().glob("*.safetensors*")) == []
@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up_leaves_nothing(stored, models):
     assert [path.name for path in folder().iterdir() if "safetensors" in path.name] == []
 
 
-def test_each_layer_leaves_memory_before_the_next_is_read(models, said, monkeypatch):
+def test_each_layer_leaves_memory_before_the_next_is_read(models, messages, monkeypatch):
     recipe = settings(models("untied"))
     config = load_config(recipe)
     alive = []
@@ -282,35 +282,35 @@ def test_each_layer_leaves_memory_before_the_next_is_read(models, said, monkeypa
         write(self, part, values)
 
     monkeypatch.setattr(StoreWriter, "write", written)
-    held, told = [], put_away._PutAway.__call__
+    layer_bytes, write_layer = [], quantised_cache._LayerWriter.__call__
 
     def counted(self, model, module, name):
-        held.append(sum(p.nbytes for n, p in model.named_parameters() if ".layers." in n and not p.is_meta))
-        told(self, model, module, name)
+        layer_bytes.append(sum(p.nbytes for n, p in model.named_parameters() if ".layers." in n and not p.is_meta))
+        write_layer(self, model, module, name)
 
-    monkeypatch.setattr(put_away._PutAway, "__call__", counted)
-    store = open_store(recipe, config, "cpu", said.append)
+    monkeypatch.setattr(quantised_cache._LayerWriter, "__call__", counted)
+    store = open_store(recipe, config, "cpu", messages.append)
     assert alive == [["0"], ["1"], ["2"]]
-    assert 0 < max(held) <= store.parts[0].size
+    assert 0 < max(layer_bytes) <= store.parts[0].size
 
 
-def test_the_files_are_cleared_but_for_one_that_is_being_made(stored):
+def test_clear_deletes_all_files_but_one_that_is_being_written(stored):
     store, *_ = stored()
     other = store.path.with_name("other.safetensors")
     other.write_bytes(b"unused")
     lock = take_lock(lock_of(store.path))
     clear()
-    assert kept() == [store.path]
+    assert complete_files() == [store.path]
     lock.release()
     clear()
-    assert kept() == [] and size_bytes() == 0
+    assert complete_files() == [] and size_bytes() == 0
     store.verify()  # open files stay readable
 
 
-def test_a_model_that_is_not_as_the_file_says_is_refused(stored, said, tmp_path):
+def test_a_model_with_another_layout_than_the_file_is_refused(stored, messages, tmp_path):
     store, recipe, config = stored()
     parts = parts_of(build_base(recipe, config, device="cpu", weights=False))
     values = {name: torch.zeros(3) for name in parts[0].parameters}
-    with StoreWriter(tmp_path / "other.safetensors", parts) as writer, pytest.raises(NotThisModel):
+    with StoreWriter(tmp_path / "other.safetensors", parts) as writer, pytest.raises(LayoutMismatch):
         writer.write(parts[0], values)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from finetune.errors import RecipeError
 from finetune.model.build import build_base
-from finetune.model.stored import stored_quantisation, trainable_bits
+from finetune.model.prequantised import stored_quantisation, trainable_bits
 from finetune.model.transformers_config import load_config
 from finetune.recipe import plainest, recipe_from
 
@@ -70,7 +70,7 @@ def test_a_4_bit_checkpoint_is_built_as_it_is_stored(nf4_folder, with_method):
 
 
 @pytest.mark.parametrize(
-    ("header", "given"),
+    ("header", "original"),
     [
         ("base_model: someone/Their-7B", "someone/Their-7B"),
         ("license: mit\nbase_model:\n- someone/Their-7B\ntags: [a]", "someone/Their-7B"),
@@ -81,10 +81,10 @@ def test_a_4_bit_checkpoint_is_built_as_it_is_stored(nf4_folder, with_method):
         ("license: mit", None),
     ],
 )
-def test_the_readme_names_the_16_bit_model(tmp_path, header, given):
+def test_the_readme_names_the_16_bit_model(tmp_path, header, original):
     error = refused(stored_as(tmp_path, {"quant_method": "gptq", "bits": 4}, f"---\n{header}\n---\n# A model\n"))
     assert "stored as gptq" in error.problems[0]
-    assert error.fix.startswith(f"Give {given or 'the 16-bit model'}; load_in_4bit=true")
+    assert error.fix.startswith(f"Give {original or 'the 16-bit model'}; load_in_4bit=true")
 
 
 def test_a_readme_without_a_header_names_nothing(tmp_path):
@@ -99,10 +99,10 @@ def test_what_can_not_be_trained_is_refused_whatever_the_recipe_wants(tmp_path, 
     assert f"stored as {method or 'an unknown quantisation'}" in error.problems[0]
 
 
-@pytest.mark.parametrize("given", ["gptq", ["gptq"], 4, True])
-def test_a_quantisation_that_is_no_object_is_a_recipe_error(given):
+@pytest.mark.parametrize("value", ["gptq", ["gptq"], 4, True])
+def test_a_quantisation_that_is_no_object_is_a_recipe_error(value):
     with pytest.raises(RecipeError, match="not an object"):
-        stored_quantisation({"quantization_config": given}, "some/model")
+        stored_quantisation({"quantization_config": value}, "some/model")
 
 
 def test_bits_that_a_stored_checkpoint_can_be_trained_in():

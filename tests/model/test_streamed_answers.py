@@ -9,44 +9,44 @@ from finetune.model.generate import Sampling, _Pieces, greedy_answers, streamed_
 
 
 @pytest.fixture(scope="module")
-def made():
+def model_and_tokenizer():
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval(), tokenizer
 
 
-def stream(made, most=40, **options):
+def stream(model_and_tokenizer, most=40, **options):
     pieces = []
-    answer = streamed_answer(*made, [5, 6, 7], stops={0}, max_new_tokens=most, say=pieces.append, **options)
+    answer = streamed_answer(*model_and_tokenizer, [5, 6, 7], stops={0}, max_new_tokens=most, on_text=pieces.append, **options)
     return answer, pieces
 
 
-def test_the_pieces_are_the_greedy_answer(made):
-    answer, pieces = stream(made)
-    assert "".join(pieces) == answer.text == greedy_answers(*made, [[5, 6, 7]], stops={0}, max_new_tokens=40)[0]
+def test_the_pieces_are_the_greedy_answer(model_and_tokenizer):
+    answer, pieces = stream(model_and_tokenizer)
+    assert "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], stops={0}, max_new_tokens=40)[0]
     assert len(pieces) > 5 and answer.tokens == 40 and not answer.stopped and answer.tokens_per_s > 0
 
 
-def test_a_seed_repeats_the_answer_and_another_gives_another(made):
-    texts = [stream(made, sampling=Sampling(1.0, 0.95, seed))[0].text for seed in (1, 1, 2)]
+def test_a_seed_repeats_the_answer_and_another_gives_another(model_and_tokenizer):
+    texts = [stream(model_and_tokenizer, sampling=Sampling(1.0, 0.95, seed))[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_a_stop_ends_the_answer_at_the_next_token(made, after):
+def test_a_stop_ends_the_answer_at_the_next_token(model_and_tokenizer, after):
     calls = []
-    answer, pieces = stream(made, stopped=lambda: calls.append(1) or len(calls) >= after)
+    answer, pieces = stream(model_and_tokenizer, stopped=lambda: calls.append(1) or len(calls) >= after)
     assert (answer.tokens, answer.stopped) == (after, True) and "".join(pieces) == answer.text
 
 
-def test_letters_of_several_tokens_come_whole_and_nothing_is_taken_back(made):
+def test_characters_of_several_tokens_are_emitted_whole_and_nothing_is_retracted(model_and_tokenizer):
     chance = torch.Generator().manual_seed(3)
-    drawn = [torch.randint(0, len(made[1]), (30,), generator=chance).tolist() for _ in range(20)]
+    drawn = [torch.randint(0, len(model_and_tokenizer[1]), (30,), generator=chance).tolist() for _ in range(20)]
     text = "Grüße 🙂 für 3 €"
-    for ids in [made[1](text, add_special_tokens=False)["input_ids"], *drawn]:
+    for ids in [model_and_tokenizer[1](text, add_special_tokens=False)["input_ids"], *drawn]:
         passed = []
-        pieces = _Pieces(made[1], passed.append)
+        pieces = _Pieces(model_and_tokenizer[1], passed.append)
         pieces.put(torch.tensor([[1, 2]]))
         for token in ids:
             pieces.put(torch.tensor([token]))

@@ -38,7 +38,7 @@ def test_whole_weights_pass(folder):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (lambda whole: whole[: len(whole) // 2], "truncated"),
         (lambda whole: whole[:100], "truncated"),
@@ -47,10 +47,10 @@ def test_whole_weights_pass(folder):
         (lambda whole: b"\x10" + bytes(7) + b"not json at all!" + whole, "can't be read"),
     ],
 )
-def test_a_damaged_file_is_named(folder, content, said):
+def test_a_damaged_file_is_named(folder, content, problem):
     path = folder / "model.safetensors"
     path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(RecipeError, match=said) as caught:
+    with pytest.raises(RecipeError, match=problem) as caught:
         check_weights(folder)
     assert str(path) in caught.value.problems[0]
 

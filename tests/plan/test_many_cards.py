@@ -100,7 +100,7 @@ def test_the_planner_chooses_only_what_a_sharded_model_can_do(eight):
 
     def forecaster(config, settings, card, *, rows):
         tried.append(settings)
-        from finetune.forecast.whole_card import make_forecast
+        from finetune.forecast.device_peak import make_forecast
 
         return make_forecast(config, settings, card, rows=rows)
 

@@ -104,13 +104,13 @@ def test_a_days_use(machine, tmp_path):
     assert neighbour.stdout.readline() == "taken\n"
     wait_for(run, "checkpoint")
     machine.run("finetune", "stop", run)
-    said, _ = training.communicate()
-    assert training.returncode == 143, said
+    output, _ = training.communicate()
+    assert training.returncode == 143, output
     neighbour.communicate("\n")
     (failure,), (retry,) = events(run, "out_of_memory"), events(run, "retry")
     assert failure["forecast_allocated_bytes"] == planned["peaks"]["train"] and failure["micro_batch"] == 8
     assert retry["changes"] == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    assert "out of memory" in said and "retrying with per_device_train_batch_size=4" in said and "finetune resume" in said
+    assert "out of memory" in output and "retrying with per_device_train_batch_size=4" in output and "finetune resume" in output
     others = {step["other_processes_bytes"] for step in events(run, "step")}
     assert len(others) == 1 and others.pop() > planned["peak_high_bytes"]
     check_forecasts(run, enough)

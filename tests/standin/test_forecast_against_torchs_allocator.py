@@ -35,8 +35,8 @@ def test_a_run_takes_what_was_forecast(base_format, tmp_path):
     lines = [line for lines in read_results(output).values() for line in lines]
     assert {line["phase"] for line in lines} == {"load", "train", "eval", "save"}
     for line in lines:
-        if line["phase"] == "eval":  # held-out rows are forecast as long as the longest training row
-            continue
+        if line["phase"] == "eval" and ("packed" in line["cell"] or "segments" in line["cell"]):
+            continue  # packed held-out rows are forecast as full; where segments can't expand blocks are larger than needed
         for kind, (share, size) in (("allocated", ALLOCATED), ("reserved", RESERVED)):
             bytes_, forecast = difference(line, kind)
             assert bytes_ <= max(share * forecast, size), (kind, line)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.card import find_card
 from finetune.model.adapters import attach_adapters
-from finetune.model.put_away import load_base
+from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe

@@ -91,7 +91,7 @@ def gradients(model: Any, ids: torch.Tensor, dtype: torch.dtype = torch.float32,
 
 
 def adapter_gradients(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([one.grad.double().flatten() for one in model.parameters() if one.requires_grad])
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.requires_grad])
 
 
 def error(values: torch.Tensor, reference: torch.Tensor) -> float:

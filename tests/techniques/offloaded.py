@@ -98,8 +98,8 @@ def trace_of(model, settings, steps=3):
     with torch.no_grad(), autocast(settings):
         seen.append(model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=0).float().sum())
     model.train()
-    return torch.stack(seen), torch.cat([one.detach().flatten() for one in trained(model)])
+    return torch.stack(seen), torch.cat([p.detach().flatten() for p in trained(model)])
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal_traces(trace, expected):
+    return all(torch.equal(a, b) for a, b in zip(trace, expected, strict=True))

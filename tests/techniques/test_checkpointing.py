@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_training import BASES, KINDS, adapted, batch, forecast_kept_bytes, kept_bytes, losses, plain_losses, settings_for
+from tiny_training import BASES, KINDS, adapted, batch, forecast_saved_bytes, losses, plain_losses, saved_bytes, settings_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.model.checkpointing import decoder_layers
@@ -46,21 +46,21 @@ def test_recomputing_gives_the_same_losses_to_the_bit(base, kind, form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
-def test_each_form_keeps_fewer_bytes_in_the_expected_order(base, kind):
-    none, *forms = forecast_kept_bytes(base, kind, {}, *FORMS.values())
-    kept = dict(zip(FORMS, forms, strict=True))
-    assert kept["offload"] < kept["full"] < kept["selective"] < kept["every-2"] < none
-    assert kept["offload-every-2"] < kept["every-2"] < kept["selective-every-2"] < none
+def test_each_form_saves_fewer_bytes_in_the_expected_order(base, kind):
+    none, *forms = forecast_saved_bytes(base, kind, {}, *FORMS.values())
+    saved_bytes = dict(zip(FORMS, forms, strict=True))
+    assert saved_bytes["offload"] < saved_bytes["full"] < saved_bytes["selective"] < saved_bytes["every-2"] < none
+    assert saved_bytes["offload-every-2"] < saved_bytes["every-2"] < saved_bytes["selective-every-2"] < none
 
 
 def test_the_forecast_saves_the_same_bytes_as_the_run(base):
     forms = [{}, FORMS["full"], FORMS["every-2"]]  # eager: sdpa skips its mask depending on data
-    measured = [kept_bytes(settings_for(base, attn_implementation="eager", **form)) for form in forms]
-    assert forecast_kept_bytes(base, "lora", *forms, attn_implementation="eager") == measured
+    measured = [saved_bytes(settings_for(base, attn_implementation="eager", **form)) for form in forms]
+    assert forecast_saved_bytes(base, "lora", *forms, attn_implementation="eager") == measured
 
 
 def test_offload_frees_the_input_of_each_layer(base):
-    full, offload = forecast_kept_bytes(base, "lora", FORMS["full"], FORMS["offload"])
+    full, offload = forecast_saved_bytes(base, "lora", FORMS["full"], FORMS["offload"])
     layers, rows, tokens, hidden, itemsize = 4, 2, 64, 128, 4
     assert full - offload == (layers - 1) * rows * tokens * hidden * itemsize
 
@@ -99,9 +99,9 @@ def test_techniques_that_exclude_each_other_are_refused_together(base):
     }
     with pytest.raises(ValueError) as error:
         settings_for(base, **wrong, launch={"strategy": "deepspeed", "zero_stage": 3}, gpu="rtx-4090")
-    said = str(error.value)
+    message = str(error.value)
     assert (
-        "int8_activations and torch_compile" in said
-        and "adamw_cpu_offload does not work" in said
-        and "does not work with" in said
+        "int8_activations and torch_compile" in message
+        and "adamw_cpu_offload does not work" in message
+        and "does not work with" in message
     )

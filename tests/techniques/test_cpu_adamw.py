@@ -119,7 +119,7 @@ def test_continuing_from_a_file_is_the_same_to_the_bit(dtype):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_loaded_state_keeps_its_precision_and_place():
+def test_loaded_state_keeps_its_precision_and_device():
     model = layers(torch.bfloat16)
     optimizer = optimizer_for(model)
     train(model, optimizer, 2)

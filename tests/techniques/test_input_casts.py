@@ -7,9 +7,9 @@ from tiny_training import (
     adapted,
     autocast,
     batch,
-    forecast_kept_bytes,
     forecast_model,
-    kept_bytes,
+    forecast_saved_bytes,
+    saved_bytes,
     settings_for,
     trained,
 )
@@ -65,15 +65,15 @@ def test_losses_and_gradients_are_those_with_pefts_cast_to_the_bit(base, name):
 @pytest.mark.parametrize("name", ["16 bit", "nf4"])
 def test_at_least_14_percent_fewer_bytes_are_saved_in_a_step_and_in_its_forecast(base, name):
     wanted = settings(base, **EXACT[name])
-    real, cast = kept_bytes(wanted, adapted(wanted)), kept_bytes(wanted, with_pefts_cast(adapted(wanted)))
+    real, cast = saved_bytes(wanted, adapted(wanted)), saved_bytes(wanted, with_pefts_cast(adapted(wanted)))
     assert real <= 0.86 * cast
     with forecast_model(wanted) as model:
-        assert kept_bytes(wanted, model) <= 0.86 * kept_bytes(wanted, with_pefts_cast(model))
+        assert saved_bytes(wanted, model) <= 0.86 * saved_bytes(wanted, with_pefts_cast(model))
 
 
 def test_the_forecast_saves_the_same_bytes_as_the_run(base):
     eager = {"dtype": "bfloat16", "attn_implementation": "eager"}
-    assert forecast_kept_bytes(base, "lora", {}, **eager) == [kept_bytes(settings_for(base, **eager))]
+    assert forecast_saved_bytes(base, "lora", {}, **eager) == [saved_bytes(settings_for(base, **eager))]
 
 
 @pytest.mark.parametrize("name", KEPT_CAST)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from offloaded import RECOMPUTED, Careless, Late, Threaded, built, same, save_base, trace_of
+from offloaded import RECOMPUTED, Careless, Late, Threaded, built, equal_traces, save_base, trace_of
 from tiny_training import batch, settings_for
 
 from finetune.errors import RecipeError
 from finetune.model.build import build_base
 from finetune.model.checkpointing import decoder_layers
-from finetune.model.layer_offloading import BUFFERS, offloaded_numbers, offloading_of, run_bytes, spots_of
+from finetune.model.layer_offloading import BUFFERS, layout_bytes, offloaded_numbers, offloading_of, tensor_layout
 from finetune.model.offload import InOrder, SideStream
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
@@ -30,12 +30,12 @@ COPIES = {"early": InOrder, "late": Late, "thread": Threaded}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """saved(layers, tied) -> folder of a tiny model."""
-    known = {}
+    folders = {}
 
     def of(layers=3, tied=False):
-        if (layers, tied) not in known:
-            known[layers, tied] = save_base(tmp_path_factory.mktemp("base"), layers=layers, tied=tied)
-        return known[layers, tied]
+        if (layers, tied) not in folders:
+            folders[layers, tied] = save_base(tmp_path_factory.mktemp("base"), layers=layers, tied=tied)
+        return folders[layers, tied]
 
     return of
 
@@ -43,13 +43,13 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def resident():
     """resident(settings) -> the trace of the run whose layers stay where they are; made once."""
-    known = {}
+    traces = {}
 
     def of(settings):
         key = settings.model_dump_json()
-        if key not in known:
-            known[key] = trace_of(built(settings), settings)
-        return known[key]
+        if key not in traces:
+            traces[key] = trace_of(built(settings), settings)
+        return traces[key]
 
     return of
 
@@ -58,8 +58,8 @@ def recomputed(base, **changes):
     return settings_for(base, **RECOMPUTED | changes)
 
 
-def away(settings, how="cpu", count=99):
-    return settings.model_copy(update={"layer_offloading": how, "offloaded_layers": count})
+def offloaded(settings, storage="cpu", count=99):
+    return settings.model_copy(update={"layer_offloading": storage, "offloaded_layers": count})
 
 
 FAST = [("16-bit", 3, False, "one-target", "cpu", "late"), ("nf4", 4, True, "dora", "nvme", "thread")]
@@ -67,52 +67,52 @@ ALL = itertools.product(KINDS, (3, 4), (False, True), TECHNIQUES, ("cpu", "nvme"
 CASES = [*FAST, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in ALL if case not in FAST)]
 
 
-@pytest.mark.parametrize(("kind", "layers", "tied", "technique", "how", "copies"), CASES)
+@pytest.mark.parametrize(("kind", "layers", "tied", "technique", "storage", "copies"), CASES)
 def test_losses_and_adapters_are_those_of_resident_layers_to_the_bit(
-    saved, resident, kind, layers, tied, technique, how, copies
+    saved, resident, kind, layers, tied, technique, storage, copies
 ):
     settings = recomputed(saved(layers, tied), **KINDS[kind] | TECHNIQUES[technique])
-    model = built(away(settings, how), COPIES[copies]())
-    assert same(trace_of(model, settings), resident(settings))
+    model = built(offloaded(settings, storage), COPIES[copies]())
+    assert equal_traces(trace_of(model, settings), resident(settings))
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_some_layers_stay_resident(saved, resident, count):
     settings = recomputed(saved(), dtype="bfloat16")
-    model = built(away(settings, count=count), Late())
+    model = built(offloaded(settings, count=count), Late())
     assert len(offloading_of(model).buffers) == min(count, BUFFERS)
-    assert same(trace_of(model, settings), resident(settings))
+    assert equal_traces(trace_of(model, settings), resident(settings))
 
 
 def test_without_the_wait_the_losses_would_be_garbage(saved, resident):
     settings = recomputed(saved(), dtype="bfloat16")
-    assert not same(trace_of(built(away(settings), Careless()), settings), resident(settings))
+    assert not equal_traces(trace_of(built(offloaded(settings), Careless()), settings), resident(settings))
 
 
 def test_the_parameters_of_all_layers_take_no_more_than_the_buffers(saved):
     settings = recomputed(saved(4), dtype="bfloat16")
-    model = built(away(settings))
+    model = built(offloaded(settings))
     buffers = offloading_of(model).buffers
-    largest = max(run_bytes(spots_of(layer)) for layer in decoder_layers(model))
-    matrices = [one for layer in decoder_layers(model) for one in layer.parameters() if one.dim() > 1 and not one.requires_grad]
-    storages = {one.untyped_storage().data_ptr() for one in matrices}
+    largest = max(layout_bytes(tensor_layout(layer)) for layer in decoder_layers(model))
+    matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1 and not p.requires_grad]
+    storages = {p.untyped_storage().data_ptr() for p in matrices}
     assert storages == {buffer.data_ptr() for buffer in buffers} and len(matrices) == 4 * 7
     assert [buffer.nbytes for buffer in buffers] == [largest] * BUFFERS
 
 
-def test_each_layer_is_copied_twice_a_micro_batch_but_for_those_still_there(saved):
+def test_each_layer_is_copied_twice_a_micro_batch_unless_still_in_a_buffer(saved):
     settings = recomputed(saved(4), dtype="bfloat16")
-    model = built(away(settings))
+    model = built(offloaded(settings))
     offloading = offloading_of(model)
     for times in (1, 2):
         model(**batch(0, tokens=16)).loss.backward()
         layers = times * (2 * 4 - BUFFERS) - (times - 1) * BUFFERS
-        assert offloading.moved_bytes == layers * run_bytes(spots_of(decoder_layers(model)[0]))
+        assert offloading.moved_bytes == layers * layout_bytes(tensor_layout(decoder_layers(model)[0]))
 
 
 def test_a_layer_that_is_not_recomputed_is_refused_when_it_runs(saved):
     settings = recomputed(saved(), dtype="bfloat16")
-    model = built(away(settings))
+    model = built(offloaded(settings))
     for other in ({"activation_checkpointing": False}, {"activation_checkpointing_every_n_layers": 2}):
         apply_techniques(model, settings.model_copy(update=other))
         with pytest.raises(RuntimeError, match="not recomputed"):
@@ -125,29 +125,29 @@ def test_a_layer_that_is_not_recomputed_is_refused_when_it_runs(saved):
 
 def test_a_part_of_a_layer_does_not_run_by_itself(saved):
     settings = recomputed(saved(), dtype="bfloat16")
-    model = built(away(settings))
+    model = built(offloaded(settings))
     with torch.no_grad(), pytest.raises(RuntimeError, match="call the whole layer"):
         decoder_layers(model)[1].mlp(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
 def test_a_file_that_was_cut_off_is_noticed_each_time(saved):
     settings = recomputed(saved(), dtype="bfloat16")
-    model = built(away(settings, "nvme"))
-    offloading_of(model)._runs._file.truncate(4096)
+    model = built(offloaded(settings, "nvme"))
+    offloading_of(model)._storage._file.truncate(4096)
     for _ in range(2):
         with torch.no_grad(), pytest.raises(OSError, match="bytes too early"):
             model(**batch(0, tokens=16))
 
 
 def test_int8_weights_are_refused(saved):
-    settings = away(recomputed(saved(), dtype="bfloat16", load_in_8bit=True))
+    settings = offloaded(recomputed(saved(), dtype="bfloat16", load_in_8bit=True))
     with pytest.raises(RecipeError, match="int8"):
         build_base(settings, load_config(settings), device="cpu", weights=True, offloads=True)
 
 
 @pytest.mark.parametrize("other", [{"torch_compile": True}, {"launch": LaunchRecipe(strategy="fsdp", num_processes=2)}])
 def test_what_was_not_tried_is_refused(saved, other):
-    settings = away(recomputed(saved(), dtype="bfloat16")).model_copy(update=other)
+    settings = offloaded(recomputed(saved(), dtype="bfloat16")).model_copy(update=other)
     with pytest.raises(RecipeError, match="layer_offloading has not been shown to work with"):
         build_base(settings, load_config(settings), device="cpu", weights=False, offloads=True)
 

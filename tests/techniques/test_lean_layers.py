@@ -8,14 +8,14 @@ import pytest
 import torch
 from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters, gradients, model_of, tokens
 from peft import get_peft_model_state_dict
-from tiny_training import BASES, adapted, autocast, batch, forecast_kept_bytes, kept_bytes, settings_for
+from tiny_training import BASES, adapted, autocast, batch, forecast_saved_bytes, saved_bytes, settings_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.model import lean_functions as functions
 from finetune.model import rotary
 from finetune.model.checkpointing import decoder_layers
-from finetune.model.lean_layers import gated_parts, lean_words, make_lean, norm_form, undo_lean
+from finetune.model.lean_layers import gated_parts, lean_summary, make_lean, norm_form, undo_lean
 from finetune.model.techniques import apply_techniques, step_context
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +30,7 @@ SOME = [family if family in FEW else pytest.param(family, marks=pytest.mark.slow
 def test_gradients_in_fp32_are_those_of_peft(family):
     model = model_of(family)
     peft, lean = gradients(model, tokens(), lean=False), gradients(model, tokens(), lean=True)
-    assert all(lean_words(layer) == FAMILIES[family][1] for layer in decoder_layers(model))
+    assert all(lean_summary(layer) == FAMILIES[family][1] for layer in decoder_layers(model))
     assert 0 < error(lean, peft) <= 1e-6
     assert torch.equal(gradients(model, tokens(), lean=False), peft)
 
@@ -50,12 +50,12 @@ def test_gradients_in_16_bit_are_no_further_from_fp64_than_pefts(family, half):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rope_is_lean_in_16_bit_wherever_it_is_said(family, monkeypatch):
+def test_rope_is_lean_in_16_bit_wherever_the_summary_has_it(family, monkeypatch):
     model, calls, rotated = cast(model_of(family), torch.bfloat16), [], rotary._rotated
-    monkeypatch.setattr(rotary, "_rotated", lambda *given: calls.append(given) or rotated(*given))
+    monkeypatch.setattr(rotary, "_rotated", lambda *inputs: calls.append(inputs) or rotated(*inputs))
     gradients(model, tokens(), torch.bfloat16, lean=True)
-    said = sum("1 RoPE" in lean_words(layer) for layer in decoder_layers(model))
-    assert len(calls) == 4 * said  # of q and k, forward and backward
+    lean_layers = sum("1 RoPE" in lean_summary(layer) for layer in decoder_layers(model))
+    assert len(calls) == 4 * lean_layers  # of q and k, forward and backward
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
@@ -67,12 +67,12 @@ def test_the_fused_norm_gives_no_worse_gradients(family, monkeypatch):
 
     model = model_of(family)
     rounded, reference = cast(model, torch.bfloat16), gradients(cast(model, torch.float64), tokens(), torch.float64)
-    separate = [gradients(*each, lean=True) for each in ((model, tokens()), (rounded, tokens(), torch.bfloat16))]
+    separate = [gradients(*arguments, lean=True) for arguments in ((model, tokens()), (rounded, tokens(), torch.bfloat16))]
     monkeypatch.setattr(functions, "_is_fused", lambda x, weight, form: weight.dtype == x.dtype and not form.plus_one)
     monkeypatch.setattr(functions, "fused_rms_norm_backward", backward)
-    fused = [gradients(*each, lean=True) for each in ((model, tokens()), (rounded, tokens(), torch.bfloat16))]
+    fused = [gradients(*arguments, lean=True) for arguments in ((model, tokens()), (rounded, tokens(), torch.bfloat16))]
     assert 0 < error(fused[0], separate[0]) <= 1e-6
-    off = [error(each, reference) for each in (fused[1], separate[1])]
+    off = [error(arguments, reference) for arguments in (fused[1], separate[1])]
     assert off[0] <= 1.05 * off[1]
 
 
@@ -81,7 +81,7 @@ def test_on_a_card_torchs_norm_is_called_where_it_is_switched_on(monkeypatch):
         monkeypatch.setattr(functions, "FUSED_NORM", switched_on)
         with FakeTensorMode(), Operators() as seen:
             x, weight = (torch.ones(*shape, 64, device="cuda", dtype=torch.bfloat16) for shape in ((2, 8), ()))
-            context = SimpleNamespace(save_for_backward=lambda *given: setattr(context, "saved_tensors", given))
+            context = SimpleNamespace(save_for_backward=lambda *tensors: setattr(context, "saved_tensors", tensors))
             with torch.no_grad():  # without a card torch has no thread for its backward
                 functions.RmsNorm.forward(context, x, weight, 1e-6, functions.NormForm(False, False))
                 functions.RmsNorm.backward(context, torch.ones_like(x))
@@ -98,9 +98,9 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.names = []
 
-    def __torch_dispatch__(self, function, types, given=(), named=None):
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
         self.names.append(function.overloadpacket.__name__)
-        return function(*given, **(named or {}))
+        return function(*arguments, **(named or {}))
 
 
 @pytest.fixture
@@ -185,13 +185,13 @@ def test_backward_may_run_twice_or_after_another_forward(nf4):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("lora", 0.75), ("nf4", 0.7)])
-def test_fewer_bytes_are_kept_and_the_forecast_keeps_those_of_the_run(base, kind, most):
+def test_fewer_bytes_are_saved_and_the_forecast_saves_those_of_the_run(base, kind, most):
     eager = {"attn_implementation": "eager"}  # a CPU's fused attention keeps other tensors than a card's
     lean, ordinary = (
-        kept_bytes(settings_for(base, **BASES[kind], **eager, lean_layers=lean_layers)) for lean_layers in (True, False)
+        saved_bytes(settings_for(base, **BASES[kind], **eager, lean_layers=lean_layers)) for lean_layers in (True, False)
     )
     assert lean <= most * ordinary
-    assert forecast_kept_bytes(base, kind, {"lean_layers": True}, **eager) == [pytest.approx(lean, rel=0.002)]
+    assert forecast_saved_bytes(base, kind, {"lean_layers": True}, **eager) == [pytest.approx(lean, rel=0.002)]
 
 
 def make_dropout(model):
@@ -283,5 +283,5 @@ def test_what_computes_the_same_is_recognised_whatever_its_names():
 
 
 @pytest.mark.parametrize("module", [Norm(power=3), Mlp(torch.nn.ReLU()), Mlp(torch.nn.SiLU(), limit=7.0)], ids=str)
-def test_what_computes_otherwise_is_not(module):
+def test_what_computes_otherwise_is_not_recognised(module):
     assert norm_form(module) is None and gated_parts(module) is None

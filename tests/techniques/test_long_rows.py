@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters, gradients, model_of, tokens
-from tiny_training import BASES, adapted, kept_bytes, settings_for
+from tiny_training import BASES, adapted, saved_bytes, settings_for
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.forecast.tracker import StorageTracker
@@ -67,7 +67,7 @@ def test_evaluation_works_on_tiles_too():
 
 def test_layers_that_are_not_recomputed_have_no_tiles(base):
     settings = settings_for(base, **BASES["lora"], lean_layers=True)
-    assert kept_bytes(settings.model_copy(update={"mlp_tile_tokens": TILE})) == kept_bytes(settings)
+    assert saved_bytes(settings.model_copy(update={"mlp_tile_tokens": TILE})) == saved_bytes(settings)
     model = model_of("llama")
     apply_techniques(model, settings_for("none", lean_layers=True, mlp_tile_tokens=TILE))
     whole = gradients(model, tokens())
@@ -80,11 +80,11 @@ def test_a_norms_backward_over_tiles_gives_the_same_digits(monkeypatch):
     from finetune.model.lean_functions import NormForm
 
     x, weight = torch.randn(2, 33, 64).requires_grad_(), torch.rand(64)
-    made = []
+    grads = []
     for elements in (2**24, 7 * 64):
         monkeypatch.setattr(lean_functions, "_FP32_TILE", elements)
-        made += torch.autograd.grad(RmsNorm.apply(x, weight, 1e-6, NormForm(False, False)).square().sum(), x)
-    assert torch.equal(*made)
+        grads += torch.autograd.grad(RmsNorm.apply(x, weight, 1e-6, NormForm(False, False)).square().sum(), x)
+    assert torch.equal(*grads)
 
 
 def test_tiles_of_nothing_are_nothing():

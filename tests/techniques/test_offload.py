@@ -43,8 +43,8 @@ class Careless(LateCopies):
 class Hasty(Offload):
     """Frees a tensor on the card before it has been copied."""
 
-    def _let_go(self, most_bytes):
-        self._leaving.clear()
+    def _free_copied(self, most_bytes):
+        self._departing.clear()
 
 
 def gradients(settings, hooks) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_without_a_wait_the_gradients_would_be_garbage(base, wrong):
 
 
 class Stream:
-    """A CUDA stream that writes down what it is told."""
+    """A CUDA stream that logs its calls."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -128,18 +128,18 @@ def test_at_most_two_of_the_largest_tensor_are_in_flight_in_each_direction():
     alive, moved = [weakref.ref(tensor) for tensor in tensors], []
     while tensors:
         moved.append(offload.move(tensors.pop(0)))
-        offload.used((moved[-1],))
+        offload.note_use((moved[-1],))
         here = [tensor().nbytes for tensor in alive[: len(moved)] if tensor() is not None]
         assert here[-1] == moved[-1].bytes and sum(here) <= WINDOW * largest
     for index in reversed(range(len(moved))):
-        assert (offload.back(moved[index]) == index).all()
-        ahead = sum(each.bytes for each in moved[:index] if each.here is not None)
+        assert (offload.load(moved[index]) == index).all()
+        ahead = sum(tensor.bytes for tensor in moved[:index] if tensor.on_device is not None)
         assert ahead <= WINDOW * largest and (ahead > 0 or index == 0)
         moved.pop()
     assert all(tensor() is None for tensor in alive)
 
 
-def test_a_tensor_used_thrice_goes_out_and_comes_back_once():
+def test_a_tensor_used_three_times_is_copied_out_and_back_once():
     copies = LateCopies()
     with SavedActivations(offload=Offload(copies, pinned=False)):
         x = torch.randn(64, 128, requires_grad=True) * 1
@@ -148,12 +148,12 @@ def test_a_tensor_used_thrice_goes_out_and_comes_back_once():
 
 
 def test_no_host_memory_stays_after_a_step(base):
-    made = []
+    targets = []
 
     class Watched(InOrder):
         def copy(self, target, source):
-            made.append(weakref.ref(target))
+            targets.append(weakref.ref(target))
             super().copy(target, source)
 
     gradients(settings_for(base), SavedActivations(offload=Offload(Watched(), pinned=False)))
-    assert len(made) > 50 and all(target() is None for target in made)
+    assert len(targets) > 50 and all(target() is None for target in targets)

@@ -52,12 +52,12 @@ def test_restored_adapters_keep_every_small_update(base):
 def test_fp32_masters_on_the_host_keep_them_for_bf16_adapters(base):
     model = as_trl_leaves_them(base)
     optimizer = CpuAdamW(trained(model), lr=RATE)
-    lost = moved_share(model, optimizer)
+    share = moved_share(model, optimizer)
     masters = torch.cat([optimizer.state[parameter]["master"].flatten() for parameter in trained(model)])
     rounded = torch.cat([parameter.detach().float().flatten() for parameter in trained(model)])
     assert (masters != rounded).float().mean() > 0.9  # what the weights can't show yet is not forgotten
     plain = as_trl_leaves_them(base)
-    assert lost > moved_share(plain, torch.optim.AdamW(trained(plain), lr=RATE, weight_decay=0.0))
+    assert share > moved_share(plain, torch.optim.AdamW(trained(plain), lr=RATE, weight_decay=0.0))
 
 
 def test_the_builder_makes_fp32_adapters(base):

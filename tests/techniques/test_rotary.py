@@ -36,18 +36,18 @@ def inputs(attention, dim, dtype=torch.float64, seed=0):
 def result(function, heads, turns, dim):
     out = function(*heads, *turns, unsqueeze_dim=dim)
     outs = out if isinstance(out, tuple) else (out,)
-    return [*outs, *torch.autograd.grad(sum((each**2).sum() for each in outs), heads)]
+    return [*outs, *torch.autograd.grad(sum((tensor**2).sum() for tensor in outs), heads)]
 
 
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_it_computes_what_the_models_own_function_does(kind, dim):
+def test_lean_rope_computes_what_the_models_own_function_does(kind, dim):
     lean, own = functions_of(ATTENTIONS[kind])
-    given = inputs(ATTENTIONS[kind], dim)
-    ours, theirs = result(lean, *given, dim), result(own, *given, dim)
+    arguments = inputs(ATTENTIONS[kind], dim)
+    ours, theirs = result(lean, *arguments, dim), result(own, *arguments, dim)
     assert "Rotary" in ours[0].grad_fn.name() and "Rotary" not in theirs[0].grad_fn.name()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for tensor, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -56,14 +56,14 @@ def test_16_bit_beside_fp32_angles_is_rotated_in_fp32_where_the_models_own_funct
     for seed in range(50):
         heads, (cos, sin) = inputs(modeling_olmo2.Olmo2Attention, 1, half, seed)
         ours, theirs = (result(function, heads, (cos.float(), sin.float()), 1) for function in (lean, own))
-        exact = result(own, [each.detach().double().requires_grad_() for each in heads], (cos.double(), sin.double()), 1)
-        assert "Rotary" in ours[0].grad_fn.name() and all(each.dtype == half for each in ours)
-        off.append([sum((one - best).norm().item() for one, best in zip(made, exact, strict=True)) for made in (ours, theirs)])
+        exact = result(own, [x.detach().double().requires_grad_() for x in heads], (cos.double(), sin.double()), 1)
+        assert "Rotary" in ours[0].grad_fn.name() and all(x.dtype == half for x in ours)
+        off.append([sum((x - best).norm().item() for x, best in zip(outs, exact, strict=True)) for outs in (ours, theirs)])
     assert 0 < sum(ours for ours, _ in off) <= sum(theirs for _, theirs in off)
 
 
 def of_another_dtype(heads, cos, sin):
-    return [each.detach().bfloat16().requires_grad_() for each in heads], cos.float(), sin.float()
+    return [x.detach().bfloat16().requires_grad_() for x in heads], cos.float(), sin.float()
 
 
 def with_gradients_of_the_angles(heads, cos, sin):
@@ -71,11 +71,11 @@ def with_gradients_of_the_angles(heads, cos, sin):
 
 
 def of_one_token(heads, cos, sin):
-    return [each[..., :1, :] for each in heads], cos, sin
+    return [x[..., :1, :] for x in heads], cos, sin
 
 
 def of_one_row(heads, cos, sin):
-    return [each[:1] for each in heads], cos, sin
+    return [x[:1] for x in heads], cos, sin
 
 
 @pytest.mark.parametrize("change", [of_another_dtype, with_gradients_of_the_angles, of_one_token, of_one_row])
@@ -84,14 +84,14 @@ def test_other_tensors_go_to_the_models_own_function(change):
     heads, turns = inputs(modeling_llama.LlamaAttention, 1)
     heads, cos, sin = change(heads, *turns)
     ours, theirs = result(lean, heads, (cos, sin), 1), result(own, heads, (cos, sin), 1)
-    assert all(torch.equal(*each) for each in zip(ours, theirs, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def test_without_gradients_answers_are_those_of_the_models_own_function():
     lean, own = functions_of(modeling_llama.LlamaAttention)
     heads, turns = inputs(modeling_llama.LlamaAttention, 1, torch.bfloat16)
     with torch.no_grad():
-        assert all(torch.equal(*each) for each in zip(lean(*heads, *turns), own(*heads, *turns), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(lean(*heads, *turns), own(*heads, *turns), strict=True))
 
 
 def test_a_narrower_rotation_fails_as_before_where_the_models_own_function_knows_none():

@@ -9,10 +9,10 @@ from tiny_training import (
     adapted,
     autocast,
     batch,
-    forecast_kept_bytes,
-    kept_bytes,
+    forecast_saved_bytes,
     losses,
     plain_losses,
+    saved_bytes,
     settings_for,
     trained,
 )
@@ -84,10 +84,10 @@ def test_int8_gradients_point_the_same_way(base, kind):
 @pytest.mark.parametrize("kind", BASES)
 def test_fewer_bytes_are_saved(base, kind, monkeypatch):
     int8, offload = {"int8_activations": True}, {"activation_offloading": True}
-    plain, rounded, moving, both_moving = forecast_kept_bytes(base, kind, {}, int8, offload, int8 | offload)
+    plain, rounded, moving, both_moving = forecast_saved_bytes(base, kind, {}, int8, offload, int8 | offload)
     assert rounded < 0.65 * plain
     monkeypatch.setattr("finetune.model.techniques.offload_beside", lambda device: at_once(window=0))
-    moved, both = forecast_kept_bytes(base, kind, offload, int8 | offload)
+    moved, both = forecast_saved_bytes(base, kind, offload, int8 | offload)
     assert both <= moved < 0.10 * plain
     in_flight = WINDOW * LOGITS_BYTES  # the largest tensor that is moved
     assert moved <= moving <= moved + in_flight and both <= both_moving <= both + in_flight
@@ -95,7 +95,7 @@ def test_fewer_bytes_are_saved(base, kind, monkeypatch):
 
 def test_int8_saves_the_same_in_a_run_as_in_a_forecast(base):
     int8, eager = {"int8_activations": True}, {"attn_implementation": "eager"}
-    assert forecast_kept_bytes(base, "lora", int8, **eager) == [kept_bytes(settings_for(base, **int8, **eager))]
+    assert forecast_saved_bytes(base, "lora", int8, **eager) == [saved_bytes(settings_for(base, **int8, **eager))]
 
 
 def test_neither_weights_nor_their_casts_nor_integers_are_touched(base):
@@ -118,11 +118,11 @@ def test_int8_leaves_masks_and_softmax_statistics_exact(base):
     inputs = batch(0) | {"attention_mask": torch.ones(2, 64, dtype=torch.long).tril()}
     with Seen(int8=True) as seen, autocast(settings):
         adapted(settings)(**inputs).loss.backward()
-    kept = {tuple(tensor.shape) for tensor in seen.left}
-    assert {(2, 1, 64, 64), (2, 4, 64), (2, 64, 1)} <= kept  # mask, log-sum-exp of attention, variance of a norm
+    exact_shapes = {tuple(tensor.shape) for tensor in seen.left}
+    assert {(2, 1, 64, 64), (2, 4, 64), (2, 64, 1)} <= exact_shapes  # mask, log-sum-exp of attention, variance of a norm
 
 
-def test_a_tensor_kept_by_several_operations_is_stored_once():
+def test_a_tensor_saved_by_several_operations_is_stored_once():
     x = torch.randn(8, 64, 128, requires_grad=True) * 1
     with SavedActivations(int8=True) as hooks:
         handles = [hooks._pack(view) for view in (x, x.view(4, 128, 128), x.transpose(0, 1), x)]
@@ -152,7 +152,7 @@ def test_a_freed_storage_is_not_mistaken_for_a_new_one_at_its_address():
         assert all((hooks._unpack(handle) == value).all() for value, handle in pairs)
 
 
-def test_nothing_stays_behind_after_the_backward():
+def test_nothing_stays_allocated_after_the_backward():
     with SavedActivations(offload=at_once(), int8=True) as hooks:
         x = torch.randn(64, 64, 128, requires_grad=True)
         (x * 1).sin().sum().backward()
@@ -170,7 +170,7 @@ def test_the_error_is_at_most_one_part_in_254_of_the_block(dtype, count):
     assert (error <= limit * 1.001 + values.float().abs() * torch.finfo(dtype).eps).all()
 
 
-def test_blocks_of_zeros_and_infinities_come_back_without_nan():
+def test_blocks_of_zeros_and_infinities_are_restored_without_nan():
     values = torch.zeros(3 * BLOCK)
     values[BLOCK + 1], values[2 * BLOCK] = 5.0, float("-inf")
     back = dequantise(quantise(values))

@@ -83,12 +83,12 @@ def test_optimizer_states_are_as_small_as_they_should_be(base):
 
 
 def test_every_optimizer_of_a_recipe_is_one_that_the_trainer_makes(base):
-    for name, made in {
+    for name, class_name in {
         "adamw_torch_fused": "AdamW", "adamw_torch": "AdamW", "adamw_8bit": "AdamW", "paged_adamw_8bit": "AdamW",
         "paged_adamw_32bit": "AdamW", "adafactor": "Adafactor", "adamw_cpu_offload": "CpuAdamW",
     }.items():  # fmt: skip
         trainer = make_trainer(Path(tempfile.gettempdir()) / "unused", settings_for(base, optim=name))
-        assert type(trainer.create_optimizer()).__name__ == made
+        assert type(trainer.create_optimizer()).__name__ == class_name
     assert training_arguments(settings_for(base, optim="adafactor"))["optim"] == "adafactor"
 
 

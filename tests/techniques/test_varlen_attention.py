@@ -9,7 +9,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
-from finetune.model.varlen_attention import flash_trains, register, varlen_attention
+from finetune.model.varlen_attention import flash_supports_backward, register, varlen_attention
 
 LENGTHS = [5, 17, 1, 30, 12]  # 65 tokens, unlike any dimension of the model
 
@@ -77,7 +77,7 @@ def test_packed_padded_and_alone_agree(form):
     assert summed_loss(model, padded()).item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_boundaries_are_found_from_the_positions_when_the_collator_gave_none():
+def test_boundaries_are_derived_from_the_positions_when_the_collator_gave_none():
     model, inputs = model_for("torch_varlen"), packed()
     expected = summed_loss(model, inputs).item()
     bare = {name: inputs[name] for name in ("input_ids", "labels", "position_ids")}
@@ -90,16 +90,16 @@ def test_the_host_reads_the_boundaries_once_a_micro_batch(names, monkeypatch):
     read = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or read(tensor))
     for micro_batches in (1, 2):
-        given = {name: inputs[name].clone() if name != "max_length_q" else inputs[name] for name in ("input_ids", *names)}
-        model(**given)
+        micro_batch = {name: inputs[name].clone() if name != "max_length_q" else inputs[name] for name in ("input_ids", *names)}
+        model(**micro_batch)
         assert len(reads) == micro_batches
 
 
 def test_flash_trains_every_head_dimension_but_some_that_small_chips_have_no_room_for():
     consumer, data_centre = [(8, 6), (8, 9), (12, 0), (12, 1)], [(8, 0), (9, 0), (10, 0), (10, 3)]
-    assert all(flash_trains(head, capability) for head in (64, 192, 256) for capability in consumer + data_centre)
-    assert not any(flash_trains(head, capability) for head in (200, 224) for capability in consumer)
-    assert all(flash_trains(head, capability) for head in (200, 224) for capability in data_centre)
+    assert all(flash_supports_backward(head, capability) for head in (64, 192, 256) for capability in consumer + data_centre)
+    assert not any(flash_supports_backward(head, capability) for head in (200, 224) for capability in consumer)
+    assert all(flash_supports_backward(head, capability) for head in (200, 224) for capability in data_centre)
 
 
 def test_a_later_row_does_not_see_an_earlier_one():

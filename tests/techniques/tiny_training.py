@@ -98,19 +98,19 @@ def losses(settings: Recipe, steps: int = 4) -> list[float]:
     return seen
 
 
-def kept_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
+def saved_bytes(settings: Recipe, model: torch.nn.Module | None = None) -> int:
     """Device bytes that a forward of the tiny model saves for backward."""
     model = adapted(settings) if model is None else model
     apply_techniques(model, settings)
     inputs, tracker = batch(0), StorageTracker()
     for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
-        tracker.follow(tensor)
+        tracker.track(tensor)
     before = tracker.live_bytes
     with tracker, step_context(settings, "cpu"), autocast(settings):
         loss = model(**inputs).loss
-        kept = tracker.live_bytes - before
+        live_bytes = tracker.live_bytes - before
     del loss
-    return kept
+    return live_bytes
 
 
 @contextlib.contextmanager
@@ -123,8 +123,8 @@ def forecast_model(settings: Recipe) -> Iterator[torch.nn.Module]:
         yield model
 
 
-def forecast_kept_bytes(base: str, kind: str, *forms: dict, **changes) -> list[int]:
+def forecast_saved_bytes(base: str, kind: str, *forms: dict, **changes) -> list[int]:
     """The same for each of `forms` on fake tensors, without host memory."""
     changes = BASES[kind] | changes
     with forecast_model(settings_for(base, **changes)) as model:
-        return [kept_bytes(settings_for(base, **changes, **form), model) for form in forms]
+        return [saved_bytes(settings_for(base, **changes, **form), model) for form in forms]

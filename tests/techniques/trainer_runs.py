@@ -26,8 +26,8 @@ class TechniqueTrainer(SFTTrainer):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"w{index}": index for index in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="<pad>", eos_token="<eos>")
+    vocab = {f"w{index}": index for index in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, "w0")), pad_token="<pad>", eos_token="<eos>")
 
 
 def rows(count: int = 16) -> Dataset:

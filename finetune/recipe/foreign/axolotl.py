@@ -23,12 +23,8 @@ from finetune.recipe.foreign.shared import (
     UPLOAD,
     merge_datasets,
     read_batch,
-    read_dtype,
-    read_intervals,
-    read_steps,
+    read_schedule,
     read_template,
-    read_trackers,
-    read_warmup,
 )  # fmt: skip
 
 _MODEL = Ignore("is read from the model")
@@ -165,12 +161,7 @@ _NEUTRAL_VALUES = {
 def finish(config: ConfigReader) -> None:
     """Keys of Axolotl that combine."""
     _batch(config)
-    read_steps(config)
-    read_warmup(config)
-    read_intervals(config)
-    read_dtype(config)
-    if "report_to" in config.values:
-        read_trackers(config)
+    read_schedule(config)
     _adapter(config)
     _tokens(config)
     model = str(config.overrides.get("model_name_or_path") or config.value("base_model", ""))

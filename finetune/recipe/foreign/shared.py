@@ -70,6 +70,11 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 def read_training_arguments(config: ConfigReader, micro_batch: int = 8) -> None:
     """The TrainingArguments that combine with others."""
     read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", micro_batch)
+    read_schedule(config)
+
+
+def read_schedule(config: ConfigReader) -> None:
+    """Steps, warm-up, intervals, precision and trackers, which have the same keys in Axolotl."""
     read_steps(config)
     read_warmup(config)
     read_intervals(config)

@@ -1,6 +1,6 @@
-"""A base model through its file of quantised weights: quantised layer by layer on the first start, read on every other.
+"""A base model loaded from a file of its quantised weights, which the first start writes layer by layer.
 
-Neither ever holds the whole model: on the first start each decoder layer leaves memory for the file when it is complete.
+Neither holds the whole model in memory: the first start writes each decoder layer when it is complete, and frees it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.compat.transformers import loading_in_order, quantised_on
+from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull
 from finetune.files import free_disk_bytes, write_text
 from finetune.model import build
@@ -30,7 +30,7 @@ from finetune.model.quantised_store import (
     BOOKS,
     FORMAT,
     OUTSIDE,
-    NotThisModel,
+    LayoutMismatch,
     Part,
     Store,
     StoreWriter,
@@ -46,67 +46,67 @@ if TYPE_CHECKING:
 
     from finetune.recipe import Settings
 
-#: Called with what a user should know.
-Say = Callable[[str], None]
-_CLEAR = "`finetune cache clear` deletes what is kept of other models; FINETUNE_CACHE names a folder on another disk"
+#: Called with messages for the user.
+Log = Callable[[str], None]
+_FREE_SPACE_HINT = "`finetune cache clear` deletes the files of other models; FINETUNE_CACHE names a folder on another disk"
 #: Libraries that decide which bytes a weight becomes.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
-def open_store(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, say: Say) -> Store:
-    """The model's file, every part of it checked; made first where there is none, and again where it is damaged.
+def open_store(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> Store:
+    """The model's file, with every part verified; written first where there is none, or where it is damaged.
 
-    `device` quantises. One process of a machine does the work, others that want the same file wait for it. Raises DiskFull when
-    it can't be written and NotThisModel when this model can't be put away: then nothing is left of it.
+    `device` quantises. One process of a machine writes, others that need the same file wait for it. Raises DiskFull when
+    it can't be written and LayoutMismatch when it can't store this model; then no file is left.
     """
     shell = build.build_base(settings, config, device="cpu", weights=False)
     parts = parts_of(shell)
     facts = facts_of(settings, config, torch.device(device).type)
     path = folder() / f"{_slug(settings)}-{_key(facts)}.safetensors"
-    with _held(path):
+    with _locked(path):
         try:
             return _checked(path, parts)
         except FileNotFoundError:
             pass
-        except NotThisModel as error:
-            say(f"{error}; it is made again")
+        except LayoutMismatch as error:
+            log(f"{error}; it is made again")
             path.unlink(missing_ok=True)
         began = time.perf_counter()
-        _make(path, parts, facts, settings, config, torch.device(device))
+        _quantise_to_file(path, parts, facts, settings, config, torch.device(device))
         took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
-        say(f"the weights were quantised in {took} and are kept for later starts: {path}, {format_bytes(file_bytes(parts))}")
-        _stamp(path)
+        log(f"the weights were quantised in {took} and are kept for later starts: {path}, {format_bytes(file_bytes(parts))}")
+        _mark_checked(path)
         return Store(path)
 
 
 def _checked(path: Path, parts: tuple[Part, ...]) -> Store:
     store = Store(path)
     if store.parts != parts:
-        raise NotThisModel(f"{path} is laid out for other versions of the libraries")
-    if _read(_stamp_of(path)) != _state(path):
+        raise LayoutMismatch(f"{path} is laid out for other versions of the libraries")
+    if _read_or_empty(_checked_path(path)) != _file_identity(path):
         store.verify()
-        _stamp(path)
+        _mark_checked(path)
     return store
 
 
-def _state(path: Path) -> str:
-    """Which file it is, and for whom it was checked: all processes of one launch on this machine have the same parent."""
+def _file_identity(path: Path) -> str:
+    """Identifies the file and the launch that checked it: all processes of a launch on this machine have the same parent."""
     about = path.stat()
     return f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
 
 
-def _stamp_of(path: Path) -> Path:
+def _checked_path(path: Path) -> Path:
     return path.with_suffix(".checked")
 
 
-def _stamp(path: Path) -> None:
-    """Note that the file has been checked, so that the other processes of this launch needn't do it again."""
+def _mark_checked(path: Path) -> None:
+    """Record that the file was verified, so that other processes of this launch skip it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            write_text(_stamp_of(path), _state(path))
+            write_text(_checked_path(path), _file_identity(path))
 
 
-def _read(path: Path) -> str:
+def _read_or_empty(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8")
     return ""
@@ -123,19 +123,19 @@ def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> 
 
 
 def _fingerprint(settings: Settings) -> str:
-    """The hash of the weights, which are downloaded first where they are not here."""
-    known = weights_fingerprint(settings)
-    if known is None:
+    """The hash of the weights, which are downloaded first where they are missing."""
+    fingerprint = weights_fingerprint(settings)
+    if fingerprint is None:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.safetensors", "*.json", "*.py"]
         snapshot_download(resolve_model_path(settings), revision=settings.model_revision, allow_patterns=patterns)
-        known = weights_fingerprint(settings)
-    return str(known)
+        fingerprint = weights_fingerprint(settings)
+    return str(fingerprint)
 
 
 def _slug(settings: Settings) -> str:
-    """The model's name, as far as a file's name can have it."""
+    """The model's name in characters that a file name may have."""
     return re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
 
 
@@ -144,8 +144,8 @@ def _key(facts: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Held by one process at a time; what a killed one left is removed. Raises DiskFull where the folder can't be used."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock the file for this process and remove what a killed one left. Raises DiskFull where the folder can't be used."""
     with _disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         while (lock := take_lock(lock_of(path), 0.5)) is None:
@@ -157,18 +157,18 @@ def _held(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _make(
+def _quantise_to_file(
     path: Path, parts: tuple[Part, ...], facts: Mapping[str, Any], settings: Settings, config: PretrainedConfig,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Read the checkpoint, quantise each weight on `device`, and write the file. What is not a layer stays in host memory."""
+    """Read the checkpoint, quantise each weight on `device`, and write the file. All but layers stays in host memory."""
     needed, free = file_bytes(parts), free_disk_bytes(path.parent)
     if needed > free:
         raise DiskFull(
-            f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there", f"Free some space: {_CLEAR}."
+            f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there", f"Free some space: {_FREE_SPACE_HINT}."
         )
     with _disk_errors(path), StoreWriter(path, parts) as writer:
-        with quantised_on(device), loading_in_order(_PutAway(writer)):
+        with quantised_on(device), sequential_loading(_LayerWriter(writer)):
             base = build.build_base(settings, config, device="cpu", weights=True)
         for part in writer.missing:
             writer.write(part, {name: value_of(base, name) for name in part.parameters})
@@ -177,23 +177,23 @@ def _make(
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Raise errors of the disk as DiskFull, and of another kind of model as NotThisModel: while a checkpoint is read they would
-    be taken for errors of its own."""
+    """Turn errors of the disk into DiskFull, and those of an unexpected model into LayoutMismatch: transformers would report
+    them as errors of the checkpoint."""
     try:
         yield
     except OSError as error:
-        raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_CLEAR}.") from None
+        raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_FREE_SPACE_HINT}.") from None
     except (KeyError, AttributeError) as error:
-        raise NotThisModel(f"this model can't be kept in {path}: {type(error).__name__}: {error}") from error
+        raise LayoutMismatch(f"this model can't be kept in {path}: {type(error).__name__}: {error}") from error
 
 
-class _PutAway:
-    """Told of each parameter that has been loaded: a layer that is complete is written, and its memory is given back."""
+class _LayerWriter:
+    """Called for each loaded parameter: writes a layer once it is complete, and frees its memory."""
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
         layers = [part for part in writer.parts if part.name != OUTSIDE]
-        self._waits = {part.name: set(part.parameters) for part in layers}
+        self._unloaded = {part.name: set(part.parameters) for part in layers}
         self._part_of = {name: part for part in layers for name in part.parameters}
         self._paths: dict[torch.nn.Module, str] = {}
 
@@ -203,17 +203,17 @@ class _PutAway:
         part = self._part_of.get(full)
         if part is None:
             return
-        self._waits[part.name].discard(full)
-        if not self._waits[part.name]:
+        self._unloaded[part.name].discard(full)
+        if not self._unloaded[part.name]:
             with _disk_errors(self._writer.path):
-                self._writer.write(part, {one: value_of(model, one) for one in part.parameters})
-            for one in part.parameters:
-                _forget(model, one)
-        return_freed_memory()  # a processor quantises in 14 bytes for each element of a matrix
+                self._writer.write(part, {key: value_of(model, key) for key in part.parameters})
+            for key in part.parameters:
+                _release(model, key)
+        return_freed_memory()  # a CPU quantises with 14 bytes for each element of a matrix
 
 
-def _forget(model: torch.nn.Module, name: str) -> None:
-    """Give the memory of a parameter back; transformers still finds it, loaded and of no size."""
+def _release(model: torch.nn.Module, name: str) -> None:
+    """Free a parameter's memory; transformers still sees it as loaded, of size 0."""
     path, _, attribute = name.rpartition(".")
     module: Any = model.get_submodule(path)
     parameter = module._parameters[attribute]
@@ -223,29 +223,29 @@ def _forget(model: torch.nn.Module, name: str) -> None:
 
 
 def value_of(model: torch.nn.Module, name: str) -> Any:
-    """The parameter, buffer or attribute of this name. Raises NotThisModel where there is none, or where it has no values."""
+    """The parameter, buffer or attribute of this name. Raises LayoutMismatch where there is none, or where it has no values."""
     path, _, attribute = name.rpartition(".")
     value = getattr(model.get_submodule(path), attribute, None)
     if not isinstance(value, torch.Tensor) or value.is_meta:
-        raise NotThisModel(f"{name} was not loaded")
+        raise LayoutMismatch(f"{name} was not loaded")
     return value
 
 
-def load_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, say: Say) -> PreTrainedModel:
+def load_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> PreTrainedModel:
     """The base model on `device`, with layers offloaded as the recipe has it: of 4-bit weights through the model's file.
 
-    Without room for the file it is loaded from its checkpoint, which `say` is told.
+    Without disk space for the file it is loaded from its checkpoint, and `log` is called.
     """
     if settings.layer_offloading is not False and settings.load_in_4bit is True:
         try:
-            return base_from(open_store(settings, config, device, say), settings, config, device)
-        except (DiskFull, NotThisModel) as error:
-            say(f"{error}. Its weights are quantised again at every start instead.")
+            return base_from(open_store(settings, config, device, log), settings, config, device)
+        except (DiskFull, LayoutMismatch) as error:
+            log(f"{error}. Its weights are quantised again at every start instead.")
     return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
 def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: torch.device | str | int) -> PreTrainedModel:
-    """The base model on `device` with the weights of its file, as `build_base` would load them, with its offloaded layers."""
+    """The base model on `device` with the weights of its file, as `build_base` would load them, with layers offloaded."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
     books = code_books(store, device)
@@ -253,15 +253,15 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
         fill(base, store, part, books, device)
         if offloading is not None:
             for path, _, name in (parameter.rpartition(".") for parameter in part.parameters):
-                offloading.loaded(base.get_submodule(path), name)
+                offloading.on_parameter_loaded(base.get_submodule(path), name)
     if offloading is not None:
         offloading.finish()
         base.layer_offloading = offloading  # type: ignore[assignment]
-    return finished(base, settings)
+    return as_loaded(base, settings)
 
 
-def finished(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """A base whose weights are there now, in the state in which transformers leaves one that it has loaded."""
+def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
+    """A base whose weights were set, in the state of one that transformers has loaded."""
     from transformers import GenerationConfig
 
     path = resolve_model_path(settings)
@@ -281,8 +281,8 @@ def code_books(store: Store, device: torch.device | str | int) -> dict[str, torc
 def fill(
     base: torch.nn.Module, store: Store, part: Part, books: Mapping[str, torch.Tensor], device: torch.device | str | int
 ) -> None:
-    """Give the parameters and buffers of a part, which are on meta, their values on `device`, wherever the model has them."""
-    places = places_of(base)
+    """Load the parameters and buffers of a part, which are on meta, onto `device`, at each use in the model."""
+    uses = parameter_uses(base)
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for entry in part.entries:
         if entry.table:
@@ -292,25 +292,25 @@ def fill(
             continue
         data = store.rows(part, entry).to(device)
         state = store.quant_state(entry.name, tables[entry.name], books) if entry.name in tables else None
-        put(base, entry.name, data, state, places)
+        set_value(base, entry.name, data, state, uses)
 
 
 #: The modules and names of each parameter: tied ones have several.
-Places = dict[int, list[tuple[torch.nn.Module, str]]]
+ParameterUses = dict[int, list[tuple[torch.nn.Module, str]]]
 
 
-def places_of(model: torch.nn.Module) -> Places:
-    """Where each parameter is, by its id."""
-    found: Places = {}
+def parameter_uses(model: torch.nn.Module) -> ParameterUses:
+    """The modules and names that use each parameter, by its id."""
+    uses: ParameterUses = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return found
+                uses.setdefault(id(parameter), []).append((module, name))
+    return uses
 
 
-def put(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, places: Places) -> None:
-    """Set a parameter, everywhere it is tied to, or a buffer or attribute."""
+def set_value(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, uses: ParameterUses) -> None:
+    """Set a parameter at each of its uses, or a buffer or attribute."""
     from bitsandbytes.nn import Params4bit
 
     path, _, attribute = name.rpartition(".")
@@ -319,12 +319,12 @@ def put(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, places
     if old is None:
         setattr(module, attribute, data)
         return
-    made: Any
+    parameter: Any
     if state is None:
-        made = torch.nn.Parameter(data, requires_grad=False)
+        parameter = torch.nn.Parameter(data, requires_grad=False)
     else:
-        made = Params4bit(data, requires_grad=False, **{**vars(old), "quant_state": state, "bnb_quantized": True})
-        if made.module is not None:
-            made.module.quant_state = state
-    for owner, own in places[id(old)]:
-        owner._parameters[own] = made
+        parameter = Params4bit(data, requires_grad=False, **{**vars(old), "quant_state": state, "bnb_quantized": True})
+        if parameter.module is not None:
+            parameter.module.quant_state = state
+    for owner, own in uses[id(old)]:
+        owner._parameters[own] = parameter

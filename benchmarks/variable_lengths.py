@@ -1,7 +1,7 @@
 """Useful tokens per second on a CPU against TRL's SFTTrainer with its defaults: paired runs over the same rows, alternating.
 
-    python benchmarks/uneven_lengths.py --pairs 5 --rows 160           # lengths lognormal, 48 to 960 tokens
-    python benchmarks/uneven_lengths.py --pairs 5 --rows 160 --equal   # all rows have 256 tokens
+    python benchmarks/variable_lengths.py --pairs 5 --rows 160           # lengths lognormal, 48 to 960 tokens
+    python benchmarks/variable_lengths.py --pairs 5 --rows 160 --equal   # all rows have 256 tokens
 
 Both train one epoch of the bundled model in fp32 with LoRA of the same rank on the same layers, 8 rows a step. TRL's defaults
 are 8 rows a micro-batch in random order and gradient checkpointing; only its bf16 is off, which a CPU may lack. The recipe
@@ -38,8 +38,8 @@ def main() -> None:
     arguments.add_argument("--equal", action="store_true", help="rows of equal length")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        prepared = prepared_run(Path(place), lengths(options.rows, options.equal))
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepared_run(Path(folder), lengths(options.rows, options.equal))
         settings, data = prepared.plan.settings, prepared.plan.data
         print(
             f"{data.rows} rows, {data.total_tokens:,} tokens; planned: "
@@ -57,17 +57,17 @@ def lengths(rows: int, equal: bool) -> list[int]:
     return [EQUAL] * rows if equal else uneven
 
 
-def prepared_run(place: Path, tokens: list[int]) -> Any:
+def prepared_run(folder: Path, tokens: list[int]) -> Any:
     """The planned recipe for rows of so many tokens, one word each."""
     from finetune.recipe import recipe_from
     from finetune.run.prepare import prepare
 
     texts = [{"text": " ".join(["the"] * count)} for count in tokens]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
     return prepare(recipe_from({
-        "model_name_or_path": "tiny", "dataset": {"path": str(place / "rows.jsonl")}, "gpu": "cpu", "lora_r": RANK,
+        "model_name_or_path": "tiny", "dataset": {"path": str(folder / "rows.jsonl")}, "gpu": "cpu", "lora_r": RANK,
         "lora_alpha": 2.0 * RANK, "target_modules": "all-linear", "effective_batch_size": BATCH, "num_train_epochs": 1.0,
-        "learning_rate": 1e-4, "eval_steps": 0, "save_steps": 0, "output_dir": str(place / "run"),
+        "learning_rate": 1e-4, "eval_steps": 0, "save_steps": 0, "output_dir": str(folder / "run"),
     }))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""From allocated bytes to peak bytes of the whole card and of the host, with bounds."""
+"""From allocated bytes to the peak memory of the device and of the host, with bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.card.allocator import AllocatorSettings, expandable_segments
 from finetune.card.host import PROCESS_BYTES
 from finetune.forecast.allocator_choice import candidates, choose
 from finetune.forecast.forecast import AtLimit, Forecast
-from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, grown, replayed
+from finetune.forecast.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.forecast.shard_units import units_of
 from finetune.forecast.sharding import shard
 from finetune.units import MIB
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from finetune.card.card import Card
+    from finetune.forecast.allocator_replay import Replay
     from finetune.forecast.ledger import DryRun
-    from finetune.forecast.reserved import Replay
     from finetune.forecast.row_shape import RowShape
     from finetune.recipe import Settings
 
@@ -38,7 +38,7 @@ REPLAY_ERROR = 0.02
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
-#: Growth that is worth a word, and rows so short that half of them show nothing.
+#: Growth that is worth a note, and rows so short that half of them show nothing.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
 #: Where uneven rows reserve more, the upper end is the most of the rows' order and of these other ones.
 OTHER_ORDERS = (1, 2)
@@ -63,26 +63,26 @@ def make_forecast(
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
-    alone = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
-    run = _sharded(config, settings, alone)
-    shared = run is not alone
+    one_gpu = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
+    run = _sharded(config, settings, one_gpu)
+    is_sharded = run is not one_gpu
     run = _with_buckets(run, settings)
     highest = max(run.peaks.values())
-    able = not shared and not (quick and settings.activation_checkpointing_every_n_layers > 1)
-    held = _replayed(config, settings, card, highest, rows) if able else None
-    if held is not None and held.segments:  # empty where segments can expand
-        run = _with_whole_blocks(run, held)
+    can_replay = not is_sharded and not (quick and settings.activation_checkpointing_every_n_layers > 1)
+    replay = _replayed(config, settings, card, highest, rows) if can_replay else None
+    if replay is not None and replay.segments:  # empty where segments can expand
+        run = _with_whole_blocks(run, replay)
         highest = max(run.peaks.values())
     even = settings.packing is True
-    low, likely, high = _reserved(highest, card, held, even=even)
-    low -= highest - _least_peak(run, alone) if shared else 0
-    context, unsure = card.context_bytes or 0, card.context_uncertainty_bytes
+    lower, likely, upper = _reserved(highest, card, replay, even=even)
+    lower -= highest - _least_peak(run, one_gpu) if is_sharded else 0
+    context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
         context = PROCESS_BYTES
-    least, most = low + max(0, context - unsure), high + context + unsure
+    least, most = lower + max(0, context - uncertainty), upper + context + uncertainty
     at_limit = None
-    if held is not None and budget_bytes is not None and least <= budget_bytes < most and (even or expandable_segments()):
-        at_limit = _at_limit(config, settings, card, rows, held, budget_bytes - context - unsure)
+    if replay is not None and budget_bytes is not None and least <= budget_bytes < most and (even or expandable_segments()):
+        at_limit = _at_limit(config, settings, card, rows, replay, budget_bytes - context - uncertainty)
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
@@ -94,24 +94,24 @@ def make_forecast(
         per_layer_bytes=run.per_layer_bytes,
         host_bytes=_host_bytes(run, card, settings),
         pinned_bytes=_pinned_bytes(run, card, settings),
-        disk_bytes=_disk_bytes(alone, settings),
+        disk_bytes=_disk_bytes(one_gpu, settings),
         method=run.method,
         versions=run.versions,
-        notes=run.notes + _notes(settings, card, held),
-        reserved_peaks=held.reserved if held else {},
-        segments=held.segments if held else {},
+        notes=run.notes + _notes(settings, card, replay),
+        reserved_peaks=replay.reserved if replay else {},
+        segments=replay.segments if replay else {},
         at_limit=at_limit,
     )
 
 
-def _with_whole_blocks(run: DryRun, held: Replay) -> DryRun:
-    """The dry run with what torch counts as allocated: blocks larger than the tensors in them, where segments can't expand."""
-    peaks = {phase: max(size, held.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
+def _with_whole_blocks(run: DryRun, replay: Replay) -> DryRun:
+    """The dry run with whole blocks, which torch counts as allocated: larger than their tensors where segments can't expand."""
+    peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
     more = peaks["train"] - run.peaks["train"]
     return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": run.parts["workspace"] + more})
 
 
-def with_growth(
+def with_row_lengths(
     forecast: Forecast,
     config: dict[str, Any],
     settings: Settings,
@@ -138,40 +138,40 @@ def with_growth(
     tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
     limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
     steps = functools.partial(
-        grown, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit,
+        replay_rows, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit,
     )  # fmt: skip
     growths = steps(tried=tried)
     if not growths:
         return forecast
-    place, why = choose(tried, growths)
-    growth = growths[place]
+    index, why = choose(tried, growths)
+    growth = growths[index]
     assert growth is not None
     likely = max(forecast.reserved_bytes, growth.reserved_bytes)
     more = likely - forecast.reserved_bytes
-    around = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     most = [likely]
     if lowers and growth.reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
-        again = (steps(tried=[tried[place]], seed=seed) for seed in OTHER_ORDERS)
-        most += [other.reserved_bytes for (other,) in again if other is not None]
-    high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + around
+        other_orders = (steps(tried=[tried[index]], seed=seed) for seed in OTHER_ORDERS)
+        most += [other.reserved_bytes for (other,) in other_orders if other is not None]
+    high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + context
     if not lowers:
         high = max(forecast.peak_high_bytes, high)
     share = max(most) / max(forecast.peaks.values()) - 1 if lowers else None
-    kept = [note for note in forecast.notes if not lowers or note != _SEGMENTED_NOTE]
+    notes = [note for note in forecast.notes if not lowers or note != _SEGMENTED_NOTE]
     return dataclasses.replace(
         forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
         reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
-        notes=(*kept, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
-        allocator=tried[place] if place else None,
+        notes=(*notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
+        allocator=tried[index] if index else None,
     )  # fmt: skip
 
 
-def scaled_beside(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
-    """The forecast with an upper end as far above what is allocated as that of `other`, where that is less than its own."""
-    around = (card.context_bytes or 0) + card.context_uncertainty_bytes
-    share = (other.peak_high_bytes - around) / max(other.peaks.values())
+def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
+    """The forecast with the margin above allocated memory that `other` has, where that lowers its upper end."""
+    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    share = (other.peak_high_bytes - context) / max(other.peaks.values())
     least = forecast.reserved_bytes * (1 + DRY_RUN_ERROR) if forecast.reserved_peaks else 0.0
-    high = round(max(least, share * max(forecast.peaks.values()))) + around
+    high = round(max(least, share * max(forecast.peaks.values()))) + context
     return dataclasses.replace(forecast, peak_high_bytes=min(high, forecast.peak_high_bytes))
 
 
@@ -193,31 +193,31 @@ def _at_limit(
     settings: Settings,
     card: Card,
     rows: RowShape,
-    free: Replay,
+    unlimited: Replay,
     limit: int,
 ) -> AtLimit | None:
     """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
 
-    `free`: its replay without a limit. A lower limit moves the moments at which blocks are given back, which may help or not:
-    the run must go on at every limit of a grid from what it reserves without one, so that more room is never worse.
+    `unlimited`: its replay without a limit. A lower limit moves the moments when blocks are returned, which may help or not:
+    the run must succeed at every limit of a grid from what it reserves without one, so that more memory is never worse.
 
     Uneven rows without expandable segments are left out by the caller: the replay's one length does not show what they do.
     """
 
-    def lowered(bytes_: float) -> int:
-        return max(0, math.ceil((1 - bytes_ / free.reserved_bytes) / LIMIT_STEP - 1e-3))  # a byte is no step
+    def steps_below(bytes_: float) -> int:
+        return max(0, math.ceil((1 - bytes_ / unlimited.reserved_bytes) / LIMIT_STEP - 1e-3))  # a byte is no step
 
-    least = lowered(limit / (1 + DRY_RUN_ERROR))
-    if free.reserved_bytes * (1 - least * LIMIT_STEP) < free.allocated_bytes:
+    least = steps_below(limit / (1 + DRY_RUN_ERROR))
+    if unlimited.reserved_bytes * (1 - least * LIMIT_STEP) < unlimited.allocated_bytes:
         return None
-    tried = [free]
-    for part in range(1, least + 1):
-        tried_limit = round(free.reserved_bytes * (1 - part * LIMIT_STEP))
-        held = _replay_of(config, settings, card, rows, tried_limit)
-        if held is None:
+    replays = [unlimited]
+    for step in range(1, least + 1):
+        lower_limit = round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP))
+        replay = _replay_of(config, settings, card, rows, lower_limit)
+        if replay is None:
             return None
-        tried.append(held)
-    likely = tried[lowered(limit)]
+        replays.append(replay)
+    likely = replays[steps_below(limit)]
     more = max(0, settings.gradient_accumulation_steps - 2)  # the replayed step has two micro-batches
     return AtLimit(
         limit_bytes=limit, returns_per_step=likely.step_retries + more * likely.micro_batch_retries,
@@ -248,26 +248,26 @@ def _replay_of(
     )  # fmt: skip
 
 
-def _reserved(allocated: int, card: Card, held: Replay | None, *, even: bool) -> tuple[int, int, int]:
+def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) -> tuple[int, int, int]:
     """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
 
-    The least is what is allocated: at the limit torch gives cached blocks back. The most is what the replay reserves, with its
+    The least is what is allocated: at the limit torch returns cached blocks. The most is what the replay reserves, with its
     error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
     """
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
     else:
         shares = EXPANDABLE if expandable_segments() else SEGMENTED
-    low, likely, high = (round(allocated * (1 + share)) for share in shares)
-    if held is None:
-        high += PAGES if shares is EXPANDABLE else 0
+    lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
+    if replay is None:
+        upper += PAGES if shares is EXPANDABLE else 0
     else:
-        likely = held.reserved_bytes
+        likely = replay.reserved_bytes
         if expandable_segments():
-            high = _with_replay_error(likely)
+            upper = _with_replay_error(likely)
         else:
-            high = likely if even else max(likely, high)
-    return round(low * (1 - DRY_RUN_ERROR)), likely, round(high * (1 + DRY_RUN_ERROR))
+            upper = likely if even else max(likely, upper)
+    return round(lower * (1 - DRY_RUN_ERROR)), likely, round(upper * (1 + DRY_RUN_ERROR))
 
 
 def _with_replay_error(reserved: int) -> int:
@@ -282,10 +282,10 @@ def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run:
     return shard(run, units_of(values, settings), settings)
 
 
-def _least_peak(run: DryRun, alone: DryRun) -> int:
+def _least_peak(run: DryRun, one_gpu: DryRun) -> int:
     """Lower bound of the peak: without all-gathered parameters, and without shards beside the full model while loading."""
     least = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
-    return max({**least, "load": min(run.peaks["load"], alone.peaks["load"])}.values())
+    return max({**least, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
 
 
 def _with_buckets(run: DryRun, settings: Settings) -> DryRun:
@@ -313,7 +313,7 @@ def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
     """Host memory that offloading pins in a step."""
     if card.is_cpu or settings.layer_offloading != "nvme":
         return 0 if card.is_cpu else run.host_bytes
-    # the layers are in a file, and pass through as many buffers as there are on the card
+    # the layers are in a file, and are staged in as many buffers as there are on the card
     from finetune.model.layer_offloading import BUFFERS
 
     return run.host_bytes + BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
@@ -329,15 +329,15 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
     return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 
-def _notes(settings: Settings, card: Card, held: Replay | None) -> tuple[str, ...]:
+def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:
     notes = []
     if settings.torch_compile and settings.activation_checkpointing == "selective":
         notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
     elif settings.torch_compile:
         notes.append("compiled layers keep what torch's partitioner chose on fake tensors; not measured on a card")
     if not card.is_cpu and not expandable_segments():
-        if held is not None and settings.packing is True:
-            share = f"{held.reserved_bytes / held.allocated_bytes - 1:.1%} more than is allocated"
+        if replay is not None and settings.packing is True:
+            share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"
             notes.append(
                 f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator"
             )

@@ -1,4 +1,4 @@
-"""What torch reserves for a run: its trace, from load over two steps and an evaluation, through the caching allocator."""
+"""What torch reserves for a run: replays its trace (load, two steps, evaluation) on the simulated caching allocator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Replay:
     `reserved`, `segments` and `allocated`: peaks by phase (load, train, save, eval); `segments` is empty where they are
     expandable. Allocated are whole blocks: from one of a segment that can't expand torch splits no rest below 1 MiB. The
     retries of the second step, with two micro-batches where gradients accumulate, and of its last micro-batch, each with the
-    bytes that go back to the driver.
+    bytes returned to the driver.
     """
 
     allocated_bytes: int
@@ -37,13 +37,13 @@ class Replay:
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """The run on a card with this allocator. Raises OutOfMemory when it does not fit `limit`."""
     allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable), limit=limit)
-    player = Player(allocator, trace.kept)
+    player = Player(allocator, trace.persistent)
     peaks = _Peaks(allocator)
     player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
     player.play(trace.parts["load"])
     peaks.end("load")
     allocator.empty_cache()
-    first, micro_batches, rest = _steps(trace)
+    first, micro_batches, remaining = _steps(trace)
     for events in first:
         player.play(events)
     peaks.end("train")
@@ -52,7 +52,7 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
         micro = (allocator.retries, allocator.returned)
         player.play(events)
     micro_retries, micro_returned = allocator.retries - micro[0], allocator.returned - micro[1]
-    for events in rest:
+    for events in remaining:
         player.play(events)
     step_retries, step_returned = allocator.retries - before[0], allocator.returned - before[1]
     peaks.end("train")
@@ -67,7 +67,7 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
 
 
 class _Peaks:
-    """The highest of each phase, from one `end` to the next."""
+    """Peaks of each phase, from one `end` to the next."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
@@ -76,7 +76,7 @@ class _Peaks:
         self.segments: dict[str, int] = {}
 
     def end(self, phase: str) -> None:
-        """What was reached since the last end belongs to `phase`."""
+        """Assign the peaks since the last `end` to `phase`."""
         allocator = self._allocator
         self.allocated[phase] = max(self.allocated.get(phase, 0), allocator.peak_allocated)
         self.reserved[phase] = max(self.reserved.get(phase, 0), allocator.peak_reserved)
@@ -85,33 +85,33 @@ class _Peaks:
 
 
 def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]], list[list[Event]]]:
-    """What follows loading: the first step, the second one's micro-batches (two where gradients accumulate), and its rest."""
+    """Events after loading: the first step, the second one's micro-batches (two where gradients accumulate), its remainder."""
     parts, gradients = trace.parts, trace.gradients or {}
     accumulating = parts["micro-batch"]
     first = [
         (gradients.get(number, number), size) for number, size in accumulating if size != RELEASED or number not in gradients
     ]
     micro = [first, accumulating] if gradients else [first]
-    rest = [parts["clipping"], parts["optimizer"]]
-    return [*micro, parts["clipping"], states_of(trace), parts["optimizer"]], micro, rest
+    remaining = [parts["clipping"], parts["optimizer"]]
+    return [*micro, parts["clipping"], states_of(trace), parts["optimizer"]], micro, remaining
 
 
 def states_of(trace: Trace) -> list[Event]:
-    """What stays of the first optimizer step: the states."""
+    """Events of what remains after the first optimizer step: the states."""
     events = trace.parts["first step"]
-    gone = {number for number, size in events if size == RELEASED} | set((trace.gradients or {}).values())
-    return [event for event in events if event[0] not in gone]
+    released = {number for number, size in events if size == RELEASED} | set((trace.gradients or {}).values())
+    return [event for event in events if event[0] not in released]
 
 
 class Player:
-    """Plays parts on an allocator, some of them more than once."""
+    """Replays parts of a trace on an allocator, some of them more than once."""
 
-    def __init__(self, allocator: CachingAllocator, kept: frozenset[int]) -> None:
-        self._allocator, self._kept = allocator, kept
+    def __init__(self, allocator: CachingAllocator, persistent: frozenset[int]) -> None:
+        self._allocator, self._persistent = allocator, persistent
 
     def play(self, events: list[Event]) -> None:
-        """Allocate and release. What an earlier play of the same part left is released when it is allocated again."""
-        allocator, kept = self._allocator, self._kept
+        """Allocate and release. What an earlier replay of the same part left is released when it is allocated again."""
+        allocator, persistent = self._allocator, self._persistent
         allocate, release, live = allocator.allocate, allocator.release, allocator.live
         for number, size in events:
             if size == RELEASED:
@@ -119,6 +119,6 @@ class Player:
                     release(number)
             elif number not in live:
                 allocate(number, size)
-            elif number not in kept:
+            elif number not in persistent:
                 release(number)
                 allocate(number, size)

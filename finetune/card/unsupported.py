@@ -1,11 +1,11 @@
-"""Cards that can't train here, by name: what is in the way, and what can be done."""
+"""Cards that can't train here, by name: the reason, and what can be done."""
 
 from __future__ import annotations
 
 import re
 
 _TRY = "To see what an NVIDIA card would do: finetune plan RECIPE --gpu rtx-3060. A tiny model trains on the CPU: gpu=cpu."
-#: Pattern of a name, what is in the way, and what can be done besides `_TRY`.
+#: Pattern of a name, the reason, and what can be done besides `_TRY`.
 _OTHERS = (
     (
         r"gtx ?-?([79]|10)\d\d|^(7[4-8]|9[5-8]|10[1-8])0( ?-?(ti|m|max-?q|\d+ ?gb))*$|\b(p100|p40|p4|m40|m60|k80)\b|"
@@ -36,8 +36,8 @@ _OTHERS = (
 )
 
 
-def why_not(name: str) -> tuple[str, str] | None:
-    """What keeps a card of this name from training, and what can be done; None for names that don't say."""
+def why_unsupported(name: str) -> tuple[str, str] | None:
+    """Why a card of this name can't train, and what can be done; None for unknown names."""
     for pattern, why, instead in _OTHERS:
         if re.search(pattern, name.strip().lower()):
             return why, f"{instead} {_TRY}".strip()

@@ -1,4 +1,4 @@
-"""The registry's row type, and two ways to replace a library's name: inside a context, or for the life of the process."""
+"""The registry's row type, and functions that patch a library's name: inside a context, or for the whole process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Touched:
+class PrivateName:
     """One undocumented name of a library.
 
     `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
@@ -34,14 +34,14 @@ def owner_of(name: str) -> tuple[Any, str]:
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
         try:
-            found: Any = import_module(path)
+            owner: Any = import_module(path)
         except ModuleNotFoundError as error:
             if error.name is None or not path.startswith(error.name):
                 raise  # the module exists, but something that it imports does not
             continue
         for part in parts[end:]:
-            found = getattr(found, part)
-        return found, attribute
+            owner = getattr(owner, part)
+        return owner, attribute
     raise ModuleNotFoundError(f"no module of {name} is installed", name=parts[0])
 
 
@@ -50,7 +50,7 @@ def replaced(name: str, value: Any) -> Iterator[None]:
     """Inside, the dotted `name` is `value`."""
     owner, attribute = owner_of(name)
     before = getattr(owner, attribute)
-    _put(owner, attribute, value)
+    _set(owner, attribute, value)
     try:
         yield
     finally:
@@ -58,9 +58,9 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 
 
 def replace(name: str, value: Any) -> None:
-    """Set the dotted `name` to `value` for the rest of the process."""
-    _put(*owner_of(name), value)
+    """Set the dotted `name` to `value` until the process ends."""
+    _set(*owner_of(name), value)
 
 
-def _put(owner: Any, attribute: str, value: Any) -> None:
+def _set(owner: Any, attribute: str, value: Any) -> None:
     setattr(owner, attribute, value)

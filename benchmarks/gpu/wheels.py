@@ -1,4 +1,4 @@
-"""Wheels for a machine that has torch but no package index: `python -m benchmarks.gpu.carry --python 3.12 --cuda 130`.
+"""Wheels for a machine that has torch but no package index: `python -m benchmarks.gpu.wheels --python 3.12 --cuda 130`.
 
 Downloads them into .whl/, which git ignores, at the versions of constraints.txt, for that Python and CUDA on x86-64 Linux.
 bitsandbytes is left with the library of that CUDA only. Fails above 64 MiB.
@@ -54,24 +54,24 @@ def main() -> int:
 
 
 def pinned(names: list[str]) -> list[str]:
-    """`NAME==VERSION` of each package, from constraints.txt; what is not there, at its newest."""
+    """`NAME==VERSION` of each package, from constraints.txt; others at their newest version."""
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    known = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M)}
-    return [f"{name}=={known[name]}" if name in known else name for name in names]
+    versions = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M)}
+    return [f"{name}=={versions[name]}" if name in versions else name for name in names]
 
 
-def prune(wheel: Path, kept: str) -> None:
+def prune(wheel: Path, library: str) -> None:
     """Rewrite bitsandbytes' wheel with one CUDA library. Raises SystemExit when it has no such library."""
 
     def stays(name: str) -> bool:
-        return "/libbitsandbytes_" not in name or name.endswith((f"/{kept}", "/libbitsandbytes_cpu.so"))
+        return "/libbitsandbytes_" not in name or name.endswith((f"/{library}", "/libbitsandbytes_cpu.so"))
 
     pruned = wheel.with_suffix(".new")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(pruned, "w", zipfile.ZIP_DEFLATED) as new:
         names = old.namelist()
-        if not any(name.endswith(f"/{kept}") for name in names):
+        if not any(name.endswith(f"/{library}") for name in names):
             libraries = ", ".join(sorted(name.rpartition("/")[2] for name in names if "/libbitsandbytes_" in name))
-            raise SystemExit(f"bitsandbytes has no {kept}; it has {libraries}")
+            raise SystemExit(f"bitsandbytes has no {library}; it has {libraries}")
         for name in filter(stays, names):
             data = old.read(name)
             if name.endswith(".dist-info/RECORD"):

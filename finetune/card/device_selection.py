@@ -1,4 +1,4 @@
-"""Choose one of this machine's cards, and say whether the installed torch can use it."""
+"""Chooses one of this machine's cards and checks whether the installed torch can use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pynvml
 
-from finetune.card.nvidia import Device, Lost, driver_versions, in_container, read_devices, said
+from finetune.card.nvidia import Device, LostCard, driver_message, driver_versions, in_container, read_devices
 from finetune.card.usable import problem_of, problem_of_card, torch_build
 from finetune.card.visible import for_processes, in_cuda_order, visible, visible_devices
 from finetune.errors import NoCard
@@ -15,7 +15,7 @@ from finetune.units import format_bytes
 
 _NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 #: Cards are alike with this share of the most free memory, and of the highest speed: one model's clocks differ a little.
-ALIKE = 0.9
+SIMILAR = 0.9
 LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
 
 
@@ -44,21 +44,21 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
     of these with the least. Raises RecipeError, which names `gpu`, when there is none.
     """
     try:
-        devices, lost = read_devices()
+        devices, lost_cards = read_devices()
         driver = driver_versions()
     except pynvml.NVMLError as error:
         raise NoCard(
-            f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({said(error)})", _driver_fix(error)
+            f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({driver_message(error)})", _driver_fix(error)
         ) from None
     allowed = visible(devices)
-    open_ = [device for device in allowed if wanted is None or wanted(device)]
-    if not open_:
-        raise NoCard(*_none(gpu, devices, lost, allowed, [device for device in devices if wanted and wanted(device)]))
-    enough = ALIKE * max(device.free_bytes for device in open_)
-    near = [device for device in open_ if device.free_bytes >= enough]
-    fastest = max(device.speed for device in near)
-    chosen = max((device for device in near if device.speed >= ALIKE * fastest), key=lambda device: device.free_bytes)
-    reason = _reason(chosen, allowed, devices, lost)
+    candidates = [device for device in allowed if wanted is None or wanted(device)]
+    if not candidates:
+        raise NoCard(*_no_card(gpu, devices, lost_cards, allowed, [device for device in devices if wanted and wanted(device)]))
+    least_free = SIMILAR * max(device.free_bytes for device in candidates)
+    emptiest = [device for device in candidates if device.free_bytes >= least_free]
+    fastest = max(device.speed for device in emptiest)
+    chosen = max((device for device in emptiest if device.speed >= SIMILAR * fastest), key=lambda device: device.free_bytes)
+    reason = _reason(chosen, allowed, devices, lost_cards)
     if processes > 1:
         used = for_processes(allowed)[:processes]
         chosen = min(used, key=lambda device: device.free_bytes)
@@ -74,35 +74,35 @@ def _driver_fix(error: pynvml.NVMLError) -> str:
     return f"In a container: was it started with --gpus all? {_NO_CARD}" if in_container() else _NO_CARD
 
 
-def _none(
-    gpu: str, devices: tuple[Device, ...], lost: tuple[Lost, ...], allowed: tuple[Device, ...], hidden: list[Device]
+def _no_card(
+    gpu: str, devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...], allowed: tuple[Device, ...], hidden: list[Device]
 ) -> tuple[str, str]:
-    """Why no card can be used, and what to do."""
-    if not devices and lost:
-        cards = " or ".join(f"card {card.index} ({card.why})" for card in lost)
+    """Error message and hint when no card can be used."""
+    if not devices and lost_cards:
+        cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
         return f"gpu: {gpu}, but the driver can't describe {cards}", f"{LOST_FIX} {_NO_CARD}"
     if not devices:
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
-    found = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
-    there = ", ".join([*found, *(f"{card.index}, which does not answer ({card.why})" for card in lost)])
+    described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
+    machine_cards = ", ".join([*described, *(f"{card.index}, which does not answer ({card.why})" for card in lost_cards)])
     setting = f"CUDA_VISIBLE_DEVICES={visible_devices()!r}"
     if not allowed or hidden:
-        which = f"card {hidden[0].index}" if hidden else "every card"
-        return f"gpu: {gpu}, but {setting} hides {which}", f"This machine's cards: {there}."
-    return f"gpu: {gpu}, but this machine has {there}", "Set gpu=auto, or the number of one of these cards."
+        hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
+        return f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}."
+    return f"gpu: {gpu}, but this machine has {machine_cards}", "Set gpu=auto, or the number of one of these cards."
 
 
-def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost: tuple[Lost, ...]) -> str:
-    """Which of several cards this is."""
-    words = ""
+def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...]) -> str:
+    """Why this card was chosen, of several."""
+    reason = ""
     others = [device for device in allowed if device != chosen]
     if others:
-        rest = ", ".join(
+        alternatives = ", ".join(
             f"gpu={device.index} is {device.name} with {format_bytes(device.free_bytes)} free" for device in others
         )
-        words += f"; card {chosen.index} of {len(allowed)} ({rest})"
+        reason += f"; card {chosen.index} of {len(allowed)} ({alternatives})"
     elif len(devices) > 1:
-        words += f"; card {chosen.index}, as CUDA_VISIBLE_DEVICES says"
+        reason += f"; card {chosen.index}, as CUDA_VISIBLE_DEVICES says"
         if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
-            words += ", counted from the fastest as CUDA does"
-    return words + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost)
+            reason += ", counted from the fastest as CUDA does"
+    return reason + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost_cards)

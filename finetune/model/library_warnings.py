@@ -15,17 +15,17 @@ def quiet_libraries() -> None:
     disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning)
     logger = logging.getLogger("bitsandbytes.autograd._functions")
-    if not any(isinstance(known, _CastToHalfOnce) for known in logger.filters):
+    if not any(isinstance(existing, _CastToHalfOnce) for existing in logger.filters):
         logger.addFilter(_CastToHalfOnce())
 
 
 class _CastToHalfOnce(logging.Filter):
     """Lets bitsandbytes say once that int8 casts its inputs to fp16: in bf16 it says so at every layer of every micro-batch."""
 
-    said = False
+    emitted = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith("MatMul8bitLt: inputs will be cast"):
             return True
-        first, self.said = not self.said, True
+        first, self.emitted = not self.emitted, True
         return first

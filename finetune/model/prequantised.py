@@ -57,11 +57,11 @@ def give_original(recipe: Recipe) -> str:
     The catalogue knows it by its name, or the checkpoint's README names it as `base_model`.
     """
     name = recipe.model_name_or_path
-    found = _known(name) or _known(name.rstrip("/").rpartition("/")[2]) or _base_in_readme(recipe)
-    return f"give {found}" if found else "give the 16-bit model"
+    original = _original(name) or _original(name.rstrip("/").rpartition("/")[2]) or _base_in_readme(recipe)
+    return f"give {original}" if original else "give the 16-bit model"
 
 
-def _known(name: str) -> str | None:
+def _original(name: str) -> str | None:
     match = resolve(name)
     return match.name if match is not None and match.name != name else None
 
@@ -80,4 +80,4 @@ def _base_in_readme(recipe: Recipe) -> str | None:
     base = base[0] if isinstance(base, list) and base else base
     if not isinstance(base, str) or not _ID.fullmatch(base) or base == recipe.model_name_or_path:
         return None
-    return _known(base) or base
+    return _original(base) or base

@@ -26,7 +26,7 @@ class Run(TrainerCallback):
         self.calls: list[int] = []
         self.first_s = 0.0
         self._turns: queue.Queue[int] = queue.Queue()
-        self._ends: queue.Queue[BaseException | None] = queue.Queue()
+        self._results: queue.Queue[BaseException | None] = queue.Queue()
         self._left = self._number = 0
         self._counted, self._timed, self._began = -1, False, 0.0
         self._trainer = trainer
@@ -37,7 +37,7 @@ class Run(TrainerCallback):
         """Train so many steps; returns the processor seconds of those timed. Raises what the trainer raises."""
         before = len(self.seconds)
         self._turns.put(steps)
-        if error := self._ends.get():
+        if error := self._results.get():
             raise error
         return self.seconds[before:]
 
@@ -46,9 +46,9 @@ class Run(TrainerCallback):
             self._left = self._turns.get()
             self._began = time.process_time()
             self._trainer.train()
-            self._ends.put(None)
+            self._results.put(None)
         except BaseException as error:  # noqa: BLE001 - raised in advance()
-            self._ends.put(error)
+            self._results.put(error)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note the step; at a turn's end wait for the next one."""
@@ -63,7 +63,7 @@ class Run(TrainerCallback):
             self.first_s = took
         self._timed = self._left > 0
         if not self._left and self._number < state.max_steps:
-            self._ends.put(None)
+            self._results.put(None)
             self._left = self._turns.get()
         self._counted = 0 if self._number % EVERY == 0 else -1
         self._began = time.process_time()
@@ -74,6 +74,6 @@ class Run(TrainerCallback):
         self._counted += event in ("call", "c_call")
 
 
-def in_words(middle: float, wide: float) -> str:
+def ratio_text(middle: float, wide: float) -> str:
     """A ratio with its interval, from their logarithms."""
     return f"{math.exp(middle):.3f} (95 % interval {math.exp(middle - wide):.3f} to {math.exp(middle + wide):.3f})"
