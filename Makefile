@@ -37,6 +37,7 @@ check: setup-check docs
 	$(VENV)/bin/ruff check --preview --select PLW1514 finetune app  # each text file names its encoding
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python scripts/vague_names.py  # each local name says what its value is
 	$(VENV)/bin/python docs/generate.py --check --quick
 
 docs: setup-check

@@ -81,17 +81,17 @@ class Digest:
         total = self.newest_step.total_steps if self.newest_step else None
         return statistics.median(self.recent_s) * max(0, total - self.step) if self.recent_s and total else None
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         """Add one event; kinds that are not known are left out."""
         if isinstance(event, Unknown):
             return
         self.newest[event.kind] = event
         match event:
             case Step():
-                self._take_step(event)
-                self._take_phase("train", event)
+                self._add_step(event)
+                self._add_phase("train", event)
             case Phase():
-                self._take_phase(event.phase, event)
+                self._add_phase(event.phase, event)
             case Evaluation():
                 self._add("eval_loss", event.step, event.eval_loss)
                 self._mark("evaluation", event.step)
@@ -107,7 +107,7 @@ class Digest:
         if isinstance(event, (RunWarning, Retry, OutOfMemory, State, Start)):
             self.messages.append(event)
 
-    def _take_phase(self, phase: str, memory: Memory) -> None:
+    def _add_phase(self, phase: str, memory: Memory) -> None:
         """Raise the phase's peaks to what was measured."""
         for name in PHASE_PEAKS:
             value = getattr(memory, name)
@@ -115,7 +115,7 @@ class Digest:
                 peaks = self.phases.setdefault(phase, {})
                 peaks[name] = max(peaks.get(name, 0), value)
 
-    def _take_step(self, event: Step) -> None:
+    def _add_step(self, event: Step) -> None:
         if "loss" not in self.series:
             self._mark("first step", event.step)
         for name in METRICS:
@@ -223,7 +223,7 @@ class LiveRun:
     def _read(self, most_bytes: int) -> bool:
         before = self._reader.offset
         for event in self._reader.new(most_bytes):
-            self.digest.take(event)
+            self.digest.add(event)
         if self._reader.offset != before:
             self.version += 1
             if self._reader.offset - self._saved_offset > DIGEST_BYTES:

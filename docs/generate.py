@@ -109,14 +109,14 @@ def update(names: list[str], write: bool) -> list[str]:
     every = {**QUICK, **SLOW, **DERIVED}
     changed = []
     for name in [name for name in every if not names or name in names]:
-        made = every[name]()
+        block = every[name]()
         for page in pages():
             text = page.read_text(encoding="utf-8")
-            if blocks_of(text).get(name, made) == made:
+            if blocks_of(text).get(name, block) == block:
                 continue
             changed.append(f"{name} in {page.relative_to(ROOT)}")
             if write:
-                page.write_text(replaced(text, {name: made}), encoding="utf-8")
+                page.write_text(replaced(text, {name: block}), encoding="utf-8")
         print(f"{name}: {'changed' if changed and changed[-1].startswith(f'{name} in') else 'as it was'}", flush=True)  # noqa: T201
     return changed
 

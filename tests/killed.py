@@ -19,7 +19,7 @@ def forked(work, below, at=None):
     gc.freeze()
     pid = os.fork()
     if not pid:
-        done = [0]
+        count = [0]
 
         def heard(event, arguments):
             if event == "open":
@@ -30,9 +30,9 @@ def forked(work, below, at=None):
                 return
             if event != "os.kill" and below not in (Path.cwd() / str(arguments[0])).parents:
                 return
-            if done[0] == at:
+            if count[0] == at:
                 signal.raise_signal(signal.SIGKILL)
-            done[0] += 1
+            count[0] += 1
             os.write(writer, letter)
 
         sys.addaudithook(heard)
@@ -51,9 +51,9 @@ def forked(work, below, at=None):
 
 def moments(operations, most=10):
     """Numbers of operations: of all that change something, or `most` of these evenly; then of those that read."""
-    found = []
+    chosen = []
     for letter in "cr":
-        numbers = [number for number, each in enumerate(operations) if each == letter]
-        wanted = min(most - len(found), len(numbers))
-        found += [numbers[place * len(numbers) // wanted] for place in range(wanted)]
-    return found
+        numbers = [number for number, operation in enumerate(operations) if operation == letter]
+        wanted = min(most - len(chosen), len(numbers))
+        chosen += [numbers[index * len(numbers) // wanted] for index in range(wanted)]
+    return chosen

@@ -20,7 +20,7 @@ from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
-from finetune.run.state import process_is, process_record
+from finetune.run.state import is_recorded_process, process_record
 from finetune.system import shell_join
 
 #: Commands of `finetune` on a run's result.
@@ -39,7 +39,7 @@ class Task:
             values = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if values["state"] == "running" and not process_is(values["process"]):
+        if values["state"] == "running" and not is_recorded_process(values["process"]):
             return {**values, "state": "failed", "exit_code": None}
         return values
 

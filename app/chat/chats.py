@@ -36,7 +36,7 @@ class Turn:
     partial: dict[Model, str] = field(default_factory=dict)
     notes: dict[Model, str] = field(default_factory=dict)
 
-    def take(self, event: Piece | Answer | Failure | Done) -> None:
+    def add(self, event: Piece | Answer | Failure | Done) -> None:
         """Add an event to the turn."""
         match event:
             case Piece():
@@ -73,7 +73,7 @@ class Chats:
     def stop(self, run: RunDirectory) -> None:
         """End the answers that are being generated; their text so far stays."""
         with self._lock:
-            if self._process is not None and self.at_work(run):
+            if self._process is not None and self.is_running(run):
                 self._send(self._process, {"stop": True})
 
     def turns(self, run: RunDirectory) -> list[Turn]:
@@ -83,7 +83,7 @@ class Chats:
             if isinstance(event, Question):
                 turns[event.id] = Turn(event.text, models=event.models)
             elif isinstance(event, (Piece, Answer, Failure, Done)) and event.id in turns:
-                turns[event.id].take(event)
+                turns[event.id].add(event)
         return list(turns.values())
 
     def clear(self, run: RunDirectory) -> None:
@@ -97,7 +97,7 @@ class Chats:
         """The file of this run's conversation."""
         return self._folder / f"{run.path.name}.jsonl"
 
-    def at_work(self, run: RunDirectory) -> bool:
+    def is_running(self, run: RunDirectory) -> bool:
         """True while this run's chat process is alive."""
         return self._name == run.path.name and self._process is not None and self._process.poll() is None
 

@@ -86,7 +86,7 @@ class _View:
             empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
             return empty, "", False
         turns = self.context.chats.turns(run)
-        answering = bool(turns) and not turns[-1].done and self.context.chats.at_work(run)
+        answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
         return _conversation(turns), self._offloading_note(run) + self._warning(run), answering
 
     def ask(  # None: a field of the closed panel
@@ -137,7 +137,7 @@ class _View:
     def _warning(self, run: RunDirectory) -> str:
         """Forecast of whether this model fits together with the run that is training; empty when none is."""
         busy = next((other for other in self.context.workspace.list_runs() if is_alive(other)), None)
-        if busy is None or self.context.chats.at_work(run):
+        if busy is None or self.context.chats.is_running(run):
             return ""
         training, ours = self.context.lives.of(busy).plan(), self.context.lives.of(run).plan()
         who = f"{busy.path.name} is training"

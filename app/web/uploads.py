@@ -25,7 +25,7 @@ class UploadLimit:
             return await self.app(scope, receive, send)
         if self._running >= AT_ONCE:
             return await answer(send, Refusal(429, "Other uploads are running; try again when they are done."))
-        if self._taken() > MOST_BYTES:
+        if self._used_bytes() > MOST_BYTES:
             return await answer(send, Refusal(507, "There is no space for more uploads now."))
         self._running += 1
         try:
@@ -33,7 +33,7 @@ class UploadLimit:
         finally:
             self._running -= 1
 
-    def _taken(self) -> int:
+    def _used_bytes(self) -> int:
         taken = 0
         for entry in self.folder.iterdir():
             if time.time() - entry.stat().st_mtime > MOST_AGE_S:

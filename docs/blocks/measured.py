@@ -26,33 +26,33 @@ BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benc
 def accuracy(table: Path = MEASURED) -> str:
     """The results of benchmarks/forecast_accuracy.py for `table`: a row for each measurement, and the summary."""
     command = [sys.executable, "-W", "ignore", str(BENCHMARK), str(table), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    *made, summary = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    *forecasts, summary = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     with table.open(newline="", encoding="utf-8") as file:
-        known = {row["url_or_path"]: row for row in csv.DictReader(file)}
+        measured = {row["url_or_path"]: row for row in csv.DictReader(file)}
     columns = ("model", "base", "attention", ">rank", ">rows x tokens", ">measured, GiB", ">forecast, GiB", ">error")
-    rows = markdown(columns, [_accuracy_row(known[row["row"]], row) for row in made])
+    rows = markdown(columns, [_accuracy_row(measured[row["row"]], row) for row in forecasts])
     return f"{rows}\n{summary['rows']} rows: mean |error| {_percent(summary['mean_absolute_error'])}, " + (
         f"worst {_percent(summary['worst_error'], '+')}.\n"
     )
 
 
-def _accuracy_row(known: dict[str, str], made: dict) -> list[str]:
+def _accuracy_row(row: dict[str, str], forecast: dict) -> list[str]:
     return [
-        known["model"].rpartition("/")[2], known["quant"].split()[0], known["attn"].split()[0], known["rank"],
-        f"{known['micro_batch']} x {known['seq_len']}", f"{made['measured_bytes'] / GIB:.3f}",
-        f"{made['predicted_bytes'] / GIB:.3f}", _percent(made["error"], "+"),
+        row["model"].rpartition("/")[2], row["quant"].split()[0], row["attn"].split()[0], row["rank"],
+        f"{row['micro_batch']} x {row['seq_len']}", f"{forecast['measured_bytes'] / GIB:.3f}",
+        f"{forecast['predicted_bytes'] / GIB:.3f}", _percent(forecast["error"], "+"),
     ]  # fmt: skip
 
 
 def reserved(table: Path = MEASURED) -> str:
     """The results of benchmarks/reserved_accuracy.py for `table`: mean and worst errors of both metrics by kind of weights."""
     command = [sys.executable, "-W", "ignore", str(BENCHMARK.with_name("reserved_accuracy.py")), str(table), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    *made, _ = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    *rows, _ = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     with table.open(newline="", encoding="utf-8") as file:
         base = {row["url_or_path"]: row["quant"].split()[0] for row in csv.DictReader(file)}
-    kinds = [("all", made), *((kind, [row for row in made if base[row["row"]] == kind]) for kind in ("none", "nf4"))]
+    kinds = [("all", rows), *((kind, [row for row in rows if base[row["row"]] == kind]) for kind in ("none", "nf4"))]
     columns = ("base", ">rows", ">allocated, mean", ">worst", ">reserved, mean", ">worst", ">within 2 %")
     return markdown(columns, [_replay_row(kind, rows) for kind, rows in kinds if rows])
 
@@ -72,19 +72,19 @@ def _percent(value: float, sign: str = "") -> str:
 def accuracy_short(text: str = "{rows} measurements by others on a Tesla T4: mean error {mean}, worst {worst}.") -> str:
     """The summary line, from the page."""
     last = block("docs/accuracy.md", "accuracy").strip().splitlines()[-1]
-    found = re.fullmatch(r"(?P<rows>\d+) rows: mean \|error\| (?P<mean>\S+ %), worst (?P<worst>\S+ %)\.", last)
-    assert found is not None, last
-    return f"{text.format(**found.groupdict())}\n"
+    match = re.fullmatch(r"(?P<rows>\d+) rows: mean \|error\| (?P<mean>\S+ %), worst (?P<worst>\S+ %)\.", last)
+    assert match is not None, last
+    return f"{text.format(**match.groupdict())}\n"
 
 
 @functools.cache
 def _gpu() -> dict[str, typing.Any]:
     """What benchmarks/gpu/report.py makes of the results file."""
     command = [sys.executable, "-m", "benchmarks.gpu.report"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-    return json.loads(done.stdout)
+    return json.loads(process.stdout)
 
 
 def gpu() -> str:
@@ -224,9 +224,9 @@ def card_peers(table: Path = CARD_PEERS) -> str:
     steps = [row for row in rows if row["allocated_bytes"] and row["tokens"]]
     longest = [row for row in rows if row["longest_tokens"] or (row["failed"] and not row["tokens"])]
     columns = ("tool", "setting", "GPU", ">rows x tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
-    made = markdown(columns, [[*_peer_of(row), f"{row['micro_batch']} x {row['tokens']}", *_sizes_of(row)] for row in steps])
+    memory = markdown(columns, [[*_peer_of(row), f"{row['micro_batch']} x {row['tokens']}", *_sizes_of(row)] for row in steps])
     columns = ("tool", "setting", "GPU", ">longest row, tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
-    return f"{made}\n" + markdown(columns, [[*_peer_of(row), _longest_of(row), *_sizes_of(row)] for row in longest])
+    return f"{memory}\n" + markdown(columns, [[*_peer_of(row), _longest_of(row), *_sizes_of(row)] for row in longest])
 
 
 def _peer_of(row: dict[str, str]) -> list[str]:

@@ -26,12 +26,12 @@ def block(page: str, name: str) -> str:
     return blocks_of((ROOT / page).read_text(encoding="utf-8"))[name]
 
 
-def replaced(text: str, made: dict[str, str]) -> str:
+def replaced(text: str, blocks: dict[str, str]) -> str:
     """A page's text with the blocks in `made` replaced."""
 
     def one(match: re.Match[str]) -> str:
         name, old = match[1], match[2]
-        return f"<!-- made by docs/generate.py: {name} -->\n{made.get(name, old)}<!-- end -->"
+        return f"<!-- made by docs/generate.py: {name} -->\n{blocks.get(name, old)}<!-- end -->"
 
     return _BLOCK.sub(one, text)
 

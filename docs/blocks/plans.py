@@ -128,10 +128,10 @@ def offloading() -> str:
     rows = []
     for name in shipped_recipes():
         recipe = load_recipe(name)
-        made = plan_recipe(recipe, find_card(recipe.gpu), without_rows) if name in OFFLOADING else None
-        if made is None or made.layer_copies is None:
+        plan = plan_recipe(recipe, find_card(recipe.gpu), without_rows) if name in OFFLOADING else None
+        if plan is None or plan.layer_copies is None:
             continue
-        copies = made.layer_copies
+        copies = plan.layer_copies
         seconds = [
             f"{format_seconds(computing)} / {format_seconds(copying)}"
             for computing, copying in (
@@ -139,9 +139,9 @@ def offloading() -> str:
                 (copies.backward_computing_s, copies.backward_copying_s),
             )
         ]
-        layers, micro = f"{copies.layers} of {copies.of_layers}", made.settings.per_device_train_batch_size
-        held, moved = _gib(copies.pinned_bytes), _gib(copies.moved_bytes_per_step)
-        rows.append([f"`{name}`", layers, micro, held, moved, *seconds, format_seconds(copies.waiting_s)])
+        layers, micro = f"{copies.layers} of {copies.of_layers}", plan.settings.per_device_train_batch_size
+        pinned, moved = _gib(copies.pinned_bytes), _gib(copies.moved_bytes_per_step)
+        rows.append([f"`{name}`", layers, micro, pinned, moved, *seconds, format_seconds(copies.waiting_s)])
     columns = (
         "recipe", ">layers in host memory", ">micro-batch", ">host memory, GiB", ">moved a step, GiB",
         ">forward: arithmetic / copies", ">backward: arithmetic / copies", ">the card waits",
@@ -152,7 +152,7 @@ def offloading() -> str:
 def fits(needs: str = "needs", on: tuple[str, ...] = CARDS) -> str:
     """The longest rows that fit for each model and card, from a table of needs on the page."""
     table = cells(block("docs/fits.md", needs))
-    columns = [f">{card} ({_gib(_room(card))})" for card in on]
+    columns = [f">{card} ({_gib(_usable_bytes(card))})" for card in on]
     return markdown(("model", *columns), [[name, *(_longest(row, card) for card in on)] for name, *row in table])
 
 
@@ -162,19 +162,19 @@ def fits_offloaded() -> str:
 
 
 def _longest(row: list[str], card: str) -> str:
-    fitting = [length for length, gib in zip(LENGTHS, row, strict=True) if float(gib) * GIB <= _room(card)]
+    fitting = [length for length, gib in zip(LENGTHS, row, strict=True) if float(gib) * GIB <= _usable_bytes(card)]
     return f"{max(fitting):,}" if fitting else "-"
 
 
 @functools.cache
-def _room(card: str) -> int:
+def _usable_bytes(card: str) -> int:
     """Bytes that a forecast for REFERENCE_CARD may take on this card: free, less what its context and cuBLAS take more."""
     from finetune.card.find import find_card
     from finetune.forecast.rules import cublas_workspace_bytes
 
     this, reference = find_card(card), find_card(REFERENCE_CARD)
-    context = [(each.context_bytes or 0) + each.context_uncertainty_bytes for each in (this, reference)]
-    cublas = [2 * cublas_workspace_bytes(each.capability or (8, 0)) for each in (this, reference)]
+    context = [(facts.context_bytes or 0) + facts.context_uncertainty_bytes for facts in (this, reference)]
+    cublas = [2 * cublas_workspace_bytes(facts.capability or (8, 0)) for facts in (this, reference)]
     return this.free_bytes - (context[0] - context[1]) - (cublas[0] - cublas[1])
 
 
@@ -185,7 +185,7 @@ def fits_short(columns: tuple[str, ...] = ("card", ">free", "rows of 1,024 token
     table = cells(block("docs/fits.md", "needs"))
     rows = []
     for card in CARDS:
-        fitting = [[row[0] for row in table if float(row[1 + n]) * GIB <= _room(card)] for n in range(3)]
+        fitting = [[row[0] for row in table if float(row[1 + n]) * GIB <= _usable_bytes(card)] for n in range(3)]
         largest = [names[-1].rpartition("/")[2] if names else none for names in fitting]
         rows.append([card, f"{_gib(find_card(card).free_bytes)} GiB", *largest])
     return markdown(columns, rows)

@@ -44,13 +44,13 @@ def other_tools() -> str:
 
     shown = ""
     for tool in TOOLS:
-        kept = [f"`{key}` -> `{rule.setting}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
+        carried = [f"`{key}` -> `{rule.setting}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
         together = [f"`{key}`" for key, rule in tool.keys.items() if not isinstance(rule, (Keep, Ignore, Refuse))]
         without = sum(isinstance(rule, Ignore) for rule in tool.keys.values())
         refused = [f"`{key}`" for key, rule in tool.keys.items() if isinstance(rule, Refuse)]
         assumed = [f"`{name}` {_default(value)}" for name, value in tool.defaults.items()]
         rows = [
-            ("carried over", ", ".join(kept)), ("read together", ", ".join(together)), ("without effect", f"{without} keys"),
+            ("carried over", ", ".join(carried)), ("read together", ", ".join(together)), ("without effect", f"{without} keys"),
             ("refused where set", ", ".join(refused)), ("its defaults", ", ".join(assumed)),
         ]  # fmt: skip
         shown += f"\n### {tool.name}\n\n{markdown(('', 'keys'), rows)}"
@@ -93,11 +93,11 @@ def _fields(kind: type) -> list[tuple[str, str, str]]:
 
 
 def _value(name: str, hint: object) -> str:
-    words = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+    type_names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
     units = {"_bytes": "bytes", "_s": "seconds", "_c": "°C", "_w": "watts"}
     unit = next((unit for ending, unit in units.items() if name.endswith(ending) and not name.endswith("_per_s")), None)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    shown = [unit if unit and kind in (int, float) else words.get(kind, "") for kind in kinds]
+    shown = [unit if unit and kind in (int, float) else type_names.get(kind, "") for kind in kinds]
     return " or ".join(part or ("list of text" if "tuple" in str(hint) else "object") for part in shown)
 
 
@@ -161,10 +161,10 @@ def model_types() -> str:
     with (ROOT / "benchmarks" / "reference" / "model_types.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     good = [row["model_type"] for row in rows if row["result"] == "forecast"]
-    rest = [(f"`{row['model_type']}`", row["detail"]) for row in rows if row["result"] != "forecast"]
+    refused_rows = [(f"`{row['model_type']}`", row["detail"]) for row in rows if row["result"] != "forecast"]
     listed = textwrap.fill(", ".join(f"`{name}`" for name in good) + ".", 140, break_long_words=False, break_on_hyphens=False)
-    refused = markdown(("model type", "why it is refused"), rest)
-    return f"{len(rows)} model types: {len(good)} forecast, {len(rest)} refused.\n\n{listed}\n\n{refused}"
+    refused = markdown(("model type", "why it is refused"), refused_rows)
+    return f"{len(rows)} model types: {len(good)} forecast, {len(refused_rows)} refused.\n\n{listed}\n\n{refused}"
 
 
 def families() -> str:

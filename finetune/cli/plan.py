@@ -47,7 +47,7 @@ def show_plan(
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         plan = plan_recipe(recipe, card, rows, progress=progress, compare=True)
     if without:
-        plan = plan.noting(f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE")
+        plan = plan.with_note(f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE")
     if as_json:
         print_json(plan.as_json())
     else:

@@ -233,7 +233,7 @@ class _RowCounter:
     def next_source(self) -> Callable[[int], None]:
         """Returns the progress callback of the next source."""
         finished_rows = self._finished_rows
-        return lambda done: self._report(finished_rows + done, self._total)
+        return lambda n_rows: self._report(finished_rows + n_rows, self._total)
 
     def finish_source(self, rows_read: int) -> None:
         """Add the rows of a finished source."""

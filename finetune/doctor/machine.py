@@ -47,7 +47,7 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
         if "NVIDIA" in makers:
             fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
             return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
-        because, fix = next((answer for maker in sorted(makers) if (answer := why_unsupported(maker))), ("", _NO_CARD_FIX))
+        because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
         what = f"no NVIDIA card in this machine ({reason})"
         return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}

@@ -43,7 +43,7 @@ def choose_packing(
     if packed and unpacked:
         packed, why = False, "packed sequences do not fit on this card; single rows do"
     choices = choices.choose("packing", packed, why)
-    problem = _unsuited(config)
+    problem = _varlen_conflict(config)
     if choices.value("packing") is True and problem is None:
         return choices.choose("attn_implementation", VARLEN, "torch's varlen kernel: each packed row attends only to itself")
     attention = default_attention(config)
@@ -55,7 +55,7 @@ def choose_packing(
 def _packing(choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None) -> tuple[bool, str]:
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
         return False, "torch's varlen attention needs an NVIDIA card of compute capability 8.0 or higher"
-    problem = _unsuited(config)
+    problem = _varlen_conflict(config)
     if problem is not None:
         return False, f"torch's varlen attention can't be used: {problem}"
     if choices.is_set("attn_implementation") and choices.recipe.attn_implementation != VARLEN:
@@ -71,7 +71,7 @@ def _packing(choices: Choices, card: Card, config: dict[str, Any], data: DataSta
     return True, f"rows are short: about {rows:.1f} fit into {length:,} tokens, without padding"
 
 
-def _unsuited(config: dict[str, Any]) -> str | None:
+def _varlen_conflict(config: dict[str, Any]) -> str | None:
     """Why this model can't use varlen attention; None when it can."""
     text = config.get("text_config") or config
     heads = text.get("num_attention_heads") or text.get("n_head") or 1

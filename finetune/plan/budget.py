@@ -26,7 +26,7 @@ def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
         wanted = parse_bytes(choices.recipe.memory_budget)
         if wanted > card.free_bytes:
             only = f", but only {format_bytes(card.free_bytes)} are free"
-            choices = choices.because("memory_budget", choices.reasons["memory_budget"] + only)
+            choices = choices.with_reason("memory_budget", choices.reasons["memory_budget"] + only)
         budget, named = min(wanted, card.free_bytes), f"memory_budget {choices.recipe.memory_budget}"
     context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     if budget <= context:

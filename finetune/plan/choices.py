@@ -31,10 +31,10 @@ class Choices:
     def choose(self, name: str, value: Any, reason: str) -> Choices:
         """Resolve one setting, unless the recipe sets it."""
         if self.is_set(name):
-            return self.because(name, AS_SET)
-        return replace(self, values={**self.values, name: value}).because(name, reason)
+            return self.with_reason(name, AS_SET)
+        return replace(self, values={**self.values, name: value}).with_reason(name, reason)
 
-    def because(self, name: str, reason: str) -> Choices:
+    def with_reason(self, name: str, reason: str) -> Choices:
         """Give the reason for a setting."""
         return replace(self, reasons={**self.reasons, name: reason})
 

@@ -32,8 +32,8 @@ def explain_compiling(choices: Choices, search: Search, strategy: Strategy, step
         pays += f" of {steps:,}"
     model = f"by the model of a step, not measured on a card: saves at most {gain:.0%} of time, {pays}"
     if recipe.torch_compile:
-        return choices.because("torch_compile", f"{AS_SET}; {model}")
+        return choices.with_reason("torch_compile", f"{AS_SET}; {model}")
     excluded = search.job.card.is_cpu or recipe.int8_activations or strategy.offloaded
     if excluded or not needed or not steps or needed > steps / 2:
         return choices
-    return choices.because("torch_compile", f"{model}; torch_compile=true tries it, where Triton and a C compiler work")
+    return choices.with_reason("torch_compile", f"{model}; torch_compile=true tries it, where Triton and a C compiler work")

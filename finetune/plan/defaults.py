@@ -44,7 +44,7 @@ def choose_basics(
     choices = _choose_batch(choices, data)
     choices = choices.choose("lean_layers", *_lean(choices.recipe))
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
-    choices = choices.choose("gpu", card.name, card.reason).because("gpu", card.reason)
+    choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)
     return choices.choose(
         "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
     )
@@ -102,7 +102,7 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
     choices = choices.choose("max_length", length, why)
     if limit and choices.value("max_length") > limit:
         above = f"; above the {limit:,} positions the model was trained for"
-        choices = choices.because("max_length", choices.reasons["max_length"] + above)
+        choices = choices.with_reason("max_length", choices.reasons["max_length"] + above)
     return choices
 
 

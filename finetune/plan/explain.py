@@ -68,7 +68,7 @@ def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy
         choices = choices.choose(name, values[name], reason)
     if job.shape.experts and strategy.bits == 8:
         experts = "; experts stay 16-bit: int8 is for linear layers; load_in_4bit quantises experts, too"
-        choices = choices.because("load_in_8bit", choices.reasons["load_in_8bit"] + experts)
+        choices = choices.with_reason("load_in_8bit", choices.reasons["load_in_8bit"] + experts)
     choices = choices.choose("sample_answers", *_samples(compare))
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 

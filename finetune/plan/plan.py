@@ -91,7 +91,7 @@ class DataStatistics:
         return _share(self.most_trained, self.rows, rows, tokens)
 
     @cached_property
-    def ends(self) -> list[tuple[int, int]]:
+    def cumulative_lengths(self) -> list[tuple[int, int]]:
         """Each length once, in order, with the number of rows up to it: far fewer than a million rows."""
         counts = sorted(Counter(self.lengths).items())
         return list(zip((length for length, _ in counts), accumulate(count for _, count in counts), strict=True))
@@ -315,7 +315,7 @@ class Plan:
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
 
-    def noting(self, note: str) -> Plan:
+    def with_note(self, note: str) -> Plan:
         """The same plan with one more note on its forecast."""
         if not note or not self.forecast:
             return self

@@ -25,7 +25,7 @@ from finetune.plan.history import read_history
 from finetune.plan.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.plan.many_cards import needs_of_each_card
 from finetune.plan.plan import Plan, Verdict, verdict_of
-from finetune.plan.resources import check_resources, free_for_layers, layer_copies_of, nothing_to_offload
+from finetune.plan.resources import check_resources, free_for_layers, layer_copies_of, offloading_error
 from finetune.plan.search import Search
 from finetune.plan.shape import shape_of
 from finetune.plan.speed import Job, knows_rates
@@ -132,7 +132,7 @@ class _Planner:
         attempts = list(self._attempts(unpacked, target))
         first = attempts[0]
         if target and not self._open_strategies(first):
-            raise nothing_to_offload(self.recipe, self.shape, self.host_free)
+            raise offloading_error(self.recipe, self.shape, self.host_free)
         fitting = self._first_fitting(attempts)
         if fitting is not None:
             return fitting
@@ -227,7 +227,7 @@ class _Planner:
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search, chosen),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast),
-            **(self._lacking(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
+            **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
@@ -315,7 +315,7 @@ class _Planner:
         forecast = functools.partial(self._forecast, self.config, width=width)
         return needs_of_each_card(self.recipe, settings, self.budget, forecast)
 
-    def _lacking(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
+    def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
         """Shortfall, suggestions, and the largest model that fits."""
         longest = attempt.search.job.batches.longest
 

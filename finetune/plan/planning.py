@@ -56,7 +56,7 @@ def plan_recipe(
     recipe, renamed = named_model(recipe)
     recipe, reasons = inherit_settings(recipe)
     read = rows(recipe)
-    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare).noting(renamed).noting(read.note)
+    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare).with_note(renamed).with_note(read.note)
     return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
 
 

@@ -42,7 +42,7 @@ def free_for_layers(card: Card) -> int | None:
     return free_for_run() if card.source == "measured" else None
 
 
-def nothing_to_offload(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
+def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
     """Why the layers of this model can't be offloaded as the recipe asks."""
     least = shape.layer_bytes(16 if recipe.load_in_4bit is False else 4)
     count = shape.layers if recipe.offloaded_layers == "auto" else recipe.offloaded_layers

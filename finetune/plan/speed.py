@@ -68,7 +68,7 @@ class Batches:
         every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
         quantiles = ((lengths[n_rows - 1], n_rows) for n_rows in (*range(every, count, every), count))
         total, below = 0.0, 0.0
-        for length, n_rows in data.ends if every == 1 else quantiles:
+        for length, n_rows in data.cumulative_lengths if every == 1 else quantiles:
             upto = _longest_below(n_rows / count, rows, batch or rows)
             total += min(length, self.max_length) * (upto - below)
             below = upto
@@ -80,7 +80,7 @@ class Batches:
         return self.mean_width(1)
 
     @property
-    def attended(self) -> float:
+    def attended_tokens(self) -> float:
         """Mean tokens that a token of a packed sequence attends over: those of its own row."""
         if not self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
@@ -205,7 +205,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     quantised = shape.linear + (shape.expert_4bit if strategy.bits == 4 else 0)
     micro = {
         "matmul": max(
-            _layer_flops(shape, strategy, tokens, batches.attended if batches.packed else width, rank) / flops,
+            _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, rank) / flops,
             passes * 2 * (shape.linear + shape.expert) / bandwidth,
         ),
         "loss": 6 * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,

@@ -38,7 +38,7 @@ def _error(measured: int | None, predicted: int | None) -> float | None:
     return measured / predicted - 1 if measured and predicted else None
 
 
-def excess(plan: Plan, check: ForecastCheck) -> str | None:
+def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     """A warning when the run allocated far more than forecast, None when it did not or was started with --force.
 
     It is never more than the budget, which limits the allocator: that would have been out of memory.
@@ -58,7 +58,7 @@ def budget_bytes(plan: Plan) -> int:
     return plan.card.free_bytes if plan.budget_bytes is None else plan.budget_bytes
 
 
-def at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
+def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
     """The comparison for the peaks of the whole run; None without a step."""
     return compare_with_forecast(plan, highest(steps), at="end", step=steps[-1].step) if steps else None
 

@@ -18,7 +18,7 @@ from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
 from finetune.events import Compiled, RunWarning, Step
 from finetune.model.compiled import Compilations
-from finetune.run.accuracy import compare_with_forecast, excess, highest
+from finetune.run.accuracy import compare_with_forecast, excess_warning, highest
 from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import read_stop_requests
@@ -190,7 +190,7 @@ class RunCallback(TrainerCallback):
         if state.global_step == min(_COMPARED_STEP, state.max_steps):
             check = compare_with_forecast(self.trainer.plan, highest(self._first), at="first steps", step=state.global_step)
             self._events.emit(check)
-            if message := excess(self.trainer.plan, check):
+            if message := excess_warning(self.trainer.plan, check):
                 self._events.emit(RunWarning(message=message))
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:

@@ -51,7 +51,7 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     return tuple(device.uuid or "" for device in devices[:processes])
 
 
-def replacement(plan: Plan, cards: tuple[str, ...]) -> str:
+def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
     """A message when the run uses another kind of card than the planned one, or a smaller one; else an empty text."""
     if not cards or plan.card.uuid in cards:
         return ""

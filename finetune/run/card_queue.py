@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.files import cache_dir, write_json
-from finetune.run.state import process_is, process_record
+from finetune.run.state import is_recorded_process, process_record
 from finetune.system import take_lock
 
 #: Seconds to wait for another run that joins; each takes milliseconds.
@@ -53,7 +53,7 @@ class Queue:
                 record = json.loads(ticket.read_text(encoding="utf-8"))
             except (OSError, ValueError):  # just removed, or being written
                 continue
-            if not process_is(record):
+            if not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)
             elif not set(self.cards).isdisjoint(record.get("cards", self.cards)):  # earlier versions named none
                 living.append((ticket, record["run"]))

@@ -15,7 +15,7 @@ from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import require_data
 from finetune.run.retry import adjusted_plan
-from finetune.run.state import is_alive, process_is, process_record, read_processes, read_state
+from finetune.run.state import is_alive, is_recorded_process, process_record, read_processes, read_state
 from finetune.system import start_detached
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
     processes = read_processes(run)
     for role in ("supervisor", "worker"):  # without a supervisor the request goes to the worker
         record = processes.get(role)
-        if record and process_is(record):
+        if record and is_recorded_process(record):
             # a worker takes a second request as the first
             request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
             request(run, int(record["pid"]), number)

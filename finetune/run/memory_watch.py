@@ -47,7 +47,7 @@ class MemoryWatch:
         """Warnings at the end of an epoch: allocated memory that grows from epoch to epoch is a leak."""
         if memory.allocated_bytes is not None:
             self._epoch_levels.append(memory.allocated_bytes)
-        if not leaks(self._epoch_levels) or not self._first("leak"):
+        if not is_leaking(self._epoch_levels) or not self._first("leak"):
             return []
         grown = self._epoch_levels[-1] - self._epoch_levels[-_LEAK_EPOCHS]
         return [f"allocated memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: a memory leak"]
@@ -97,7 +97,7 @@ class MemoryWatch:
         )
 
 
-def leaks(levels: list[int]) -> bool:
+def is_leaking(levels: list[int]) -> bool:
     """True when allocated memory grew at the end of each of the last epochs, by more than noise."""
     last = levels[-_LEAK_EPOCHS:]
     return (

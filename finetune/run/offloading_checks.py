@@ -56,7 +56,7 @@ def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -
         )
     rate = measure_read_rate(folder)
     if rate is None:
-        return plan.noting(f"how fast the drive of {folder} reads is not measured on this system")
+        return plan.with_note(f"how fast the drive of {folder} reads is not measured on this system")
     seen = copies.at(min(rate, plan.card.pcie_bytes_s or rate))
     summary = f"the drive of {folder} reads {rate / 1e9:.2f} GB/s; the run {seen.summary}"
     if not force and (seen.waiting_s or 0.0) > (MOST_TIMES - 1) * (seen.computing_s or math.inf):
@@ -65,4 +65,4 @@ def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -
             f"Set layer_offloading=cpu with {format_bytes(copies.weight_bytes)} of host memory, {_OTHER_DRIVE}, "
             "or run anyway: --force.",
         )
-    return dataclasses.replace(plan, layer_copies=seen).noting(summary)
+    return dataclasses.replace(plan, layer_copies=seen).with_note(summary)

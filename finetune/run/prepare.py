@@ -68,7 +68,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         raise DoesNotFit(*_shortfall(plan))
     plan = check_layer_offloading(plan, force=force)
     if not card.is_cpu and (lacking := triton_needs()):
-        plan = plan.noting(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
+        plan = plan.with_note(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)
 
 

@@ -140,7 +140,7 @@ def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
     return None
 
 
-def nothing_smaller(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
+def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
     """The message when no smaller plan is left. `holders`: other processes on the card, with their bytes."""
     command = f"finetune plan {recipe}"
     if phase != "load":

@@ -70,7 +70,7 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
 
 def is_alive(run: RunDirectory) -> bool:
     """True while one of the run's recorded processes is alive or a process holds one of its locks."""
-    recorded = any(process_is(record) for record in read_processes(run).values())
+    recorded = any(is_recorded_process(record) for record in read_processes(run).values())
     return recorded or is_locked(run.lock) or is_locked(run.worker_lock)
 
 
@@ -95,7 +95,7 @@ def process_record(pid: int) -> dict[str, float]:
     return record if ticks is None else {**record, "started_ticks": ticks}
 
 
-def process_is(record: dict[str, float]) -> bool:
+def is_recorded_process(record: dict[str, float]) -> bool:
     """True while the recorded process is alive (and no zombie)."""
     pid, ticks = int(record["pid"]), record.get("started_ticks")
     try:
@@ -116,7 +116,7 @@ def _ticks(pid: int) -> int | None:
 
 def _started_since(run: RunDirectory, time_s: float) -> bool:
     """True when a live process of the run started after `time_s`: resumed, with no event yet."""
-    return any(process_is(record) and record["started_s"] > time_s for record in read_processes(run).values())
+    return any(is_recorded_process(record) and record["started_s"] > time_s for record in read_processes(run).values())
 
 
 def _last_events(path: Path) -> list[Event]:

@@ -23,7 +23,7 @@ from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.plan.plan import read_plan
-from finetune.run.card import cards_of, holders_of, replacement, visibility
+from finetune.run.card import cards_of, holders_of, replacement_message, visibility
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.notification import notify
@@ -107,7 +107,7 @@ class Supervisor:
 
     def _attempts(self) -> int:
         attempt = 1
-        if other := replacement(read_plan(self.run.plan), self.cards):
+        if other := replacement_message(read_plan(self.run.plan), self.cards):
             self._emit(RunWarning(message=other))
         while True:
             self._emit(State(state="starting", attempt=attempt))
@@ -195,14 +195,14 @@ class Supervisor:
 
     def _smaller_plan(self, attempt: int) -> bool:
         """Prepare the next attempt after out of memory; False when nothing is left to try."""
-        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller, nothing_smaller
+        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller, no_smaller_plan
 
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
         if changes is None:
-            self._end("failed", 5, nothing_smaller(plan, phase, holders_of(self.cards), self.run.recipe))
+            self._end("failed", 5, no_smaller_plan(plan, phase, holders_of(self.cards), self.run.recipe))
             return False
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))

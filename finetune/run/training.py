@@ -275,7 +275,7 @@ class RunTrainer(SFTTrainer):
         Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
         """
         step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
-        with self._phase("save") as took, self._or_nothing(step):
+        with self._phase("save") as took, self._removing_partial(step):
             self.finish_sealing()
             if self.is_local_process_zero():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -293,7 +293,7 @@ class RunTrainer(SFTTrainer):
 
     def _seal(self, folder: Path, step: int, save_s: float, best: EvaluatedStep | None) -> None:
         began = time.perf_counter()
-        with self._or_nothing(step):
+        with self._removing_partial(step):
             target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
             seal_s = time.perf_counter() - began
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
@@ -302,7 +302,7 @@ class RunTrainer(SFTTrainer):
         rotate(self.run.checkpoints, self.plan.settings.save_total_limit, best.step if best else None)
 
     @contextlib.contextmanager
-    def _or_nothing(self, step: int) -> Iterator[None]:
+    def _removing_partial(self, step: int) -> Iterator[None]:
         """On an error remove the partial checkpoint; a full disk is raised as DiskFull."""
         try:
             yield

@@ -21,7 +21,7 @@ from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, ski
 from finetune.model.weights import weights_fingerprint
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
-from finetune.run.accuracy import at_end, record_measurements
+from finetune.run.accuracy import compare_at_end, record_measurements
 from finetune.run.base_adapter import base_adapter_hash, base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
@@ -138,7 +138,7 @@ class Worker:
         since_s = adjusted_since_s(self.run)
         every = events.read_events(self.run.events)
         steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
-        if (check := at_end(self.plan, steps)) is not None:
+        if (check := compare_at_end(self.plan, steps)) is not None:
             self.events.emit(check)
         with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
             record_measurements(self.plan, steps)

@@ -13,8 +13,8 @@ from finetune.run.directory import RunDirectory
 
 
 @pytest.fixture
-def said(tmp_path):
-    """said(*lines) -> the chats, the run and the file that holds these lines."""
+def chats_with(tmp_path):
+    """chats_with(*lines) -> the chats, the run and the file that holds these lines."""
 
     def write(*lines):
         workspace, run = Workspace(tmp_path, tmp_path), RunDirectory(tmp_path / "one")
@@ -33,8 +33,8 @@ def answer(identity, model, text):
     return {"kind": "answer", "time_s": 1.0, "id": identity, "model": model, "text": text}
 
 
-def test_turns_have_the_answers_as_far_as_they_are(said):
-    chats, run = said(
+def test_turns_have_the_answers_as_far_as_they_are(chats_with):
+    chats, run = chats_with(
         question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"), {"kind": "done", "id": "a"},
         question("b", "two?"), {"kind": "error", "id": "b", "text": "no memory"},
         question("c", "three?"), answer("c", "base", "b3"), answer("c", "third", "x"), answer("unasked", "base", "x"),
@@ -45,8 +45,8 @@ def test_turns_have_the_answers_as_far_as_they_are(said):
     ]  # fmt: skip
 
 
-def test_each_model_goes_on_with_its_own_answers(said):
-    chats, run = said(question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"))
+def test_each_model_continues_with_its_own_answers(chats_with):
+    chats, run = chats_with(question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"))
     messages = Conversation(run, chats.path(run))._messages
     assert [message["content"] for message in messages["tuned"]] == ["one?", "t1"]
     assert [message["content"] for message in messages["base"]] == ["one?", "b1"]
@@ -56,14 +56,14 @@ def piece(identity, model, text):
     return {"kind": "piece", "time_s": 1.0, "id": identity, "model": model, "text": text}
 
 
-def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said(said):
-    chats, run = said(
+def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_wrote(chats_with):
+    chats, run = chats_with(
         {**question("a", "one?"), "models": ["tuned"]}, piece("a", "tuned", "It is "), piece("a", "tuned", "<b>late"),
     )  # fmt: skip
     [turn] = chats.turns(run)
     assert (turn.models, turn.partial, turn.answers) == (("tuned",), {"tuned": "It is <b>late"}, {})
     assert "It is &lt;b&gt;late" in _conversation([turn]) and 'class="ft-turn base"' not in _conversation([turn])
-    chats, run = said(
+    chats, run = chats_with(
         question("a", "one?"), piece("a", "tuned", "It"), {**answer("a", "tuned", "It is"), "tokens": 2, "tokens_per_s": 8.0,
                                                          "stopped": True}, {"kind": "done", "id": "a"},
     )  # fmt: skip
@@ -72,7 +72,7 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
 
 
 @pytest.mark.slow
-def test_both_answer_from_one_seed_and_a_stop_ends_them_with_what_was_said(tmp_path, kept_run):
+def test_both_answer_from_one_seed_and_a_stop_keeps_their_text_so_far(tmp_path, kept_run):
     chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(kept_run(tmp_path))
 
     def wait(until):

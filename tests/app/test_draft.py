@@ -86,9 +86,9 @@ def test_the_command_line_repeats_the_recipe(draft, name):
     draft.start_from(name)
     draft.change(lora_r=24, seed=3)
     recipe = draft.read().recipe
-    words = shlex.split(command_line(recipe))
-    assert words[:2] == ["finetune", "run"]
-    assert load_recipe(words[2], words[3:]).model_dump() == recipe.model_dump()
+    arguments = shlex.split(command_line(recipe))
+    assert arguments[:2] == ["finetune", "run"]
+    assert load_recipe(arguments[2], arguments[3:]).model_dump() == recipe.model_dump()
 
 
 def test_a_recipe_far_from_all_shipped_ones_says_to_save_the_file():
@@ -142,11 +142,11 @@ def test_the_queue_is_files_and_keeps_its_order(workspace, monkeypatch):
     monkeypatch.setattr(Queue, "ensure_starter", lambda self: None)
     queue = Queue(workspace)
     entries = [queue.add(load_recipe("tiny-cpu", [f"seed={seed}"])) for seed in (1, 2, 3)]
-    again = Queue(workspace)
-    assert [load_recipe(entry.recipe).seed for entry in again.waiting()] == [1, 2, 3]
-    assert again.cancel(entries[0].path.name)
-    assert not again.cancel("../../outside")
-    assert [load_recipe(entry.recipe).seed for entry in again.waiting()] == [2, 3]
+    reopened = Queue(workspace)
+    assert [load_recipe(entry.recipe).seed for entry in reopened.waiting()] == [1, 2, 3]
+    assert reopened.cancel(entries[0].path.name)
+    assert not reopened.cancel("../../outside")
+    assert [load_recipe(entry.recipe).seed for entry in reopened.waiting()] == [2, 3]
 
 
 def some_run(workspace, name="one"):

@@ -74,7 +74,7 @@ def multipart(name, content):
 
 def routes(app):
     """Every (method, path) of the router below the guard, Gradio's own ones too, with parameters filled in."""
-    found = set()
+    pairs = set()
 
     def walk(router, prefix=""):
         for route in router.routes:
@@ -83,11 +83,11 @@ def routes(app):
                 walk(inner, prefix + getattr(route, "path", "").rstrip("/"))
                 continue
             assert isinstance(route, Route), f"{route!r} can't be listed: teach this test about it"
-            found.update((method, re.sub(r"\{[^}]*\}", "1", prefix + route.path)) for method in route.methods or {"GET"})
+            pairs.update((method, re.sub(r"\{[^}]*\}", "1", prefix + route.path)) for method in route.methods or {"GET"})
 
     walk(app[1].app.app.app)
-    assert len(found) > 90, "Gradio's router was not found"
-    return sorted(found)
+    assert len(pairs) > 90, "Gradio's router was not found"
+    return sorted(pairs)
 
 
 def configs(app):

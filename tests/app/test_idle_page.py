@@ -66,9 +66,9 @@ class Tab:
 def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
     tab = Tab(page)
     tab.tick(2)
-    known, fired = tab.components, tab.fired
+    components, fired = tab.components, tab.fired
     tab.tick(5)
-    assert tab.components == known
+    assert tab.components == components
     assert tab.fired - fired == 5 * len(tab.events("tick")) == 5 * 6
 
 
@@ -76,14 +76,14 @@ def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, tmp_path
     run = RunDirectory(kept_run(tmp_path / "runs"))
     tab = Tab(page)
     tab.values[tab.named["run-name"]] = "finished"
-    writer, known = EventWriter(run.events), []
+    writer, components = EventWriter(run.events), []
     for step in range(1001, 1005):
         writer.emit(Step(step=step, total_steps=2000, loss=1.0))
         tab.tick(2)
         assert f"{step:,} of " in tab["runs-list"] and f"{step:,}" in tab["run-numbers"]
-        known.append(tab.components)
+        components.append(tab.components)
     writer.close()
-    assert known[1] == known[3]
+    assert components[1] == components[3]
 
 
 def test_a_new_run_is_listed_and_can_be_chosen(page, tmp_path, kept_run):

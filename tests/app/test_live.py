@@ -40,7 +40,7 @@ def test_a_tick_reads_only_what_is_new(run, tmp_path, monkeypatch):
     live = follow(run, tmp_path)
     live.refresh()
     taken = []
-    monkeypatch.setattr(live.digest, "take", taken.append)
+    monkeypatch.setattr(live.digest, "add", taken.append)
     live.refresh()
     assert taken == []
     write_steps(run, 51, 53)
@@ -118,12 +118,12 @@ def test_a_long_history_is_read_in_the_background_and_kept(run, tmp_path, monkey
     assert live.refresh() is False
     live.wait()
     live._save_digest()
-    again = follow(run, tmp_path)
-    again.refresh()
-    again.wait()
-    assert again._saved_offset > 50_000
-    assert again.digest.series["loss"].points() == live.digest.series["loss"].points()
-    assert again.digest.step == 5000
+    reopened = follow(run, tmp_path)
+    reopened.refresh()
+    reopened.wait()
+    assert reopened._saved_offset > 50_000
+    assert reopened.digest.series["loss"].points() == live.digest.series["loss"].points()
+    assert reopened.digest.step == 5000
 
 
 def test_marks_say_what_happened_when(run, tmp_path):

@@ -44,13 +44,13 @@ class Served:
             [sys.executable, *command, "--port", "0"], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        said = []
+        lines = []
         while line := self.process.stdout.readline():
-            said.append(line)
-            if found := re.search(r"(http://\S+)\?token=", line):
-                self.link = found[1]
+            lines.append(line)
+            if match := re.search(r"(http://\S+)\?token=", line):
+                self.link = match[1]
                 return self
-        raise AssertionError("the app did not start: " + "".join(said))
+        raise AssertionError("the app did not start: " + "".join(lines))
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
@@ -63,9 +63,9 @@ def served(tmp_path_factory, forecasts, warm_python):
     (folder / "cache").mkdir()
     (folder / "cache" / "forecasts").symlink_to(forecasts)
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
-    one = Served(folder).start(warm_python)
-    yield one
-    one.kill()
+    server = Served(folder).start(warm_python)
+    yield server
+    server.kill()
     from finetune.run import control
     from finetune.run.directory import list_runs
 
@@ -160,15 +160,15 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     )
     page.close()
 
-    again = visit(address)
-    again.wait_for_selector("#run-curves polyline.memory", state="attached")
-    again.click("#run-stop")
-    again.wait_for_selector("#run-head .ft-state.stopped")
-    again.wait_for_function("!document.querySelector('#run-resume').disabled")
-    again.click("#run-resume")
-    again.wait_for_selector("#run-head .ft-state.finished")
-    assert "finished" in again.title()
-    assert "resume" in again.inner_text("#run-curves")
+    second_tab = visit(address)
+    second_tab.wait_for_selector("#run-curves polyline.memory", state="attached")
+    second_tab.click("#run-stop")
+    second_tab.wait_for_selector("#run-head .ft-state.stopped")
+    second_tab.wait_for_function("!document.querySelector('#run-resume').disabled")
+    second_tab.click("#run-resume")
+    second_tab.wait_for_selector("#run-head .ft-state.finished")
+    assert "finished" in second_tab.title()
+    assert "resume" in second_tab.inner_text("#run-curves")
 
     talk = visit(f"try?{address.partition('?')[2]}")
     talk.wait_for_selector("#chat-turns >> text=the base and the tuned model both answer it")
@@ -198,9 +198,9 @@ def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served,
     seen.close()
     served.kill()
     served.start(warm_python)
-    again = visit(address)
-    again.wait_for_selector("#run-curves polyline.loss", state="attached")
-    assert again.inner_text("#run-curves .ft-summary") == before
+    reopened = visit(address)
+    reopened.wait_for_selector("#run-curves polyline.loss", state="attached")
+    assert reopened.inner_text("#run-curves .ft-summary") == before
     assert (served.folder / "runs/other run/events.jsonl").read_bytes() == events
 
 
@@ -308,10 +308,10 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
         page.wait_for_timeout(2500)
         page.wait_for_function("!document.querySelector('.ft-busy')")
         page.evaluate(axe)
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
         serious = [
             (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
-            for item in found
+            for item in violations
             if item["impact"] in ("serious", "critical")
         ]
         assert serious == [], (name, json.dumps(serious, indent=1))
@@ -325,8 +325,8 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
 def test_screenshots_in_both_themes_and_sizes_are_written_by_a_command(served, tmp_path):
     link = f"{served.link}?token={TOKEN}"
     command = [sys.executable, screenshots.__file__, str(tmp_path), "--url", link, "--only", "run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     assert len(list(tmp_path.glob("*.png"))) == 4  # two themes, two sizes
     assert all(path.stat().st_size > 5000 for path in tmp_path.glob("*.png"))
 

@@ -30,10 +30,10 @@ def evaluation(score):
     gap = {"value": 0.5, "low": 0.25, "high": 0.75, "more_rows": None}
     means = dict.fromkeys(("exact_match", "loss", "perplexity", "token_accuracy", "valid"), 0.5)
     rows = {"scores": [score] * 20, "answers": [HOSTILE] * 20, "row_losses": [2 - score] * 20, "row_tokens": [3] * 20}
-    one = {**means, **rows, "score": score, "fields": {}}
+    model = {**means, **rows, "score": score, "fields": {}}
     gaps = {"score_difference": gap, "exact_match_difference": gap, "loss_difference": None}
     return {
-        "rows": 20, "base": one, "tuned": one, "prompts": ["p"] * 20, "references": ["r"] * 20, "seconds": 1.0,
+        "rows": 20, "base": model, "tuned": model, "prompts": ["p"] * 20, "references": ["r"] * 20, "seconds": 1.0,
         "score": "json", "data": None, "reused": 0, **gaps,
     }  # fmt: skip
 
@@ -58,14 +58,14 @@ class Tags(HTMLParser):
 
 
 def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
-    made = page(runs[:1])
-    tags = Tags(made)
+    html = page(runs[:1])
+    tags = Tags(html)
     assert not {"script", "img", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.found}
     assert not [name for _, values in tags.found for name in values if name.startswith("on") or name in ("src", "action")]
-    assert not re.search(r"url\(|@import|https?://", made.partition("</style>")[0])
+    assert not re.search(r"url\(|@import|https?://", html.partition("</style>")[0])
     assert HOSTILE in tags.text and tags.open == []
     for heading in ("How it went", "Curves", "Forecast against measured", "Scores", "Plan", "Data", "Versions"):
-        assert f"<h2>{heading}</h2>" in made
+        assert f"<h2>{heading}</h2>" in html
     assert (
         "tuned - base +0.5" in tags.text and "24 of 24 rows used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
     )
@@ -83,8 +83,8 @@ def test_a_run_that_has_only_a_plan_is_reported_too(runs):
     for name in ("events.jsonl", "data/report.json"):
         (runs[0].path / name).unlink()
     shutil.rmtree(runs[0].adapter)
-    made = page(runs[:1])
-    assert "no data report" in made and "no result yet" in made
+    html = page(runs[:1])
+    assert "no data report" in html and "no result yet" in html
 
 
 @pytest.mark.slow
@@ -97,6 +97,6 @@ def test_the_commands_write_it_and_say_what_is_wrong(runs, home, monkeypatch, ca
     assert finetune("report", "one")[0] == 0 and (runs[0].path / "report.html").read_text().startswith("<!doctype html>")
     assert finetune("compare", "one", "two", "--output", "both.html")[0] == 0 and (home / "both.html").is_file()
     (home / "file").touch()
-    code, said = finetune("report", "one", "--output", "file/report.html")
-    assert code == 7 and "can't be written" in said
+    code, output = finetune("report", "one", "--output", "file/report.html")
+    assert code == 7 and "can't be written" in output
     assert finetune("compare", "one")[0] == 2 and finetune("report", "none")[0] == 2

@@ -31,8 +31,8 @@ def test_every_score_can_be_chosen():
      (("Last number", "ignored", 0.01, _HELD_OUT, None, False), {"score": "numeric", "tolerance": 0.01, "pattern": None})],
 )  # fmt: skip
 def test_choices_become_options(chosen, read):
-    found = parsed(evaluation(*chosen))
-    assert {name: found[name] for name in read} == read
+    options = parsed(evaluation(*chosen))
+    assert {name: options[name] for name in read} == read
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "", ".hidden", "a/b", "--output", "x" * 200])
@@ -43,10 +43,10 @@ def test_a_merged_model_is_a_folder_of_the_run(name):
 
 def test_scores_of_hostile_rows_are_shown_as_text():
     hostile = "<img src=x onerror=alert(1)>"
-    one = {"exact_match": 0.0, "score": 0.5, "valid": 1.0, "loss": 1.0, "perplexity": None, "token_accuracy": 0.5,
+    model = {"exact_match": 0.0, "score": 0.5, "valid": 1.0, "loss": 1.0, "perplexity": None, "token_accuracy": 0.5,
            "fields": {hostile: 1.0}, "scores": [0.5, 1.0], "answers": [hostile, "b"]}  # fmt: skip
     gap = {"value": 0.5, "low": 0.1, "high": 0.9, "more_rows": None}
-    result = {"rows": 2, "base": {**one, "scores": [0.0, 1.0]}, "tuned": one, "prompts": [hostile, "p"], "seconds": 1.0,
+    result = {"rows": 2, "base": {**model, "scores": [0.0, 1.0]}, "tuned": model, "prompts": [hostile, "p"], "seconds": 1.0,
               "references": ["r", hostile], "score": hostile, "score_difference": gap, "exact_match_difference": None,
               "loss_difference": gap, "data": hostile, "reused": 3}  # fmt: skip
     for order in ("differ", "worst", "best"):

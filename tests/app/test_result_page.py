@@ -32,10 +32,10 @@ def page(home, kept_run):
 
 
 def write_scores(run, name, **more):
-    one = {"exact_match": 0.5, "score": 0.5, "valid": None, "loss": 1.0, "perplexity": 2.7, "token_accuracy": 0.5, "fields": {},
-           "scores": [0.0, 1.0], "answers": ["a", "b"]}  # fmt: skip
+    model = {"exact_match": 0.5, "score": 0.5, "valid": None, "loss": 1.0, "perplexity": 2.7, "token_accuracy": 0.5,
+             "fields": {}, "scores": [0.0, 1.0], "answers": ["a", "b"]}  # fmt: skip
     gap = {"value": 0.5, "low": 0.1, "high": 0.9, "more_rows": None}
-    values = {"rows": 2, "base": one, "tuned": one, "prompts": ["p", "q"], "references": ["r", "s"], "seconds": 1.0,
+    values = {"rows": 2, "base": model, "tuned": model, "prompts": ["p", "q"], "references": ["r", "s"], "seconds": 1.0,
               "score": "exact", "score_difference": gap, "exact_match_difference": gap, "loss_difference": gap, "data": None,
               "reused": 0, **more}  # fmt: skip
     (run.path / "evaluations").mkdir(exist_ok=True)
@@ -57,8 +57,8 @@ def test_evaluations_of_the_command_line_are_shown(page):
     assert "Not evaluated yet" in shown(page)[0]
     write_scores(page.run, "exact")
     write_scores(page.run, "exact-forgetting", forgetting=True)
-    lost = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
-    (page.run.path / "evaluations" / "lost.json").write_text(json.dumps([lost]))
+    group = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
+    (page.run.path / "evaluations" / "lost.json").write_text(json.dumps([group]))
     scores = shown(page)[0]
     assert "held-out rows of the run it continued" in scores and "now - before" in scores and "tuned - base" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
@@ -108,7 +108,7 @@ def test_rows_of_before_can_be_chosen_where_there_are_some(page):
 @pytest.mark.parametrize(("turns", "alive", "can_stop"), [([], True, False), ([Turn("a", done=True)], True, False),
                                                           ([Turn("a")], True, True), ([Turn("a")], False, False)])  # fmt: skip
 def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, alive, can_stop, monkeypatch):
-    chats = SimpleNamespace(turns=lambda _: turns, at_work=lambda _: alive)
+    chats = SimpleNamespace(turns=lambda _: turns, is_running=lambda _: alive)
     for name in ("_warning", "_offloading_note"):  # of the forecast
         monkeypatch.setattr(chat._View, name, lambda *_: "")
     view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
@@ -130,10 +130,10 @@ def test_a_served_run_says_where_it_answers_until_it_is_ended(page):
     assert "not served" in page.view.end("finished")
     page.view.serve("finished", ["../x"])
     assert page.started == [["serve", "--port=0"]]
-    words = (
+    server_code = (
         'import time; print(\'{"url": "http://127.0.0.1:1/v1", "token": "<t>", "models": ["a"]}\', flush=True); time.sleep(60)'
     )
-    code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {words!r}]).returncode)"
+    code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {server_code!r}]).returncode)"
     task = page.tasks.of(page.run, "serve")
     task.path.mkdir(parents=True)
     with (task.path / "output.txt").open("wb") as output:

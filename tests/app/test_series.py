@@ -26,17 +26,17 @@ def numbers(values):
 @settings(deadline=None)
 def test_lowest_and_highest_value_are_always_drawn(values):
     drawn = [value for _, value in filled(values, 16).points() if value is not None]
-    known = numbers(values)
-    assert (min(drawn), max(drawn)) == (min(known), max(known)) if known else not drawn
+    finite = numbers(values)
+    assert (min(drawn), max(drawn)) == (min(finite), max(finite)) if finite else not drawn
 
 
 @given(VALUES)
 @settings(deadline=None)
 def test_first_and_last_value_are_always_drawn(values):
-    known = [(float(step), value) for step, value in enumerate(values, 1) if isinstance(value, float)]
+    finite = [(float(step), value) for step, value in enumerate(values, 1) if isinstance(value, float)]
     drawn = [point for point in filled(values, 16).points() if point[1] is not None]
-    if known:
-        assert (drawn[0], drawn[-1]) == (known[0], known[-1])
+    if finite:
+        assert (drawn[0], drawn[-1]) == (finite[0], finite[-1])
 
 
 @given(VALUES, st.integers(1, 399))
@@ -63,8 +63,8 @@ def test_what_is_kept_on_disk_reads_back_the_same(values):
     import json
 
     series = filled(values, 16)
-    again = Series.from_json(json.loads(json.dumps(series.as_json())))
-    assert (again.points(), again.means(), again.last, again.width) == (
+    restored = Series.from_json(json.loads(json.dumps(series.as_json())))
+    assert (restored.points(), restored.means(), restored.last, restored.width) == (
         series.points(),
         series.means(),
         series.last,

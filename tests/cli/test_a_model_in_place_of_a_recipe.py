@@ -20,8 +20,8 @@ def test_a_folder_with_only_a_config_is_a_model(tmp_path):
 
 
 def test_model_and_data_replace_those_of_a_recipe_or_make_one():
-    made = recipe_of("lora_r=8", ["max_length=512"], model="qwen3-4b", data="mine rows.jsonl")
-    assert (made.model_name_or_path, made.dataset.path, made.lora_r) == ("qwen3-4b", "mine rows.jsonl", 8)
+    recipe = recipe_of("lora_r=8", ["max_length=512"], model="qwen3-4b", data="mine rows.jsonl")
+    assert (recipe.model_name_or_path, recipe.dataset.path, recipe.lora_r) == ("qwen3-4b", "mine rows.jsonl", 8)
     changed = recipe_of("7b-4090", [], model="Qwen/Qwen3-4B", data="mine.jsonl")
     assert (changed.model_name_or_path, changed.dataset.path, changed.gpu) == ("Qwen/Qwen3-4B", "mine.jsonl", "rtx-4090")
 

@@ -18,8 +18,8 @@ def imported_by(*arguments):
         "import sys; sys.argv = ['finetune', *sys.argv[1:]]\nfrom finetune.cli import process\n"
         f"process()\nprint('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    return done.stdout.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    return process.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -44,36 +44,36 @@ def test_every_command_has_help_with_an_example():
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "said"),
+    ("text", "code", "message"),
     [("model_name_or_path: x\ndataset: d.jsonl\nlorar: 3\n", 2, "did you mean 'lora_r'"), ("", 2, "empty"),
      ("model_name_or_path: tiny\ndataset: missing.jsonl\ngpu: cpu\n", 4, "missing.jsonl"),
      ("model_name_or_path: no/such-folder/x\ndataset: support\ngpu: cpu\n", 2, "no/such-folder/x"),
      ("model_name_or_path: tiny\ndataset: support\ngpu: rtx-4909\n", 2, "rtx-4090")],
 )  # fmt: skip
-def test_bad_input_is_one_screen_with_its_exit_code(tmp_path, text, code, said):
+def test_bad_input_is_one_screen_with_its_exit_code(tmp_path, text, code, message):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(text)
-    done = finetune("run", str(recipe))
-    assert done.returncode == code, done.stderr
-    assert said in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) < 24
+    process = finetune("run", str(recipe))
+    assert process.returncode == code, process.stderr
+    assert message in process.stderr.replace("\n", " ") and "Traceback" not in process.stderr
+    assert len(process.stderr.splitlines()) < 24
 
 
 def test_errors_are_json_too(tmp_path):
-    done = finetune("run", str(tmp_path / "none.yaml"), "--json")
-    assert done.returncode == 2 and json.loads(done.stdout)["error"] == "RecipeError"
+    process = finetune("run", str(tmp_path / "none.yaml"), "--json")
+    assert process.returncode == 2 and json.loads(process.stdout)["error"] == "RecipeError"
 
 
-def test_a_card_that_is_not_here_is_said_before_anything_is_written(tmp_path):
-    done = finetune("run", "tiny-cpu", "gpu=auto", f"output_dir={tmp_path}/runs/x")
-    assert done.returncode == 2 and "gpu: cpu" in done.stderr.replace("gpu=cpu", "gpu: cpu")
+def test_a_card_that_is_not_here_is_reported_before_anything_is_written(tmp_path):
+    process = finetune("run", "tiny-cpu", "gpu=auto", f"output_dir={tmp_path}/runs/x")
+    assert process.returncode == 2 and "gpu: cpu" in process.stderr.replace("gpu=cpu", "gpu: cpu")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["resume", "watch", "stop", "eval", "chat", "merge"])
-def test_a_run_that_is_not_there_is_said(command):
-    done = finetune(command, "nothing")
-    assert done.returncode == 2 and "not a run directory" in done.stderr
+def test_a_run_that_is_not_there_is_reported(command):
+    process = finetune(command, "nothing")
+    assert process.returncode == 2 and "not a run directory" in process.stderr
 
 
 def test_a_mistyped_option_is_refused():
@@ -84,22 +84,22 @@ def test_a_mistyped_option_is_refused():
     "arguments", [["plan", "tiny-cpu", "--nope"], ["eval", "latest", "--rows", "-1"], ["chat", "--max-new-tokens", "0"]]
 )
 def test_wrong_usage_is_json_too(arguments):
-    done = finetune(*arguments, "--json")
-    assert done.returncode == 2 and json.loads(done.stdout)["problems"]
+    process = finetune(*arguments, "--json")
+    assert process.returncode == 2 and json.loads(process.stdout)["problems"]
 
 
 @pytest.mark.parametrize(
-    ("override", "code", "said"),
+    ("override", "code", "message"),
     [("output_dir=" + "a" * 300, 2, "255 bytes"), ("num_train_epochs=1e308", 2, "num_train_epochs"),
      ("lora_r=9999", 2, "lora_r"),
      ("model_name_or_path=~nouser/x", 2, "~nouser/x"), ("dataset.path=~nouser/x.jsonl", 4, "~nouser/x.jsonl"),
      ("output_dir=a-file/x", 7, "is a file")],
 )  # fmt: skip
-def test_an_override_that_nothing_can_be_done_with_is_named(override, code, said, home):
+def test_an_override_that_nothing_can_be_done_with_is_named(override, code, message, home):
     (home / "a-file").touch()
-    done = finetune("run", "tiny-cpu", override)
-    assert (done.returncode, "Internal" in done.stderr) == (code, False)
-    assert said in done.stderr.replace("\n", " ")
+    process = finetune("run", "tiny-cpu", override)
+    assert (process.returncode, "Internal" in process.stderr) == (code, False)
+    assert message in process.stderr.replace("\n", " ")
 
 
 def test_a_closed_pipe_is_no_error():

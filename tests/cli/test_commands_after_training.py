@@ -21,10 +21,10 @@ def run(home, kept_run):
 
 @pytest.fixture
 def finetune(monkeypatch, capsys):
-    """finetune(*words) -> exit code and all that was said, as one line."""
+    """finetune(*arguments) -> exit code and all output, as one line."""
 
-    def call(*words):
-        monkeypatch.setattr("sys.argv", ["finetune", *words])
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
         code = main()
         return code, " ".join("".join(capsys.readouterr()).split())
 
@@ -37,12 +37,12 @@ def test_without_its_base_model_a_run_is_reported_and_its_adapter_pushed_but_not
     values["plan"]["model_name_or_path"] = str(home / "nowhere")
     run.plan.write_text(json.dumps(values))
     shutil.copytree(run.path, run.path.with_name("other"))
-    for words in (("eval",), ("chat", "--prompt", "a"), ("merge",), ("serve", "--port", "0")):
-        code, said = finetune(words[0], "finished", *words[1:])
-        assert code == 2 and "nowhere is not a model folder" in said, said
+    for arguments in (("eval",), ("chat", "--prompt", "a"), ("merge",), ("serve", "--port", "0")):
+        code, output = finetune(arguments[0], "finished", *arguments[1:])
+        assert code == 2 and "nowhere is not a model folder" in output, output
     assert finetune("report", "finished")[0] == 0
-    code, said = finetune("push", "finished", "alice/lora", "--dry-run")
-    assert code == 0 and "README.md" in said and "nowhere" not in said
+    code, output = finetune("push", "finished", "alice/lora", "--dry-run")
+    assert code == 0 and "README.md" in output and "nowhere" not in output
     assert finetune("compare", "finished", "other")[0] == 0 and finetune("snapshot", "finished")[0] == 0
     assert not (run.path / "merged").exists()
 
@@ -50,8 +50,8 @@ def test_without_its_base_model_a_run_is_reported_and_its_adapter_pushed_but_not
 @pytest.mark.slow
 def test_a_base_model_of_the_hub_that_can_not_be_fetched_is_no_problem_of_the_disk(run, finetune):
     run.plan.write_text(run.plan.read_text().replace('"model_name_or_path": "tiny"', '"model_name_or_path": "Qwen/Qwen3-8B"'))
-    code, said = finetune("merge", "finished")
-    assert code == 2 and "Qwen/Qwen3-8B: Cannot find" in said and "Free some space" not in said
+    code, output = finetune("merge", "finished")
+    assert code == 2 and "Qwen/Qwen3-8B: Cannot find" in output and "Free some space" not in output
     assert not (run.path / ".merged").exists()
 
 

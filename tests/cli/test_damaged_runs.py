@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def run_path(tmp_path_factory):
     """A run that was stopped, with an adapter that is none."""
     path = tmp_path_factory.mktemp("made") / "run"
     run = create_run(prepare(load_recipe("tiny-cpu", ["dataset.max_rows=16", "max_steps=2", f"output_dir={path}"])))
@@ -23,12 +23,12 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def answer(made, tmp_path, monkeypatch, capsys):
+def answer(run_path, tmp_path, monkeypatch, capsys):
     """answer(break_it, *command) -> exit code and the JSON that a command about a broken copy of the run printed."""
     monkeypatch.chdir(tmp_path)
 
     def ask(break_it, *command):
-        shutil.copytree(made, tmp_path / "runs" / "broken")
+        shutil.copytree(run_path, tmp_path / "runs" / "broken")
         break_it(tmp_path / "runs" / "broken")
         monkeypatch.setattr("sys.argv", ["finetune", *command, "broken", "--json"])
         code = main()
@@ -40,25 +40,25 @@ def answer(made, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"plan": null}'])
 @pytest.mark.parametrize("command", ["resume", "eval"])
 def test_a_damaged_plan(answer, text, command):
-    code, said = answer(lambda run: (run / "plan.json").write_text(text), command)
-    assert code == 2 and "plan.json can't be read" in said["problems"][0] and "recipe.yaml" in said["fix"]
+    code, error = answer(lambda run: (run / "plan.json").write_text(text), command)
+    assert code == 2 and "plan.json can't be read" in error["problems"][0] and "recipe.yaml" in error["fix"]
 
 
 @pytest.mark.parametrize("command", [("resume",), ("eval",), ("chat", "--prompt", "x")])
 def test_rows_that_are_gone(answer, command):
-    code, said = answer(lambda run: shutil.rmtree(run / "data"), *command)
-    assert code == 2 and "data is missing" in said["problems"][0]
+    code, error = answer(lambda run: shutil.rmtree(run / "data"), *command)
+    assert code == 2 and "data is missing" in error["problems"][0]
 
 
 def test_a_damaged_adapter(answer):
-    code, said = answer(lambda run: None, "chat", "--prompt", "x")
-    assert code == 2 and "adapter can't be loaded" in said["problems"][0].replace("in runs/broken/", "")
+    code, error = answer(lambda run: None, "chat", "--prompt", "x")
+    assert code == 2 and "adapter can't be loaded" in error["problems"][0].replace("in runs/broken/", "")
 
 
-def test_events_that_are_no_file_do_not_hide_the_other_runs(made, tmp_path, monkeypatch, capsys):
+def test_events_that_are_no_file_do_not_hide_the_other_runs(run_path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
-        shutil.copytree(made, tmp_path / "runs" / name)
+        shutil.copytree(run_path, tmp_path / "runs" / name)
     (tmp_path / "runs/one/events.jsonl").mkdir()
     monkeypatch.setattr("sys.argv", ["finetune", "runs", "--json"])
     assert main() == 0

@@ -48,7 +48,7 @@ def recipes(draw):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generated")
     (folder / "data").mkdir()
     for name, content in BROKEN.items():
@@ -59,25 +59,25 @@ def place(tmp_path_factory):
 
 @given(recipes())
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-def test_a_thousand_recipes_are_refused_with_their_cause_and_nothing_half_made(place, made):
-    dataset, text = made
-    with contextlib.chdir(place):
+def test_a_thousand_recipes_are_refused_with_their_cause_and_nothing_half_made(workspace, recipe):
+    dataset, text = recipe
+    with contextlib.chdir(workspace):
         Path("recipe.yaml").write_text(text, encoding="utf-8")
-        before = sorted(path.name for path in place.iterdir())
-        code, said = run("run", "recipe.yaml")
-        assert code in (2, 3, 4), f"{code}: {said}\n{text}"
-        assert "Traceback" not in said and "Internal error" not in said
+        before = sorted(path.name for path in workspace.iterdir())
+        code, output = run("run", "recipe.yaml")
+        assert code in (2, 3, 4), f"{code}: {output}\n{text}"
+        assert "Traceback" not in output and "Internal error" not in output
         keys = [line.partition(":")[0] for line in text.splitlines()[3:]]
-        assert any(word in said for word in ("recipe.yaml", dataset, *keys)), said
-        assert sorted(path.name for path in place.iterdir()) == before
+        assert any(word in output for word in ("recipe.yaml", dataset, *keys)), output
+        assert sorted(path.name for path in workspace.iterdir()) == before
 
 
 def run(*arguments):
-    """The command in this process: its exit code and what it said."""
-    said, argv = io.StringIO(), sys.argv
+    """The command in this process: its exit code and output."""
+    output, argv = io.StringIO(), sys.argv
     sys.argv = ["finetune", *arguments]
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return main(), said.getvalue()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            return main(), output.getvalue()
     finally:
         sys.argv = argv

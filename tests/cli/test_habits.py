@@ -23,7 +23,7 @@ def finetune(capsys, monkeypatch, *arguments):
     return code, capsys.readouterr()
 
 
-def made(path: Path) -> RunDirectory:
+def make_run_directory(path: Path) -> RunDirectory:
     path.mkdir(parents=True)
     (path / "plan.json").write_text("{}")
     return RunDirectory(path)
@@ -40,8 +40,8 @@ def planned(tmp_path, monkeypatch):
 
 
 def test_train_is_run(capsys, monkeypatch):
-    code, said = finetune(capsys, monkeypatch, "train", "no-such-recipe")
-    assert code == 2 and "no-such-recipe" in said.err
+    code, captured = finetune(capsys, monkeypatch, "train", "no-such-recipe")
+    assert code == 2 and "no-such-recipe" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -55,27 +55,27 @@ def test_train_is_run(capsys, monkeypatch):
         (["cache", "purge"], "finetune cache purge: unknown"),
     ],
 )
-def test_a_wrong_name_is_said_in_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):
+def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    made(tmp_path / "runs" / "a")
-    code, said = finetune(capsys, monkeypatch, *arguments)
-    assert code == 2 and said.err.startswith("This can't be done\n") and says in " ".join(said.err.split())
+    make_run_directory(tmp_path / "runs" / "a")
+    code, captured = finetune(capsys, monkeypatch, *arguments)
+    assert code == 2 and captured.err.startswith("This can't be done\n") and says in " ".join(captured.err.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 
 def test_a_run_named_twice_is_deleted_once(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = made(tmp_path / "runs" / "a")
-    code, said = finetune(capsys, monkeypatch, "runs", "rm", "a", "runs/a", "--json")
-    assert code == 0 and len(said.out.splitlines()) == 1 and not run.path.exists()
+    run = make_run_directory(tmp_path / "runs" / "a")
+    code, captured = finetune(capsys, monkeypatch, "runs", "rm", "a", "runs/a", "--json")
+    assert code == 0 and len(captured.out.splitlines()) == 1 and not run.path.exists()
 
 
 def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = made(tmp_path / "elsewhere" / "mine")
+    run = make_run_directory(tmp_path / "elsewhere" / "mine")
     remember(run)
-    assert [one.path for one in runs_from_here()] == [Path("elsewhere/mine")]
+    assert [run_directory.path for run_directory in runs_from_here()] == [Path("elsewhere/mine")]
     assert open_run("latest").path == open_run("mine").path == Path("elsewhere/mine")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
@@ -84,7 +84,7 @@ def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monk
 
 def test_runs_are_renamed_and_deleted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    renamed = rename_run(made(tmp_path / "runs" / "a"), "b")
+    renamed = rename_run(make_run_directory(tmp_path / "runs" / "a"), "b")
     assert open_run("b").path == Path("runs/b")
     with pytest.raises(RecipeError, match="not a valid"):
         rename_run(renamed, "../b")
@@ -118,7 +118,7 @@ def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
     from finetune.cli import render, runs
 
     monkeypatch.chdir(tmp_path)
-    run = made(tmp_path / "runs" / ("a-long-name-of-a-run-" * 3))
+    run = make_run_directory(tmp_path / "runs" / ("a-long-name-of-a-run-" * 3))
     write_json(run.process, {})
     narrow = Console(width=60, highlight=False, file=io.StringIO())
     monkeypatch.setattr(render, "out", narrow)
@@ -131,12 +131,12 @@ def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
 def test_convert_writes_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
-    code, said = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
-    assert code == 0 and "written" in said.out and "LLaMA-Factory's default" in said.err
+    code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
+    assert code == 0 and "written" in captured.out and "LLaMA-Factory's default" in captured.err
     assert "lora_r: 8" in Path("recipe.yaml").read_text()
 
 
 def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, capsys):
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
-    code, said = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
-    assert code == 7 and "/sys/" in said.err and "Internal error" not in said.err
+    code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
+    assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err

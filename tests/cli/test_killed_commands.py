@@ -20,30 +20,30 @@ FOREIGN = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
 @pytest.fixture
 def work(home, kept_run, monkeypatch):
     """A folder with the run `finished`, apart from the caches."""
-    made = home / "work"
-    kept_run(made / "runs")
-    monkeypatch.chdir(made)
-    return made
+    folder = home / "work"
+    kept_run(folder / "runs")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def files_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def command(*words):
+def command(*arguments):
     def call():
-        sys.argv = ["finetune", *map(str, words)]
+        sys.argv = ["finetune", *map(str, arguments)]
         return main()
 
     return call
 
 
-def page(*words):
+def page(*arguments):
     """The process that `report` and `compare` start."""
     from app import report
 
     def call():
-        sys.argv = ["report", *words]
+        sys.argv = ["report", *arguments]
         return report.main()
 
     return call
@@ -81,22 +81,22 @@ def killed_at_ten_moments(work, call):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("recipes", "copy", "tiny-cpu"),
         ("convert", FOREIGN, "-o", "new/recipe.yaml"),
         ("export-launch", "slurm", "tiny-cpu", "-o", "job.sbatch"),
     ],
 )
-def test_a_written_recipe_or_job_file_is_whole_or_not_there(work, words):
-    assert "c" in killed_at_ten_moments(work, command(*words))
+def test_a_written_recipe_or_job_file_is_whole_or_not_there(work, arguments):
+    assert "c" in killed_at_ten_moments(work, command(*arguments))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("report.html", "runs/finished"), ("new/two.html", "runs/finished", "runs/other")])
-def test_a_report_or_a_comparison_is_whole_or_not_there(work, kept_run, words):
+@pytest.mark.parametrize("arguments", [("report.html", "runs/finished"), ("new/two.html", "runs/finished", "runs/other")])
+def test_a_report_or_a_comparison_is_whole_or_not_there(work, kept_run, arguments):
     kept_run(work).rename(work / "runs" / "other")
-    assert "c" in killed_at_ten_moments(work, page(*words))
+    assert "c" in killed_at_ten_moments(work, page(*arguments))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_the_scores_of_an_evaluation_are_whole_or_not_there(work, imported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("chat", "finished", "--prompt", "a", "--max-new-tokens", "2"),
         ("serve", "finished", "--commands"),
@@ -124,9 +124,9 @@ def test_the_scores_of_an_evaluation_are_whole_or_not_there(work, imported):
         ("push", "finished", "alice/lora", "--dry-run"),
     ],
 )
-def test_a_command_that_only_looks_changes_nothing(work, imported, words):
+def test_a_command_that_only_looks_changes_nothing(work, imported, arguments):
     before = files_in(work)
-    assert "c" not in forked(command(*words), work) and files_in(work) == before
+    assert "c" not in forked(command(*arguments), work) and files_in(work) == before
 
 
 def test_a_run_that_was_asked_to_stop_by_a_killed_command_stops_when_it_is_asked_again(work):

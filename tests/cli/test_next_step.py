@@ -29,7 +29,7 @@ def test_without_runs_the_named_recipe_is_a_shipped_one(tmp_path):
     load_recipe(raised.value.fix.split()[-1])
 
 
-def test_a_data_file_in_place_of_a_recipe_is_told_how_to_be_read(tmp_path):
+def test_a_data_file_in_place_of_a_recipe_is_answered_with_how_to_read_it(tmp_path):
     (tmp_path / "rows.json").write_text('[{"instruction": "Say hi", "output": "hi"}]')
     with pytest.raises(RecipeError) as raised:
         load_recipe(str(tmp_path / "rows.json"))
@@ -96,12 +96,12 @@ def test_the_last_line_of_a_plan_is_about_what_comes_next(changes, end):
 )
 def test_data_that_a_run_would_refuse_ends_with_the_runs_exit_code(rows, overrides, code, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    given = [f"dataset.path={tmp_path / 'rows.jsonl'}", "dataset.test_split_size=0", *overrides]
-    assert show_data("tiny-cpu", given, as_json=False) == code
+    settings = [f"dataset.path={tmp_path / 'rows.jsonl'}", "dataset.test_split_size=0", *overrides]
+    assert show_data("tiny-cpu", settings, as_json=False) == code
     shown = capsys.readouterr()
     assert ("The data needs a change" in shown.err and "Fix:" in shown.err) == (code == 4)
     assert ("First row as the model sees it" in shown.out) == (GOOD in rows)
-    assert show_data("tiny-cpu", given, as_json=True) == code
+    assert show_data("tiny-cpu", settings, as_json=True) == code
     assert bool(json.loads(capsys.readouterr().out)["data_problem"]) == (code == 4)
 
 

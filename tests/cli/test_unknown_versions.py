@@ -34,32 +34,31 @@ def finetune(tmp_path):
 
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_versions_that_the_forecast_does_not_know_are_all_named_with_the_fix(finetune, tmp_path, command):
-    done = finetune(command, "tiny-cpu", "dataset.path=missing.jsonl", transformers="6.0.0", trl="0.9.1")
-    said = " ".join(done.stderr.split())
-    assert (
-        done.returncode == 2 and f"transformers 6.0.0, needed {BOUNDS['transformers']}" in said and "trl 0.9.1, needed" in said
-    )
-    assert f"pip install 'transformers{BOUNDS['transformers']}' 'trl{BOUNDS['trl']}'" in said and "missing.jsonl" not in said
+    process = finetune(command, "tiny-cpu", "dataset.path=missing.jsonl", transformers="6.0.0", trl="0.9.1")
+    output = " ".join(process.stderr.split())
+    assert process.returncode == 2 and f"transformers 6.0.0, needed {BOUNDS['transformers']}" in output
+    assert f"pip install 'transformers{BOUNDS['transformers']}' 'trl{BOUNDS['trl']}'" in output
+    assert "trl 0.9.1, needed" in output and "missing.jsonl" not in output
     assert [path.name for path in tmp_path.iterdir()] == ["packages"]
 
 
 def test_a_run_is_not_resumed_with_other_versions(finetune, tmp_path):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "plan.json").write_text("{}")
-    done = finetune("resume", "x", peft="1.0.0")
-    assert done.returncode == 2 and "peft 1.0.0" in done.stderr
+    process = finetune("resume", "x", peft="1.0.0")
+    assert process.returncode == 2 and "peft 1.0.0" in process.stderr
     assert [path.name for path in (tmp_path / "runs" / "x").iterdir()] == ["plan.json"]
 
 
 def test_doctor_fails_with_the_same_line(finetune):
-    done = finetune("doctor", torch="2.99.0")
-    assert done.returncode == 1 and f"torch 2.99.0, needed {BOUNDS['torch']}" in done.stdout
-    assert f"pip install 'torch{BOUNDS['torch']}'" in done.stdout
+    process = finetune("doctor", torch="2.99.0")
+    assert process.returncode == 1 and f"torch 2.99.0, needed {BOUNDS['torch']}" in process.stdout
+    assert f"pip install 'torch{BOUNDS['torch']}'" in process.stdout
 
 
 def test_what_does_not_forecast_may_have_any_version(finetune):
-    done = finetune("run", "tiny-cpu", "dataset.path=missing.jsonl", gradio="99.0", torch="2.13.0+cu128")
-    assert done.returncode == 4 and "missing.jsonl" in done.stderr
+    process = finetune("run", "tiny-cpu", "dataset.path=missing.jsonl", gradio="99.0", torch="2.13.0+cu128")
+    assert process.returncode == 4 and "missing.jsonl" in process.stderr
 
 
 def test_help_and_lists_work_with_any_version(finetune):

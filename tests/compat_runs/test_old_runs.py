@@ -76,7 +76,7 @@ def test_memory_by_phase_is_shown(old, answer):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_to_its_end(old, answer):
+def test_a_stopped_run_continues_to_its_end(old, answer):
     code, [*events, end] = answer("resume", "stopped")
     assert (code, end["state"]) == (0, "finished")
     (start,) = [event for event in events if event["kind"] == "start"]

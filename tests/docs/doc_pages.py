@@ -23,8 +23,8 @@ class Fence:
     @property
     def exits(self):
         """Exit codes that are right."""
-        given = [word.removeprefix("exit=") for word in self.words if word.startswith("exit=")]
-        return {int(code) for code in given[0].split(",")} if given else {0}
+        codes = [word.removeprefix("exit=") for word in self.words if word.startswith("exit=")]
+        return {int(code) for code in codes[0].split(",")} if codes else {0}
 
     @property
     def is_run(self):
@@ -32,13 +32,13 @@ class Fence:
 
 
 def fences(page, language=None):
-    found = [Fence(page, kind, tuple(info.split()), text) for kind, info, text in _FENCE.findall(page.read_text("utf-8"))]
-    return [fence for fence in found if language in (None, fence.language)]
+    blocks = [Fence(page, kind, tuple(info.split()), text) for kind, info, text in _FENCE.findall(page.read_text("utf-8"))]
+    return [fence for fence in blocks if language in (None, fence.language)]
 
 
 def commands(text):
     """The commands of a block of shell, comments off; a here-document belongs to its command."""
-    found, lines = [], iter(text.splitlines())
+    shell_commands, lines = [], iter(text.splitlines())
     for line in lines:
         heredoc = _HEREDOC.search(line)
         if heredoc:
@@ -48,8 +48,8 @@ def commands(text):
                     break
         elif not (line := re.sub(r"(^|\s+)# .*$", "", line).rstrip()):
             continue
-        found.append(line)
-    return found
+        shell_commands.append(line)
+    return shell_commands
 
 
 def every_command(pages=None):

@@ -35,7 +35,7 @@ ORDER = ["README.md", "first-fine-tune.md", "after-training.md", "recipe.md", "o
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forecasts, warm_python):
+def workspace(tmp_path_factory, forecasts, warm_python):
     """A folder with a `finetune` on the path, and the commands that were run in it."""
     os.environ["PYTHON"] = warm_python
     folder = tmp_path_factory.mktemp("docs")
@@ -60,14 +60,14 @@ def pages_in_order():
 
 
 @pytest.mark.parametrize("page", pages_in_order(), ids=lambda page: page.name)
-def test_the_commands_of_a_page_run(place, page):
-    folder, done = place
+def test_the_commands_of_a_page_run(workspace, page):
+    folder, run_commands = workspace
     for _, fence, command in every_command([page]):
-        if not fence.is_run or command in done:
+        if not fence.is_run or command in run_commands:
             continue
         run = serve if command.startswith("finetune ui") else execute
         run(folder, command, fence.exits)
-        done.add(command)
+        run_commands.add(command)
 
 
 def execute(folder, command, exits):

@@ -55,14 +55,14 @@ def test_links_lead_somewhere(page):
 
 @by_name
 def test_settings_in_the_text_are_taken_as_overrides(page):
-    """Those of one kind of setting; what can't go together (FSDP on one card) is said, and is no unknown setting."""
-    words = [
-        word for code in inline_code(page) for word in code.split() if re.fullmatch(r"(?!key=)[a-z][a-z_.\d]*=[\w.-]+", word)
+    """Those of one kind of setting; what can't go together (FSDP on one card) is reported, and is no unknown setting."""
+    overrides = [
+        text for code in inline_code(page) for text in code.split() if re.fullmatch(r"(?!key=)[a-z][a-z_.\d]*=[\w.-]+", text)
     ]
-    for word in words:
-        with_cards = ["launch.num_processes=2", "launch.strategy=fsdp"] if word.startswith("launch.offload") else []
-        with_cards = ["launch.num_processes=2"] if word.startswith("launch.strategy") else with_cards
-        parse_recipe(MINIMAL, overrides=[*with_cards, word])
+    for text in overrides:
+        with_cards = ["launch.num_processes=2", "launch.strategy=fsdp"] if text.startswith("launch.offload") else []
+        with_cards = ["launch.num_processes=2"] if text.startswith("launch.strategy") else with_cards
+        parse_recipe(MINIMAL, overrides=[*with_cards, text])
 
 
 @by_name
@@ -94,11 +94,11 @@ def test_a_command_has_its_program_options_and_recipe(page, fence, command, monk
 
 
 def check_finetune(arguments):
-    name, *rest = arguments
+    name, *options = arguments
     command = typer.main.get_command(cli).commands[name]
-    given = command.make_context(name, rest).params
-    if given.get("recipe"):
-        recipe_of(given["recipe"], given.get("overrides") or [])
+    params = command.make_context(name, options).params
+    if params.get("recipe"):
+        recipe_of(params["recipe"], params.get("overrides") or [])
 
 
 def test_a_block_is_split_into_its_commands():
@@ -109,8 +109,8 @@ def test_a_block_is_split_into_its_commands():
 def test_both_readmes_have_the_same_commands_and_recipe():
     english, chinese = ROOT / "README.md", ROOT / "README.zh.md"
     assert [command for *_, command in every_command([english])] == [command for *_, command in every_command([chinese])]
-    one, other = (parse_recipe(fences(page, "yaml")[0].text) for page in (english, chinese))
-    assert one == other
+    english_recipe, chinese_recipe = (parse_recipe(fences(page, "yaml")[0].text) for page in (english, chinese))
+    assert english_recipe == chinese_recipe
 
 
 def test_every_block_has_a_maker_and_every_maker_a_block():
@@ -120,9 +120,9 @@ def test_every_block_has_a_maker_and_every_maker_a_block():
 
 @pytest.mark.parametrize("name", [*QUICK, *DERIVED])
 def test_a_quick_table_is_up_to_date(name):
-    made = {**QUICK, **DERIVED}[name]()
+    block = {**QUICK, **DERIVED}[name]()
     for page in PAGES:
-        assert blocks_of(page.read_text("utf-8")).get(name, made) == made, f"run: python docs/generate.py {name}"
+        assert blocks_of(page.read_text("utf-8")).get(name, block) == block, f"run: python docs/generate.py {name}"
 
 
 def test_the_summary_of_errors_follows_from_the_rows_and_is_small():

@@ -22,15 +22,15 @@ def test_a_hub_that_answers_is_fine(hub):
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_hub_in_trouble_is_a_warning(hub, status):
     hub.answers["/api/models"] = status
-    found = check_hub()
-    assert found.state == "warn" and str(status) in found.what
+    finding = check_hub()
+    assert finding.state == "warn" and str(status) in finding.what
 
 
 def test_a_hub_that_is_not_there_is_a_warning_that_says_what_still_works(hub):
     hub.shutdown()
     hub.server_close()
-    found = check_hub()
-    assert found.state == "warn" and "refused" in found.what and "cache" in found.fix
+    finding = check_hub()
+    assert finding.state == "warn" and "refused" in finding.what and "cache" in finding.fix
 
 
 def test_a_hub_that_is_switched_off_is_not_asked(hub, monkeypatch):
@@ -43,24 +43,24 @@ def test_a_hub_that_is_switched_off_is_not_asked(hub, monkeypatch):
 def test_without_a_login_the_hub_is_not_asked(hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
-    found = check_login()
-    assert found.state == "skip" and "hf auth login" in found.fix and hub.asked == []
+    finding = check_login()
+    assert finding.state == "skip" and "hf auth login" in finding.fix and hub.asked == []
 
 
 @pytest.mark.parametrize(("status", "state"), [(200, "ok"), (401, "fail"), (403, "fail"), (500, "warn")])
 def test_a_token_is_tried_and_never_shown(hub, monkeypatch, status, state):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.answers["/api/whoami-v2"] = status
-    found = check_login()
-    assert found.state == state
+    finding = check_login()
+    assert finding.state == state
     assert hub.asked == [("/api/whoami-v2", f"Bearer {TOKEN}")]
-    assert TOKEN not in json.dumps(found.as_json())
+    assert TOKEN not in json.dumps(finding.as_json())
 
 
 def test_a_broken_token_is_not_shown_either(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: f"{TOKEN}\n{TOKEN}")
-    found = check_login()
-    assert found.state == "warn" and TOKEN not in json.dumps(found.as_json())
+    finding = check_login()
+    assert finding.state == "warn" and TOKEN not in json.dumps(finding.as_json())
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def cached(monkeypatch, tmp_path):
 
 def test_the_bundled_model_and_data_work_offline():
     assert check_model(recipe()).state == "ok"
-    assert [found.state for found in check_data(recipe())] == ["ok", "ok"]
+    assert [finding.state for finding in check_data(recipe())] == ["ok", "ok"]
 
 
 def test_a_model_in_the_cache_works_offline(cached):
@@ -89,8 +89,8 @@ def test_a_model_in_the_cache_works_offline(cached):
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_missing_file_of_a_cached_model_is_named(cached, file):
     (cached / file).unlink()
-    found = check_model(recipe(model_name_or_path="owner/name"))
-    assert found.state == "warn" and (file.split(".")[0] in found.what) and "hf download owner/name" in found.fix
+    finding = check_model(recipe(model_name_or_path="owner/name"))
+    assert finding.state == "warn" and (file.split(".")[0] in finding.what) and "hf download owner/name" in finding.fix
 
 
 def test_truncated_weights_are_found(cached):
@@ -109,8 +109,8 @@ def test_a_missing_part_of_sharded_weights_is_found(cached):
 
 
 def test_another_revision_is_not_the_cached_one(cached):
-    found = check_model(recipe(model_name_or_path="owner/name", model_revision="b" * 40))
-    assert found.state == "warn" and f"--revision {'b' * 40}" in found.fix
+    finding = check_model(recipe(model_name_or_path="owner/name", model_revision="b" * 40))
+    assert finding.state == "warn" and f"--revision {'b' * 40}" in finding.fix
 
 
 def test_an_incomplete_local_model_is_a_failure(cached):
@@ -119,15 +119,15 @@ def test_an_incomplete_local_model_is_a_failure(cached):
 
 
 def test_a_missing_file_of_rows_is_a_failure():
-    (found,) = check_data(recipe(dataset={"path": "nowhere.jsonl"}))
-    assert found.state == "fail" and "nowhere.jsonl" in found.what
+    (finding,) = check_data(recipe(dataset={"path": "nowhere.jsonl"}))
+    assert finding.state == "fail" and "nowhere.jsonl" in finding.what
 
 
 def test_a_hub_dataset_is_looked_for_where_datasets_keeps_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     wanted = recipe(dataset={"path": "owner/MyRows"})
-    assert [found.state for found in check_data(wanted)] == ["warn"]
-    place = tmp_path / "owner___my_rows" / "default" / "0.0.0" / "c0ffee"
-    place.mkdir(parents=True)
-    (place / "dataset_info.json").write_text("{}")
-    assert [found.state for found in check_data(wanted)] == ["ok"]
+    assert [finding.state for finding in check_data(wanted)] == ["warn"]
+    folder = tmp_path / "owner___my_rows" / "default" / "0.0.0" / "c0ffee"
+    folder.mkdir(parents=True)
+    (folder / "dataset_info.json").write_text("{}")
+    assert [finding.state for finding in check_data(wanted)] == ["ok"]

@@ -14,10 +14,10 @@ from finetune.doctor.findings import run_checks
 
 def test_a_check_that_hangs_costs_its_own_line_only():
     released = threading.Event()
-    found = run_checks({"slow": lambda: released.wait(1000), "quick": lambda: Finding("quick", "ok", "here")}, 2)
+    findings = run_checks({"slow": lambda: released.wait(1000), "quick": lambda: Finding("quick", "ok", "here")}, 2)
     released.set()
-    assert [(finding.check, finding.state) for finding in found] == [("slow", "warn"), ("quick", "ok")]
-    assert "no answer within 2 s" in found[0].what
+    assert [(finding.check, finding.state) for finding in findings] == [("slow", "warn"), ("quick", "ok")]
+    assert "no answer within 2 s" in findings[0].what
 
 
 def test_a_check_with_a_longer_deadline_is_waited_for_and_the_others_are_not():
@@ -29,8 +29,8 @@ def test_a_check_with_a_longer_deadline_is_waited_for_and_the_others_are_not():
 
 
 def test_a_check_that_breaks_is_a_line_too():
-    (found,) = run_checks({"bad": lambda: 1 / 0}, 5)
-    assert found.state == "warn" and "ZeroDivisionError" in found.what
+    (finding,) = run_checks({"bad": lambda: 1 / 0}, 5)
+    assert finding.state == "warn" and "ZeroDivisionError" in finding.what
 
 
 def test_the_worst_state_counts():
@@ -46,18 +46,18 @@ def report():
     secret = "hf_" + "t0psecret" * 4
     environment = {**os.environ, "HF_TOKEN": secret, "HF_ENDPOINT": "http://user:passw0rd@127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-m", "finetune", "doctor", "tiny-cpu", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return done, secret
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return process, secret
 
 
 @pytest.mark.slow
 def test_the_report_is_one_json_document_with_every_line_in_order(report):
-    done, _ = report
-    values = json.loads(done.stdout)
+    process, _ = report
+    values = json.loads(process.stdout)
     checks = [finding["check"] for finding in values["findings"]]
     assert checks[:2] == ["packages", "driver"] and checks[-1] == "data" and "model" in checks
     assert {"compiler", "host memory", "disk", "hub", "hub login", "spill", "port"} <= set(checks)
-    assert done.returncode == (1 if values["state"] == "fail" else 0)
+    assert process.returncode == (1 if values["state"] == "fail" else 0)
     assert all(finding["fix"] for finding in values["findings"] if finding["state"] in ("warn", "fail"))
 
 
@@ -68,10 +68,10 @@ def test_the_report_takes_little_more_than_its_deadline(report):
 
 @pytest.mark.slow
 def test_nothing_secret_is_in_the_report(report):
-    done, secret = report
-    assert secret not in done.stdout + done.stderr and "passw0rd" not in done.stdout + done.stderr
+    process, secret = report
+    assert secret not in process.stdout + process.stderr and "passw0rd" not in process.stdout + process.stderr
 
 
 def test_a_bad_recipe_is_a_recipe_error(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "finetune", "doctor", "no-such"], capture_output=True, text=True)
-    assert done.returncode == 2 and "there is no recipe" in done.stderr
+    process = subprocess.run([sys.executable, "-m", "finetune", "doctor", "no-such"], capture_output=True, text=True)
+    assert process.returncode == 2 and "there is no recipe" in process.stderr

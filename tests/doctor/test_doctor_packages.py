@@ -21,15 +21,15 @@ CARD = {"name": "RTX 3090", "capability": [8, 6], "total_bytes": 24}
 
 
 def test_the_installed_versions_are_inside_the_bounds():
-    found = check_packages()
-    assert found.state == "ok", found
-    assert found.facts["python"] == sys.version.split()[0] and found.facts["torch"]
+    finding = check_packages()
+    assert finding.state == "ok", finding
+    assert finding.facts["python"] == sys.version.split()[0] and finding.facts["torch"]
 
 
 def test_a_version_out_of_bounds_and_a_missing_package_are_both_named():
-    found = check_packages(["torch<2", "psutil>=6", "no-such-package>=1", "pytest>=99; extra == 'test'"])
-    assert found.state == "fail" and "torch " in found.what and "no-such-package is missing" in found.what
-    assert found.fix == "pip install 'torch<2' 'no-such-package>=1'"
+    finding = check_packages(["torch<2", "psutil>=6", "no-such-package>=1", "pytest>=99; extra == 'test'"])
+    assert finding.state == "fail" and "torch " in finding.what and "no-such-package is missing" in finding.what
+    assert finding.fix == "pip install 'torch<2' 'no-such-package>=1'"
 
 
 @pytest.mark.compiler
@@ -40,14 +40,14 @@ def test_the_compiler_here_compiles():
 def test_no_compiler_is_found(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = check_compiler()
-    assert found.state == "warn" and "no C compiler" in found.what and "apt install gcc" in found.fix
+    finding = check_compiler()
+    assert finding.state == "warn" and "no C compiler" in finding.what and "apt install gcc" in finding.fix
 
 
 @pytest.mark.compiler
 def test_missing_python_headers_are_found(tmp_path):
-    found = check_compiler(include=str(tmp_path))
-    assert found.state == "warn" and "Python.h" in found.what
+    finding = check_compiler(include=str(tmp_path))
+    assert finding.state == "warn" and "Python.h" in finding.what
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
@@ -73,55 +73,55 @@ def broken(monkeypatch, tmp_path):
 
 
 def states(deadline_s=900.0):
-    return {found.check: found for found in check_stack(deadline_s)}
+    return {finding.check: finding for finding in check_stack(deadline_s)}
 
 
 @pytest.mark.slow
 def test_bitsandbytes_really_quantises_here():
-    found = states()
-    assert found["bitsandbytes"].state == "ok", found
-    assert 0.05 < found["bitsandbytes"].facts["relative_error"] < 0.15
-    assert found["bitsandbytes"].facts["stored_bytes"] * 2 == found["bitsandbytes"].facts["weights"]
-    assert found["cuda"].state in ("ok", "skip") and found["triton"].state in ("ok", "skip")
+    findings = states()
+    assert findings["bitsandbytes"].state == "ok", findings
+    assert 0.05 < findings["bitsandbytes"].facts["relative_error"] < 0.15
+    assert findings["bitsandbytes"].facts["stored_bytes"] * 2 == findings["bitsandbytes"].facts["weights"]
+    assert findings["cuda"].state in ("ok", "skip") and findings["triton"].state in ("ok", "skip")
 
 
-def test_torch_that_can_not_be_imported_is_told_and_nothing_after_it_is_guessed(broken):
+def test_torch_that_can_not_be_imported_is_reported_and_nothing_after_it_is_guessed(broken):
     broken("torch", "raise ImportError('libcudart.so.12: cannot open shared object file')")
-    found = states()
-    assert found["cuda"].state == "fail" and "libcudart.so.12" in found["cuda"].what
-    assert list(found) == ["cuda"]
+    findings = states()
+    assert findings["cuda"].state == "fail" and "libcudart.so.12" in findings["cuda"].what
+    assert list(findings) == ["cuda"]
 
 
 @pytest.mark.slow
-def test_bitsandbytes_that_can_not_be_imported_is_told(broken):
+def test_bitsandbytes_that_can_not_be_imported_is_reported(broken):
     broken("bitsandbytes", "raise RuntimeError('CUDA binary not found')")
-    found = states()["bitsandbytes"]
-    assert found.state == "fail" and "CUDA binary not found" in found.what and "load_in_4bit=false" in found.fix
+    finding = states()["bitsandbytes"]
+    assert finding.state == "fail" and "CUDA binary not found" in finding.what and "load_in_4bit=false" in finding.fix
 
 
 @pytest.mark.slow
-def test_a_library_that_crashes_is_told_and_what_came_before_counts(broken):
+def test_a_library_that_crashes_is_reported_and_what_came_before_counts(broken):
     broken("bitsandbytes", "import os; os.abort()")
-    found = states()
-    assert found["cuda"].state in ("ok", "skip")
-    assert found["bitsandbytes"].state == "fail" and "SIGABRT" in found["bitsandbytes"].what
+    findings = states()
+    assert findings["cuda"].state in ("ok", "skip")
+    assert findings["bitsandbytes"].state == "fail" and "SIGABRT" in findings["bitsandbytes"].what
 
 
 def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
     broken("torch", "import time; time.sleep(1000)")
-    found = states(deadline_s=1.0)
-    assert found["cuda"].state == "warn" and "no answer within 1 s" in found["cuda"].what
+    findings = states(deadline_s=1.0)
+    assert findings["cuda"].state == "warn" and "no answer within 1 s" in findings["cuda"].what
 
 
 def test_a_library_that_takes_long_to_import_is_waited_for_and_named(broken):
     broken("torch", "import time; time.sleep(2.5); raise ImportError('at last')")
     waited = []
-    (found,) = check_stack(900.0, waited.append)
-    assert "at last" in found.what and waited[0].startswith("trying torch: ")
+    (finding,) = check_stack(900.0, waited.append)
+    assert "at last" in finding.what and waited[0].startswith("trying torch: ")
 
 
 @pytest.mark.slow
-def test_a_quantisation_that_gives_other_numbers_is_told(broken):
+def test_a_quantisation_that_gives_other_numbers_is_reported(broken):
     broken("bitsandbytes", "import bnb_nn as nn, sys; sys.modules['bitsandbytes.nn'] = nn")
     code = (
         "import torch\nclass Linear4bit(torch.nn.Linear):\n"
@@ -129,12 +129,12 @@ def test_a_quantisation_that_gives_other_numbers_is_told(broken):
         "    def forward(self, x): return super().forward(x) * 1.5\n"
     )
     Path(os.environ["PYTHONPATH"].split(os.pathsep)[0], "bnb_nn.py").write_text(code)
-    found = states()["bitsandbytes"]
-    assert found.state == "fail" and "off by 50%" in found.what and "not half as many" in found.what
+    finding = states()["bitsandbytes"]
+    assert finding.state == "fail" and "off by 50%" in finding.what and "not half as many" in finding.what
 
 
 @pytest.mark.parametrize(
-    ("changes", "driver", "state", "words"),
+    ("changes", "driver", "state", "reason"),
     [
         ({"devices": [CARD]}, ("570", (12, 8)), "ok", "RTX 3090"),
         ({}, None, "skip", "no driver"),
@@ -146,10 +146,10 @@ def test_a_quantisation_that_gives_other_numbers_is_told(broken):
         ({"cuda": None, "hip": "6.4"}, None, "warn", "ROCm"),
     ],
 )
-def test_torch_and_driver(changes, driver, state, words):
-    found = cuda_finding({**TORCH, **changes}, driver)
-    assert found.state == state and words in found.what
-    assert bool(found.fix) == (state == "fail")
+def test_torch_and_driver(changes, driver, state, reason):
+    finding = cuda_finding({**TORCH, **changes}, driver)
+    assert finding.state == state and reason in finding.what
+    assert bool(finding.fix) == (state == "fail")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,6 @@ def test_a_wheel_runs_on_the_cards_it_has_code_for(capability, architectures, ru
 
 
 def test_a_card_that_the_wheel_has_no_code_for_is_a_failure():
-    found = architecture_finding(TORCH, {**CARD, "name": "RTX 5090", "capability": [12, 0]})
-    assert found.state == "fail" and "sm_80 sm_86" in found.what and "torch-backend" in found.fix
+    finding = architecture_finding(TORCH, {**CARD, "name": "RTX 5090", "capability": [12, 0]})
+    assert finding.state == "fail" and "sm_80 sm_86" in finding.what and "torch-backend" in finding.fix
     assert architecture_finding(TORCH, CARD).state == "ok"

@@ -90,7 +90,7 @@ def test_few_layers_give_the_full_models_peaks_and_ledger(checkpointing):
     assert "of 7 layers" in method
     assert_same_peaks(deep, full)
     assert deep.host == full.host
-    top = max(full.peaks, key=lambda place: full.peaks[place].total_bytes)
+    top = max(full.peaks, key=lambda phase: full.peaks[phase].total_bytes)
     assert {tag: size for tag, size in deep.peaks[top].by_tag.items() if size > 512} == {
         tag: size for tag, size in full.peaks[top].by_tag.items() if size > 512
     }

@@ -43,13 +43,13 @@ def wheel(tmp_path_factory):
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     """The `finetune` command of an environment with the wheel."""
-    place = tmp_path_factory.mktemp("environment") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, capture_output=True)
-    command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install", "-q", "--no-deps", str(wheel)]
+    venv = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, capture_output=True)
+    command = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install", "-q", "--no-deps", str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
-    (packages,) = place.glob("lib/python*/site-packages")
+    (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return place / "bin" / "finetune"
+    return venv / "bin" / "finetune"
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +116,8 @@ def test_the_wheel_holds_only_modules_that_its_command_imports_or_starts(wheel):
 
 def test_everything_is_imported_from_the_environment(installed, tmp_path):
     code = "import finetune, app; print(finetune.__file__); print(app.__file__)"
-    done = run(installed.with_name("python"), tmp_path, "-c", code)
-    assert all(line.startswith(str(installed.parents[1])) for line in done.stdout.split()), done.stdout + done.stderr
+    process = run(installed.with_name("python"), tmp_path, "-c", code)
+    assert all(line.startswith(str(installed.parents[1])) for line in process.stdout.split()), process.stdout + process.stderr
 
 
 def test_help_version_and_recipes(installed, tmp_path):
@@ -133,8 +133,8 @@ def test_plan_and_run_find_the_recipe_in_the_package(installed, tmp_path):
     assert plan.returncode == 0, plan.stderr
     assert json.loads(plan.stdout)["verdict"] in ("fits", "tight")
     short = ["max_steps=2", "dataset.max_rows=32", "eval_steps=0", "output_dir=runs/first"]
-    done = run(installed, tmp_path, "run", "recipes/tiny-cpu.yaml", *short)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run(installed, tmp_path, "run", "recipes/tiny-cpu.yaml", *short)
+    assert process.returncode == 0, process.stdout + process.stderr
     assert (tmp_path / "runs" / "first" / "adapter" / "adapter_model.safetensors").is_file()
 
 

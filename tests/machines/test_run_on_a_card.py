@@ -29,11 +29,11 @@ from finetune.plan.plan import read_plan
 from finetune.plan.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
 from finetune.run import supervise
-from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement
+from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
 from finetune.run.failures import describe
 from finetune.run.memory import MemorySampler
 from finetune.run.prepare import create_run, prepare
-from finetune.run.retry import next_smaller, nothing_smaller
+from finetune.run.retry import next_smaller, no_smaller_plan
 from finetune.run.state import read_state
 from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config
@@ -83,7 +83,7 @@ def own_signals():
 
 def supervised(run, environment, tmp_path):
     """Run the real supervisor to its end; the environment that its real worker started with."""
-    folder = tmp_path / "told"
+    folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import json, os, sys\n"
@@ -153,28 +153,28 @@ def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monke
     assert cards_of(plan) == (DESKTOP,)
 
 
-def test_a_smaller_card_in_place_of_the_planned_one_is_reported(machine, make_run, monkeypatch, own_signals):
+def test_a_smaller_card_instead_of_the_planned_one_is_reported(machine, make_run, monkeypatch, own_signals):
     machine("3060-and-4090")
     run = make_run()
     plan = read_plan(run.plan)
     machine("3060-and-4090", CUDA_VISIBLE_DEVICES="GPU-30600000")
     message = "the planned card, NVIDIA GeForce RTX 4090 with 23.5 GiB, is not there; the run uses NVIDIA GeForce RTX 3060 with"
-    assert replacement(plan, cards_of(plan)).startswith(message)
+    assert replacement_message(plan, cards_of(plan)).startswith(message)
     large = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, peak_high_bytes=15 * GIB))
-    assert replacement(large, cards_of(large)).endswith("and may need 15.0 GiB")
+    assert replacement_message(large, cards_of(large)).endswith("and may need 15.0 GiB")
     monkeypatch.setattr(supervise, "worker_command", lambda _: [sys.executable, "-S", "-c", "raise SystemExit(1)"])
     assert Supervisor(run).main() == 1
     assert [event.message for event in read_events(run.events) if isinstance(event, RunWarning)] == [
-        replacement(plan, cards_of(plan))
+        replacement_message(plan, cards_of(plan))
     ]
 
 
-def test_an_equal_card_in_the_place_of_the_planned_one_is_no_news(machine, make_run, monkeypatch):
+def test_an_equal_card_instead_of_the_planned_one_is_no_news(machine, make_run, monkeypatch):
     machine("two-3090")
     plan = read_plan(make_run().plan)
-    assert replacement(plan, cards_of(plan)) == ""
+    assert replacement_message(plan, cards_of(plan)) == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
-    assert cards_of(plan) == (DESKTOP,) and replacement(plan, (DESKTOP,)) == ""
+    assert cards_of(plan) == (DESKTOP,) and replacement_message(plan, (DESKTOP,)) == ""
 
 
 def test_a_run_without_a_planned_card_trains_on_one_of_two(machine, make_run, card, monkeypatch):
@@ -291,7 +291,7 @@ def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_
     plan = plan_recipe(load_recipe(recipe, ["gpu=auto"]), find_card("auto"), without_rows)
     settings, recorded = plan.settings, card(plan)
 
-    def held(budget):
+    def replay_with(budget):
         limit_card(dataclasses.replace(plan, budget_bytes=round(budget)))
         return replayed(
             read_config(settings), settings, rows=RowShape(settings.max_length),
@@ -300,8 +300,8 @@ def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_
         )  # fmt: skip
 
     assert plan.forecast.peak_low_bytes > 2 * GIB
-    assert held(plan.forecast.peak_high_bytes).reserved_bytes <= recorded.limit_bytes()
-    assert held(0.9 * plan.forecast.peak_low_bytes) is None
+    assert replay_with(plan.forecast.peak_high_bytes).reserved_bytes <= recorded.limit_bytes()
+    assert replay_with(0.9 * plan.forecast.peak_low_bytes) is None
 
 
 @pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
@@ -449,7 +449,7 @@ def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
     machine("4090-desktop")
     plan = read_plan(make_run("load_in_4bit=false", "layer_offloading=false").plan)
     assert next_smaller(plan, "load") is None
-    message = nothing_smaller(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
+    message = no_smaller_plan(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
     assert "(pid 1) 1.07 GiB" in message and "load_in_4bit=true or a smaller model" in message
 
 

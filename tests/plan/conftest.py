@@ -34,16 +34,17 @@ class ArithmeticForecaster:
         adapters = settings.lora_r * shape.adapter_per_rank
         n_tokens = settings.per_device_train_batch_size * rows.tokens
         layer, entry = SAVED_BYTES * shape.hidden * n_tokens, 2 * shape.hidden * n_tokens
-        again = 0
+        recomputed = 0
         if settings.activation_checkpointing is not False:
-            again = -(-shape.layers // settings.activation_checkpointing_every_n_layers)
-        kept = {"offload": 0, "selective": entry + 2 * shape.attention_width * n_tokens}.get(
+            recomputed = -(-shape.layers // settings.activation_checkpointing_every_n_layers)
+        saved = {"offload": 0, "selective": entry + 2 * shape.attention_width * n_tokens}.get(
             settings.activation_checkpointing, entry
         )
         parts = {
             "weights": shape.weight_bytes(bits), "adapters": 4 * adapters, "gradients": 4 * adapters,
             "optimizer": round(STATE_BYTES[settings.optim] * adapters),
-            "activations": round((shape.layers - again) * layer + again * kept), "recomputed": round(layer if again else 0),
+            "activations": round((shape.layers - recomputed) * layer + recomputed * saved),
+            "recomputed": round(layer if recomputed else 0),
             "loss": 256 * MIB + 4 * shape.hidden * n_tokens, "workspace": 64 * MIB,
         }  # fmt: skip
         allocated = sum(parts.values())

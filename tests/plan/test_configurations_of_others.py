@@ -21,5 +21,5 @@ def test_it_is_planned_with_its_own_batch_rank_and_length(name, new_forecaster):
     recipe = load_recipe(FOLDER / name)
     settings = make_plan(recipe, find_card("a100-80gb"), None, forecaster=new_forecaster()).settings
     assert settings.per_device_train_batch_size * settings.gradient_accumulation_steps == recipe.effective_batch_size
-    for kept in ("learning_rate", "lora_r", "num_train_epochs", "max_steps", "max_length"):
-        assert getattr(settings, kept) == getattr(recipe, kept), kept
+    for name in ("learning_rate", "lora_r", "num_train_epochs", "max_steps", "max_length"):
+        assert getattr(settings, name) == getattr(recipe, name), name

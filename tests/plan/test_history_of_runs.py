@@ -48,15 +48,15 @@ def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval(new_for
     record_run(first, step_s=None, allocated_bytes=round(first.forecast.allocated_bytes * 0.98))
     assert read_history("rtx-4090").worst_excess == pytest.approx(0.05)
     second = planned(new_forecaster, roomy)
-    same = next((row for row in second.alternatives if row.peak_bytes == first.forecast.peak_bytes), None)
-    assert same is not None and same.peak_high_bytes > first.forecast.peak_high_bytes
+    row = next((row for row in second.alternatives if row.peak_bytes == first.forecast.peak_bytes), None)
+    assert row is not None and row.peak_high_bytes > first.forecast.peak_high_bytes
 
 
-def test_reserved_memory_and_segments_are_kept_beside_their_forecast(new_forecaster):
+def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forecaster):
     first = planned(new_forecaster)
     replayed = replace(first.forecast, reserved_peaks={"train": 20 * GIB}, segments={"train": 100})
-    known = replace(first, forecast=replayed)
-    record_run(known, step_s=None, allocated_bytes=None, reserved_bytes=21 * GIB, segments=104)
+    replayed_plan = replace(first, forecast=replayed)
+    record_run(replayed_plan, step_s=None, allocated_bytes=None, reserved_bytes=21 * GIB, segments=104)
     record_run(first, step_s=None, allocated_bytes=None, reserved_bytes=21 * GIB)  # not replayed
     assert read_history("rtx-4090").reserved_errors == (pytest.approx(0.05),)
     row = json.loads((cache_dir() / "history.jsonl").read_text().splitlines()[0])

@@ -17,8 +17,8 @@ def planned(new_forecaster, model="Qwen/Qwen3-8B", gpu="rtx-4090", data=SHORT, o
 
 
 def test_short_rows_are_packed_and_a_step_still_has_about_16_of_them(new_forecaster):
-    made = planned(new_forecaster).settings
-    assert (made.packing, made.attn_implementation, made.max_length, made.effective_batch_size) == (
+    settings = planned(new_forecaster).settings
+    assert (settings.packing, settings.attn_implementation, settings.max_length, settings.effective_batch_size) == (
         True,
         "torch_varlen",
         2048,
@@ -29,8 +29,8 @@ def test_short_rows_are_packed_and_a_step_still_has_about_16_of_them(new_forecas
 
 
 def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
-    made = planned(new_forecaster, overrides=["num_train_epochs=1"])
-    assert made.total_steps == -(-128_000 // 2048)
+    plan = planned(new_forecaster, overrides=["num_train_epochs=1"])
+    assert plan.total_steps == -(-128_000 // 2048)
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
     ],
 )  # fmt: skip
 def test_packing_is_off_where_it_would_not_pay_or_not_be_right(new_forecaster, change, because):
-    made = planned(new_forecaster, **change)
-    assert made.settings.packing is False and because in made.reasons["packing"]
-    assert made.settings.attn_implementation != "torch_varlen"
+    plan = planned(new_forecaster, **change)
+    assert plan.settings.packing is False and because in plan.reasons["packing"]
+    assert plan.settings.attn_implementation != "torch_varlen"
 
 
 def test_rows_are_not_packed_where_packed_sequences_do_not_fit(new_forecaster):
     recipe = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
-    made = make_plan(recipe, find_card("rtx-4090", free_bytes=round(7.6 * GIB)), SHORT, forecaster=new_forecaster())
-    assert made.verdict == "fits" and made.settings.packing is False and "do not fit" in made.reasons["packing"]
+    plan = make_plan(recipe, find_card("rtx-4090", free_bytes=round(7.6 * GIB)), SHORT, forecaster=new_forecaster())
+    assert plan.verdict == "fits" and plan.settings.packing is False and "do not fit" in plan.reasons["packing"]
 
 
 def test_packing_can_be_asked_for_anywhere(new_forecaster):
-    made = planned(new_forecaster, model="HuggingFaceTB/SmolLM2-135M-Instruct", gpu="cpu", overrides=["packing=true"])
-    assert made.settings.packing is True and made.settings.attn_implementation == "torch_varlen"
+    plan = planned(new_forecaster, model="HuggingFaceTB/SmolLM2-135M-Instruct", gpu="cpu", overrides=["packing=true"])
+    assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"

@@ -48,11 +48,11 @@ def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(n
     except RecipeError as error:  # settings that disagree, or a batch that the processes can't share
         assert error.problems
         return
-    made = plan.settings
-    assert unresolved(made) == [] and type(made).model_validate(made.model_dump()) == made
-    world = made.launch.num_processes
-    assert made.per_device_train_batch_size * made.gradient_accumulation_steps * world == made.effective_batch_size
-    assert all(getattr(made, name) == getattr(recipe, name) for name in values)
+    chosen = plan.settings
+    assert unresolved(chosen) == [] and type(chosen).model_validate(chosen.model_dump()) == chosen
+    world = chosen.launch.num_processes
+    assert chosen.per_device_train_batch_size * chosen.gradient_accumulation_steps * world == chosen.effective_batch_size
+    assert all(getattr(chosen, name) == getattr(recipe, name) for name in values)
     assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes
     assert (plan.verdict == "fits") == (plan.headroom_bytes >= 0)
     assert plan.verdict != "does not fit" or plan.forecast.peak_low_bytes > plan.budget_bytes

@@ -22,28 +22,28 @@ print(json.dumps({"verdict": plan.verdict, "plan": plan.as_json(), "processor_s"
 """
 
 
-def planned(*given):
-    done = subprocess.run([sys.executable, "-c", PLAN, *given], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def planned(*arguments):
+    process = subprocess.run([sys.executable, "-c", PLAN, *arguments], capture_output=True, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_an_8b_takes_15_seconds_at_first_and_no_torch_the_second_time():
     first = planned("Qwen/Qwen3-8B")
     assert first["verdict"] == "fits" and first["processor_s"] <= 15
-    again = planned("Qwen/Qwen3-8B")
-    assert again["plan"] == first["plan"]
-    assert again["processor_s"] <= 2.5 and not again["torch"]
+    second = planned("Qwen/Qwen3-8B")
+    assert second["plan"] == first["plan"]
+    assert second["processor_s"] <= 2.5 and not second["torch"]
 
 
 @pytest.mark.slow
 def test_a_70b_is_planned_in_3_gib():
-    made = planned("meta-llama/Llama-3.3-70B-Instruct")
-    assert made["verdict"] == "fits" and made["plan"]["layer_copies"] and made["resident_bytes"] <= 3 * GIB
+    answer = planned("meta-llama/Llama-3.3-70B-Instruct")
+    assert answer["verdict"] == "fits" and answer["plan"]["layer_copies"] and answer["resident_bytes"] <= 3 * GIB
 
 
 @pytest.mark.slow
 def test_a_70b_with_its_layers_on_the_card_does_not_fit_and_the_plan_says_what_would():
-    made = planned("meta-llama/Llama-3.3-70B-Instruct", "layer_offloading=false")
-    assert made["verdict"] == "does not fit" and made["resident_bytes"] <= 3 * GIB
-    assert made["plan"]["shortfall"]["largest_model_that_fits"] and made["plan"]["suggestions"]
+    answer = planned("meta-llama/Llama-3.3-70B-Instruct", "layer_offloading=false")
+    assert answer["verdict"] == "does not fit" and answer["resident_bytes"] <= 3 * GIB
+    assert answer["plan"]["shortfall"]["largest_model_that_fits"] and answer["plan"]["suggestions"]

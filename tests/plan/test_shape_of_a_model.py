@@ -18,8 +18,8 @@ def test_llama_8b_has_the_published_parameters_and_42_million_at_rank_16():
     assert llama.parameters == 8_030_261_248 and llama.billions == "8.0B"
     attention, mlp = 2 * 4096 * 4096 + 2 * 4096 * 1024, 3 * 4096 * 14336
     assert llama.linear == 32 * (attention + mlp) and llama.head == 128_256 * 4096
-    each = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
-    assert llama.adapter_per_rank == llama.linear_width == 32 * each and 16 * llama.adapter_per_rank == 41_943_040
+    layer_width = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert llama.adapter_per_rank == llama.linear_width == 32 * layer_width and 16 * llama.adapter_per_rank == 41_943_040
     assert llama.adapters == 7 * 32 and llama.attention_width == 4096
 
 

@@ -86,9 +86,9 @@ def test_selective_checkpointing_costs_the_host_more_where_it_is_the_bottleneck(
 
 
 def test_offloading_takes_no_longer_than_the_slower_of_transfer_and_computation_in_each_direction():
-    kept = dataclasses.replace(QLORA, checkpointing=False)
-    computing = time_step(JOB, kept).step_s
-    offloading = time_step(dataclasses.replace(JOB, offloading=True), kept)
+    strategy = dataclasses.replace(QLORA, checkpointing=False)
+    computing = time_step(JOB, strategy).step_s
+    offloading = time_step(dataclasses.replace(JOB, offloading=True), strategy)
     one_way = 16 * 45.4 * 4096 * 32 * 2048 / JOB.card.pcie_bytes_s
     assert one_way < offloading.step_s < computing + 2 * one_way
     assert offloading.step_s == pytest.approx(max(one_way, computing / 2) + max(one_way, computing / 2), rel=0.01)

@@ -25,23 +25,23 @@ def make_run(tmp_path_factory):
     ]  # fmt: skip
 
     def make(*overrides):
-        place = tmp_path_factory.mktemp("runs") / "run"
-        recipe = load_recipe("tiny-cpu", [*short, *overrides, f"output_dir={place}"])
+        path = tmp_path_factory.mktemp("runs") / "run"
+        recipe = load_recipe("tiny-cpu", [*short, *overrides, f"output_dir={path}"])
         if torch.version.cuda is None:
             return create_run(prepare(recipe))
         # with a torch for CUDA, a process that has run a step on fake tensors forks no child that can train
-        told = place.with_name("error")
+        error_file = path.with_name("error")
         if not (pid := os.fork()):
             try:
                 create_run(prepare(recipe))
             except Exception as error:  # noqa: BLE001 - raised again by the parent
-                told.write_bytes(pickle.dumps(error))
+                error_file.write_bytes(pickle.dumps(error))
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-        if told.exists():
-            raise pickle.loads(told.read_bytes())
-        return RunDirectory(place)
+        if error_file.exists():
+            raise pickle.loads(error_file.read_bytes())
+        return RunDirectory(path)
 
     return make
 

@@ -47,11 +47,11 @@ def waiting_after(step, until):
     return patch
 
 
-def put_in(place, what, run):
+def put_in(phase, what, run):
     import finetune.model.build as build
     from finetune.run.training import RunTrainer
 
-    if place == "load":
+    if phase == "load":
         real = build.build_base
 
         def load(*arguments, **named):
@@ -66,18 +66,18 @@ def put_in(place, what, run):
         def step(self, *arguments, **named):
             loss = real_step(self, *arguments, **named)
             mark = Path(run) / "fault-struck"
-            if self.state.global_step != int(place[4:]) - 1 or mark.exists():
+            if self.state.global_step != int(phase[4:]) - 1 or mark.exists():
                 return loss
             mark.touch()
             return loss * 100
 
         RunTrainer.training_step = step
         return
-    name = {"evaluate": "prediction_step", "save": "save_model"}.get(place, "training_step")
+    name = {"evaluate": "prediction_step", "save": "save_model"}.get(phase, "training_step")
     real_method = getattr(RunTrainer, name)
 
     def method(self, *arguments, **named):
-        if not place.startswith("step") or self.state.global_step == int(place[4:]) - 1:
+        if not phase.startswith("step") or self.state.global_step == int(phase[4:]) - 1:
             once(run, what)
         return real_method(self, *arguments, **named)
 

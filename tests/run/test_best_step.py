@@ -35,7 +35,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def again(run, path):
+def fresh_copy(run, path):
     """A copy of a run as it was before its start."""
     shutil.copytree(
         run.path, path, ignore=shutil.ignore_patterns("events.jsonl", "log.txt", "adapter*", "checkpoint-*", "*lock")
@@ -47,10 +47,10 @@ def again(run, path):
 def make(make_run, tmp_path_factory):
     """make(*overrides) -> a run on rows with another answer than the held-out ones have."""
     folder, chance = tmp_path_factory.mktemp("rows"), random.Random(1)
-    for side, answer in (("train", "red"), ("held", "blue")):
-        rows = [(f"The {side} box {chance.randrange(10**6)} is ", answer) for _ in range(8)]
+    for split, answer in (("train", "red"), ("held", "blue")):
+        rows = [(f"The {split} box {chance.randrange(10**6)} is ", answer) for _ in range(8)]
         lines = [json.dumps({"prompt": prompt, "completion": completion}) + "\n" for prompt, completion in rows]
-        (folder / f"{side}.jsonl").write_text("".join(lines))
+        (folder / f"{split}.jsonl").write_text("".join(lines))
     data = (f"dataset.path={folder}/train.jsonl", f"dataset.eval_path={folder}/held.jsonl")
     return lambda *overrides: make_run(*data, *OVERFITS, *overrides)
 
@@ -65,9 +65,9 @@ def overfitted(make, train):
 
 def test_best_and_patience_follow_from_the_history():
     history = [{"loss": 1.0, "step": 1}, *({"eval_loss": loss, "step": step} for step, loss in ((2, 3.0), (4, 1.0), (6, 1.0)))]
-    found = evaluations([*history, {"eval_loss": float("nan"), "step": 8}])
-    assert best_of(found) == EvaluatedStep(4, 1.0) and since_best(found) == 2
-    assert best_of(found[3:]) is None and since_best(found[3:]) == 1 and since_best([]) == 0
+    evaluated = evaluations([*history, {"eval_loss": float("nan"), "step": 8}])
+    assert best_of(evaluated) == EvaluatedStep(4, 1.0) and since_best(evaluated) == 2
+    assert best_of(evaluated[3:]) is None and since_best(evaluated[3:]) == 1 and since_best([]) == 0
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_after_five_times_too_many_epochs_both_are_evaluated_and_the_last_step_i
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_kept_beside_the_newest(overfitted):
+def test_the_best_checkpoint_is_kept_with_the_newest(overfitted):
     (result,) = of(overfitted, Result)
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{result.step}", "checkpoint-24"}
 
@@ -120,7 +120,7 @@ def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train
 def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, train, kill):
     times, moments = [event.time_s for event in read_events(overfitted.events)], random.Random(0)
     for number in range(3):
-        run = again(overfitted, tmp_path / str(number))
+        run = fresh_copy(overfitted, tmp_path / str(number))
         pid = train.start(run)
         time.sleep(moments.uniform(0.3, times[-1] - times[0] + 0.5))
         kill(pid)
@@ -143,7 +143,7 @@ def test_killed_between_the_two_folders_both_are_written_again(overfitted, tmp_p
 
         best.rename = rename
 
-    run = again(overfitted, tmp_path / "run")
+    run = fresh_copy(overfitted, tmp_path / "run")
     assert train(run, dies) == 137 and run.last_adapter.exists() and not run.adapter.exists()
     assert train(run) == 0
     assert adapter_hash(run) == adapter_hash(overfitted)

@@ -14,7 +14,7 @@ from finetune.events import EventWriter, State
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory, create, list_runs, open_run
-from finetune.run.state import is_alive, process_is, process_record, read_state
+from finetune.run.state import is_alive, is_recorded_process, process_record, read_state
 from finetune.system import take_lock
 
 
@@ -43,11 +43,11 @@ def test_what_a_killed_maker_left_is_removed_and_what_another_makes_is_not(tmp_p
         mark.touch()
         os.utime(mark, (time.time() - age_s,) * 2)
     (tmp_path / ".mine").mkdir()
-    held = take_lock(tmp_path / ".made-abc" / ".being-made")
+    lock = take_lock(tmp_path / ".made-abc" / ".being-made")
     run = create(tmp_path / "run", fill)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".begun-abc", ".made-abc", ".mine", "run"]
     assert [path.name for path in run.path.iterdir()] == ["plan.json"]
-    held.release()
+    lock.release()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -57,13 +57,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_two_starters_at_once_get_two_directories(tmp_path):
-    made = []
-    threads = [threading.Thread(target=lambda: made.append(create(tmp_path / "run", fill).path.name)) for _ in range(8)]
+    names = []
+    threads = [threading.Thread(target=lambda: names.append(create(tmp_path / "run", fill).path.name)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(made)) == 8
+    assert len(set(names)) == 8
 
 
 def test_a_directory_that_another_starter_finishes_meanwhile_is_no_fault(tmp_path, monkeypatch):
@@ -145,12 +145,12 @@ def test_the_lock_is_held_by_one_and_dies_with_its_process(run):
 def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
     process = subprocess.Popen(["sleep", "60"])
     record = process_record(process.pid)
-    assert process_is(record)
+    assert is_recorded_process(record)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert not process_is(record)
+    assert not is_recorded_process(record)
     process.wait()
-    assert not process_is(record)
+    assert not is_recorded_process(record)
 
 
 def test_a_finished_run_stays_finished_whatever_lives(run):

@@ -20,10 +20,10 @@ def test_after_twenty_steps_on_question_and_answer_columns_chat_says_what_eval_s
     )  # fmt: skip
     assert train(run) == 0, run.log.read_text()[-2000:]
     scored, chat = compare(run), Answerer(run)
-    kept = json.loads((run.data / "eval_examples.json").read_text())
-    assert len(kept) == 4 and not chat.plain and any(scored.tuned.answers)
-    for row, answer in zip(kept, scored.tuned.answers, strict=True):
+    examples = json.loads((run.data / "eval_examples.json").read_text())
+    assert len(examples) == 4 and not chat.plain and any(scored.tuned.answers)
+    for row, answer in zip(examples, scored.tuned.answers, strict=True):
         asked = chat.prompt_ids([{"role": "user", "content": row["prompt"]}])
         assert asked == row["prompt_ids"]
-        [said] = chat.answer([asked], max_new_tokens=128)
-        assert said.startswith(answer)
+        [reply] = chat.answer([asked], max_new_tokens=128)
+        assert reply.startswith(answer)

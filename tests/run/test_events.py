@@ -96,7 +96,7 @@ def test_numbers_that_json_has_not_are_text_in_the_file_and_numbers_to_the_reade
     assert repr(read_events(tmp_path / "e")[0].loss) == repr(value)
 
 
-def test_a_reader_can_go_on_from_a_kept_offset(tmp_path):
+def test_a_reader_can_continue_from_a_saved_offset(tmp_path):
     writer, reader = EventWriter(tmp_path / "e"), EventReader(tmp_path / "e")
     writer.emit(Step(step=1))
     reader.new()
@@ -119,9 +119,9 @@ def filled(kind):
         int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, int]: {"a": 3},
         dict[str, Any]: {"a": 1},
     }  # fmt: skip
-    hints = get_type_hints(kind)
-    types = {field.name: (hints[field.name], *get_args(hints[field.name])) for field in dataclasses.fields(kind)}
-    return kind(**{name: next(values[type_] for type_ in found if type_ in values) for name, found in types.items()})
+    annotations = get_type_hints(kind)
+    types = {field.name: (annotations[field.name], *get_args(annotations[field.name])) for field in dataclasses.fields(kind)}
+    return kind(**{name: next(values[type_] for type_ in hints if type_ in values) for name, hints in types.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.kind)
@@ -142,8 +142,8 @@ def test_no_damage_to_a_file_raises(tmp_path):
     for _ in range(300):
         damaged = bytearray(whole)
         for _ in range(chance.randrange(1, 30)):
-            place = chance.randrange(len(damaged))
-            damaged[place : place + chance.randrange(3)] = chance.choice(
+            offset = chance.randrange(len(damaged))
+            damaged[offset : offset + chance.randrange(3)] = chance.choice(
                 [b"", b"\n", b'"', b"{", b"]", b"9" * 400, b"-", b"\xff", b"null"]
             )
         (tmp_path / "e").write_bytes(damaged)

@@ -20,7 +20,7 @@ from finetune.run.state import is_alive, read_processes, read_state
 from finetune.system import take_lock
 
 pytestmark = pytest.mark.slow
-#: Out of memory, a run goes on with one row at a time in place of two.
+#: Out of memory, a run continues with one row at a time instead of two.
 TWO_ROWS = ("effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32")
 
 
@@ -50,9 +50,9 @@ def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_ru
     memory = next(event for event in read_events(run.events) if isinstance(event, OutOfMemory))
     assert memory.phase and memory.micro_batch == 2
     for step, event in steps(unbroken).items():
-        again = steps(run)[step]
-        assert again.loss == pytest.approx(event.loss, abs=1e-5)
-        assert (again.supervised_tokens, again.real_tokens) == (event.supervised_tokens, event.real_tokens)
+        retried = steps(run)[step]
+        assert retried.loss == pytest.approx(event.loss, abs=1e-5)
+        assert (retried.supervised_tokens, retried.real_tokens) == (event.supervised_tokens, event.real_tokens)
 
 
 def test_after_a_retry_memory_is_compared_with_a_forecast_of_what_runs_and_so_is_the_next_plans_history(make_run):
@@ -125,7 +125,7 @@ def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     wait_for_step(process, run, 2)
     process.kill()
     process.wait()
-    assert read_state(run).state == "running"  # the worker goes on, and every command sees it
+    assert read_state(run).state == "running"  # the worker continues, and every command sees it
     assert control.stop(run) and control.wait(run, 900)
     assert read_state(run).state == "stopped"
 

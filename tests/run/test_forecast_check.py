@@ -6,7 +6,7 @@ import pytest
 
 from finetune.events import Step
 from finetune.plan.plan import read_plan
-from finetune.run.accuracy import MARGIN, at_end, compare_with_forecast, excess, highest
+from finetune.run.accuracy import MARGIN, compare_at_end, compare_with_forecast, excess_warning, highest
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
@@ -29,15 +29,15 @@ def test_the_error_is_measured_over_forecast_less_one(plan):
 
 
 def test_at_the_end_the_highest_of_all_steps_counts(plan):
-    check = at_end(plan, [step(1, 7, 5 * GIB, 3 * GIB), step(2, 9, 4 * GIB, GIB), step(3, 8)])
+    check = compare_at_end(plan, [step(1, 7, 5 * GIB, 3 * GIB), step(2, 9, 4 * GIB, GIB), step(3, 8)])
     assert (check.at, check.step, check.measured_allocated_bytes, check.measured_card_bytes) == ("end", 3, 9, 3 * GIB)
-    assert at_end(plan, []) is None
+    assert compare_at_end(plan, []) is None
 
 
 def test_what_was_not_measured_has_no_error(plan):
-    check = at_end(plan, [step(1, None)])
+    check = compare_at_end(plan, [step(1, None)])
     assert check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
-    assert excess(plan, check) is None
+    assert excess_warning(plan, check) is None
 
 
 def test_memory_is_not_called_the_runs_own_where_other_programs_are_unknown(plan):
@@ -50,6 +50,6 @@ def checked(plan, allocated):
 
 def test_more_than_forecast_is_a_warning_unless_the_run_was_forced(plan):
     forecast = plan.forecast.allocated_bytes
-    assert excess(plan, checked(plan, round((1 + MARGIN) * forecast) - 1)) is None
-    assert "but the forecast was" in excess(plan, checked(plan, 2 * forecast))
-    assert excess(replace(plan, verdict="does not fit"), checked(plan, 2 * forecast)) is None
+    assert excess_warning(plan, checked(plan, round((1 + MARGIN) * forecast) - 1)) is None
+    assert "but the forecast was" in excess_warning(plan, checked(plan, 2 * forecast))
+    assert excess_warning(replace(plan, verdict="does not fit"), checked(plan, 2 * forecast)) is None

@@ -1,4 +1,4 @@
-"""A disk that is really full, a small tmpfs, wherever something is written: nothing is lost, and it goes on after freeing."""
+"""A disk that is really full, a small tmpfs, wherever something is written: nothing is lost, and it continues after freeing."""
 
 import os
 import subprocess
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def disk(tmp_path):
     """A tmpfs of 24 MB: room for a run and some of its checkpoints. Needs the right to mount."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True)
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"a tmpfs can't be mounted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def fill(place, leave=0, name="ballast"):
+def fill(folder, leave=0, name="ballast"):
     """Fill the disk but for `leave` bytes; returns the file to remove."""
-    ballast = place / name
+    ballast = folder / name
     with ballast.open("wb", buffering=0) as file:
         with pytest.raises(OSError, match="No space left"):
             while True:
@@ -50,14 +50,14 @@ def finished(make_run, train):
     return run
 
 
-def on_disk(run, place):
+def on_disk(run, folder):
     """A copy of a run, on the small disk."""
-    subprocess.run(["cp", "-r", str(run.path), str(place / "run")], check=True)
-    return RunDirectory(place / "run")
+    subprocess.run(["cp", "-r", str(run.path), str(folder / "run")], check=True)
+    return RunDirectory(folder / "run")
 
 
 @pytest.mark.parametrize("at_step, leave", [(2, 0), (3, 200_000)])
-def test_training_pauses_at_whatever_write_fails_and_goes_on_to_the_same_adapter(
+def test_training_pauses_at_whatever_write_fails_and_continues_to_the_same_adapter(
     make_run, finished, train, tmp_path, disk, at_step, leave
 ):
     run, filled = on_disk(make_run(), disk), tmp_path / "filled"
@@ -108,9 +108,9 @@ def test_merging_leaves_nothing_and_works_after_space_is_freed(finished, disk):
 def test_a_new_run_is_made_whole_or_not_at_all(disk):
     fill(disk, 30_000)
     recipe = ["tiny-cpu", "max_steps=2", "save_steps=0", f"output_dir={disk}/run"]
-    done = subprocess.run([sys.executable, "-m", "finetune", "run", *recipe], capture_output=True, text=True)
-    assert done.returncode == 7, done.stderr
-    assert "Free some space" in done.stderr and "Traceback" not in done.stderr
+    process = subprocess.run([sys.executable, "-m", "finetune", "run", *recipe], capture_output=True, text=True)
+    assert process.returncode == 7, process.stderr
+    assert "Free some space" in process.stderr and "Traceback" not in process.stderr
     assert [path.name for path in disk.iterdir()] == ["ballast"]
 
 
@@ -134,26 +134,26 @@ def test_a_full_disk_tears_no_event_and_loses_no_file(disk):
 def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, monkeypatch, capsys):
     from finetune.cli import main
 
-    def finetune(*words):
-        monkeypatch.setattr("sys.argv", ["finetune", *words])
+    def finetune(*arguments):
+        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
         code = main()
         return code, " ".join("".join(capsys.readouterr()).split())
 
     run = on_disk(finished, disk)
     before = {path for path in run.path.rglob("*") if path.is_file()}
     ballast = fill(disk)
-    for verb, words in {"merge": "has 0 B free", "report": "No space left"}.items():
-        code, said = finetune(verb, str(run.path))
-        assert code == 7 and words in said, said
-    code, said = finetune("eval", str(run.path), "--rows", "2", "--score", "loss")
-    assert code == 0 and "answers are not kept" in said, said
+    for verb, arguments in {"merge": "has 0 B free", "report": "No space left"}.items():
+        code, output = finetune(verb, str(run.path))
+        assert code == 7 and arguments in output, output
+    code, output = finetune("eval", str(run.path), "--rows", "2", "--score", "loss")
+    assert code == 0 and "answers are not kept" in output, output
     assert finetune("push", str(run.path), "alice/lora", "--dry-run")[0] == 0
     monkeypatch.chdir(disk)
     foreign = str(Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml")
     two, job = ("compare", str(run.path), str(finished.path)), ("export-launch", "slurm", "tiny-cpu", "-o", "job")
-    for words in (two, job, ("recipes", "copy", "tiny-cpu"), ("convert", foreign, "-o", "r")):
-        code, said = finetune(*words)
-        assert code == 7 and "No space left" in said, said
+    for arguments in (two, job, ("recipes", "copy", "tiny-cpu"), ("convert", foreign, "-o", "r")):
+        code, output = finetune(*arguments)
+        assert code == 7 and "No space left" in output, output
     assert {path for path in run.path.rglob("*") if path.is_file() and path.stat().st_size} <= before
     assert sorted(path.name for path in disk.iterdir()) == ["ballast", "run"]
     ballast.unlink()

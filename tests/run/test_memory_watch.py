@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from finetune.events import Memory, Phase
-from finetune.run.memory_watch import MemoryWatch, leaks
+from finetune.run.memory_watch import MemoryWatch, is_leaking
 from finetune.system import return_freed_memory
 
 GIB = 2**30
@@ -30,11 +30,11 @@ def sample(**bytes_):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc keeps freed memory")
 def test_freed_memory_goes_back_to_the_system():
     pieces = [b"x" * size for size in [60_000] * 500]
-    kept, own = pieces.pop(), psutil.Process()  # what is behind the others is in use, so that glibc can't shorten its heap
+    last, own = pieces.pop(), psutil.Process()  # memory behind the others stays in use: glibc can't shorten its heap
     pieces.clear()
     before = own.memory_info().rss
     return_freed_memory()
-    assert own.memory_info().rss < before - 20e6 and kept
+    assert own.memory_info().rss < before - 20e6 and last
 
 
 def test_without_a_card_there_is_nothing_to_say():
@@ -42,13 +42,13 @@ def test_without_a_card_there_is_nothing_to_say():
     assert watch.step(sample(process_rss=GIB), 1.0) == [] and watch.epoch(sample()) == []
 
 
-def test_more_in_use_than_the_card_has_is_a_spill_and_said_once():
+def test_more_in_use_than_the_card_has_is_a_spill_and_reported_once():
     watch = MemoryWatch(may_spill=True)
     full = sample(reserved=9 * GIB, peak_allocated=9 * GIB, card_total=8 * GIB, other_processes=0)
     for _ in range(6):
         assert watch.step(sample(reserved=7 * GIB, peak_allocated=7 * GIB, card_total=8 * GIB, other_processes=0), 1.0) == []
-    (said,) = watch.step(full, 60.0)
-    assert "spills" in said and "60.0 s" in said and "the median is 1.0 s" in said
+    (warning,) = watch.step(full, 60.0)
+    assert "spills" in warning and "60.0 s" in warning and "the median is 1.0 s" in warning
     assert watch.step(full, 60.0) == []
 
 
@@ -61,13 +61,13 @@ def test_another_program_that_takes_the_card_is_named_as_such():
     watch = MemoryWatch()
     watch.step(sample(other_processes=GIB), 1.0)
     assert watch.step(sample(other_processes=GIB + 2**20), 1.0) == []
-    (said,) = watch.step(sample(other_processes=3 * GIB), 1.0)
-    assert "other programs use 2.00 GiB more" in said
+    (warning,) = watch.step(sample(other_processes=3 * GIB), 1.0)
+    assert "other programs use 2.00 GiB more" in warning
 
 
 def test_fragmentation_is_a_warning_with_advice():
-    (said,) = MemoryWatch().step(sample(reserved=12 * GIB, peak_reserved=12 * GIB, peak_allocated=8 * GIB), 1.0)
-    assert "4.00 GiB" in said and "packing=true" in said
+    (warning,) = MemoryWatch().step(sample(reserved=12 * GIB, peak_reserved=12 * GIB, peak_allocated=8 * GIB), 1.0)
+    assert "4.00 GiB" in warning and "packing=true" in warning
 
 
 @pytest.mark.parametrize("phase", [None, "evaluate"])
@@ -82,10 +82,10 @@ def test_what_an_earlier_step_or_phase_has_allocated_is_no_fragmentation_of_a_la
 
 
 def test_growth_over_three_epochs_is_a_leak_and_noise_is_not():
-    assert leaks([GIB, GIB + 40 * 2**20, GIB + 80 * 2**20])
-    assert not leaks([GIB, GIB + 1024, GIB + 2048])
-    assert not leaks([GIB, 2 * GIB])
-    assert not leaks([2 * GIB, GIB, 3 * GIB])
+    assert is_leaking([GIB, GIB + 40 * 2**20, GIB + 80 * 2**20])
+    assert not is_leaking([GIB, GIB + 1024, GIB + 2048])
+    assert not is_leaking([GIB, 2 * GIB])
+    assert not is_leaking([2 * GIB, GIB, 3 * GIB])
 
 
 def test_a_leak_is_reported_at_the_epochs_end():

@@ -22,14 +22,14 @@ def program(tmp_path, monkeypatch):
 
     def write(name, status=0):
         path = tmp_path / name
-        path.write_text(f'#!/bin/sh\nfor each; do echo "$each"; done > {path}.said\necho no service >&2\nexit {status}\n')
+        path.write_text(f'#!/bin/sh\nfor each; do echo "$each"; done > {path}.sent\necho no service >&2\nexit {status}\n')
         path.chmod(0o755)
-        return lambda: path.with_suffix(".said").read_text().splitlines()
+        return lambda: path.with_suffix(".sent").read_text().splitlines()
 
     return write
 
 
-def test_each_program_is_told_the_run_and_how_it_ended(program, tmp_path):
+def test_each_program_gets_the_run_and_its_final_state(program, tmp_path):
     desktop, apprise = program("notify-send"), program("apprise")
     assert notify("desktop", tmp_path / "--one", ENDED) == "" and notify("apprise", tmp_path / "one", ENDED) == ""
     assert desktop() == ["--app-name=finetune", "--", "--one: finished", "adapter in runs/one/adapter"]
@@ -37,7 +37,7 @@ def test_each_program_is_told_the_run_and_how_it_ended(program, tmp_path):
     assert notify("none", tmp_path, ENDED) == ""
 
 
-def test_what_fails_or_is_missing_is_said_and_nothing_is_raised(program, tmp_path, monkeypatch):
+def test_what_fails_or_is_missing_is_reported_and_nothing_is_raised(program, tmp_path, monkeypatch):
     program("apprise", 1)
     assert notify("apprise", tmp_path, ENDED) == "no notification was sent: apprise: no service"
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -53,13 +53,13 @@ def test_a_recipe_chooses_it_and_has_no_address():
 
 
 def test_a_supervisor_sends_one_when_its_run_has_ended(kept_run, home, program):
-    said, run = program("apprise"), RunDirectory(kept_run(home))
+    sent, run = program("apprise"), RunDirectory(kept_run(home))
     values = json.loads(run.plan.read_text())
     values["plan"]["notify"] = "apprise"
     run.plan.write_text(json.dumps(values))
     supervisor = Supervisor(run)
     supervisor.seen = [State(state="running"), ENDED]
-    assert supervisor._notify(0) == 0 and said()[0] == "--title=finished: finished"
+    assert supervisor._notify(0) == 0 and sent()[0] == "--title=finished: finished"
     program("apprise", 1)
     assert supervisor._notify(7) == 7
     assert read_events(run.events)[-1].message == "no notification was sent: apprise: no service"

@@ -30,7 +30,7 @@ def resident(make_run, train):
     return run
 
 
-def said(run):
+def recorded_values(run):
     """What a run tells of its result, without seconds and bytes."""
     seen = {}
     for event in read_events(run.events):
@@ -47,12 +47,12 @@ def said(run):
 def test_losses_answers_and_the_adapter_are_those_of_a_resident_run(resident, make_run, train, how):
     run = make_run(*RECOMPUTED, *how)
     assert train(run) == 0, run.log.read_text()[-2000:]
-    assert said(run) == said(resident) and len(said(run)) > 8 + 2
+    assert recorded_values(run) == recorded_values(resident) and len(recorded_values(run)) > 8 + 2
     assert adapter_hash(run) == adapter_hash(resident)
 
 
 @pytest.mark.parametrize(("first", "then"), [(False, "cpu"), ("cpu", False), ("cpu", "nvme")])
-def test_a_killed_run_goes_on_from_and_to_a_resident_one(resident, tmp_path, train, first, then):
+def test_a_killed_run_continues_from_and_to_a_resident_one(resident, tmp_path, train, first, then):
     leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "*lock")
     shutil.copytree(resident.path, tmp_path / "run", ignore=leave)
     run = type(resident)(tmp_path / "run")
@@ -85,10 +85,10 @@ def change_plan(run, resident, how):
 def test_answers_of_the_result_stream_the_layers_too(resident, tmp_path):
     shutil.copytree(resident.path, tmp_path / "run")
     run = type(resident)(tmp_path / "run")
-    said = []
+    answers = []
     for how in (False, "cpu"):
         change_plan(run, resident, how)
         answerer = Answerer(run)
         question = answerer.prompt_ids([{"role": "user", "content": "Where is my parcel?"}])
-        said.append(answerer.answer([question], max_new_tokens=8))
-    assert said[0] == said[1]
+        answers.append(answerer.answer([question], max_new_tokens=8))
+    assert answers[0] == answers[1]

@@ -10,11 +10,11 @@ BATCH = 4
 
 
 def orders(lengths, epochs=2, seed=3, steps=1000):
-    sampler, found = LongestEarly(lengths, seed, BATCH, steps), []
+    sampler, epochs_order = LongestEarly(lengths, seed, BATCH, steps), []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        epochs_order.append(list(sampler))
+    return epochs_order
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 40])

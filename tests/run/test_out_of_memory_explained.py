@@ -18,11 +18,11 @@ def block(size, state="active_allocated", frames=()):
 def segment(*blocks, stream=0, kind="large", expandable=False):
     """As torch 2.13 writes it, with the blocks one after another."""
     address = next(segment.addresses)
-    for one in blocks:
-        one["address"] = address
-        address += one["size"]
-    total = sum(one["size"] for one in blocks)
-    active = sum(one["size"] for one in blocks if one["state"] != "inactive")
+    for block in blocks:
+        block["address"] = address
+        address += block["size"]
+    total = sum(block["size"] for block in blocks)
+    active = sum(block["size"] for block in blocks if block["state"] != "inactive")
     return {
         "device": 0,
         "address": address - total,
@@ -93,9 +93,9 @@ def test_holders_are_named_by_the_line_that_allocated_them_or_by_size():
 
 
 def test_only_the_largest_holders_are_named():
-    found = holders(snapshot(segment(*(block(size * MIB) for size in range(1, 40)))))
-    assert len(found) == MOST_HOLDERS and list(found.values()) == sorted(found.values(), reverse=True)
-    assert next(iter(found.values())) == 39 * MIB
+    named = holders(snapshot(segment(*(block(size * MIB) for size in range(1, 40)))))
+    assert len(named) == MOST_HOLDERS and list(named.values()) == sorted(named.values(), reverse=True)
+    assert next(iter(named.values())) == 39 * MIB
 
 
 def test_with_the_history_the_request_is_known_to_the_byte():
@@ -135,8 +135,8 @@ def test_with_the_history_the_request_is_known_to_the_byte():
 )
 def test_a_damaged_snapshot_explains_less_and_is_no_error(hostile):
     assert requested_bytes(hostile) is None
-    found = free_memory(hostile, GIB)
-    assert found is None or (found.blocks, found.usable) == ((), ())
+    free = free_memory(hostile, GIB)
+    assert free is None or (free.blocks, free.usable) == ((), ())
     assert all(size > 0 for size in holders(hostile).values())
 
 
@@ -165,7 +165,7 @@ def out_of_memory(**more):
 
 
 def test_fragmentation_is_named_with_the_pieces():
-    said = explanation(
+    message = explanation(
         out_of_memory(
             free_bytes=1600 * MIB,
             free_blocks=3,
@@ -176,16 +176,16 @@ def test_fragmentation_is_named_with_the_pieces():
             holders={"32 x 448 MiB": 14 * GIB},
         )
     )
-    assert said.startswith("1.00 GiB were asked for in phase train, 100 MiB more could be reserved. Fragmentation: 1.56 GiB")
-    assert "3 pieces" in said and "has 900 MiB" in said and "32 x 448 MiB (14.0 GiB)" in said
-    assert "expected 20.0 GiB allocated and 21.0 GiB reserved at most" in said and "more than forecast" not in said
+    assert message.startswith("1.00 GiB were asked for in phase train, 100 MiB more could be reserved. Fragmentation: 1.56 GiB")
+    assert "3 pieces" in message and "has 900 MiB" in message and "32 x 448 MiB (14.0 GiB)" in message
+    assert "expected 20.0 GiB allocated and 21.0 GiB reserved at most" in message and "more than forecast" not in message
 
 
-def test_more_than_forecast_and_too_little_altogether_are_told_apart_from_fragmentation():
-    said = explanation(
+def test_more_than_forecast_and_too_little_altogether_are_distinguished_from_fragmentation():
+    message = explanation(
         out_of_memory(free_bytes=MIB, free_blocks=1, largest_free_block_bytes=MIB, largest_usable_block_bytes=MIB)
     )
-    assert "too little together" in said and "Fragmentation" not in said
+    assert "too little together" in message and "Fragmentation" not in message
     assert "Fragmentation" not in explanation(out_of_memory()) and "No reserved memory is free" in explanation(out_of_memory())
     more = {**event_json(out_of_memory()), "peak_allocated_bytes": 21 * GIB}
     assert "more than forecast" in explanation(event_from(more))

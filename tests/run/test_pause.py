@@ -1,4 +1,4 @@
-"""`pause` frees the card within a step; `resume` goes on to the same adapter as a run that was never paused."""
+"""`pause` frees the card within a step; `resume` continues to the same adapter as a run that was never paused."""
 
 import time
 
@@ -8,7 +8,7 @@ from conftest import adapter_hash
 from finetune.cli import main
 from finetune.events import Step, read_events
 from finetune.run import control
-from finetune.run.state import is_alive, process_is, read_processes
+from finetune.run.state import is_alive, is_recorded_process, read_processes
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,8 @@ def finetune(monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr("sys.argv", ["finetune", *arguments])
         code = main()
-        said = capsys.readouterr()
-        return code, " ".join((said.out + said.err).split())
+        output = capsys.readouterr()
+        return code, " ".join((output.out + output.err).split())
 
     return call
 
@@ -41,7 +41,7 @@ def steps_when_asked(monkeypatch):
     return seen
 
 
-def test_a_paused_run_leaves_the_card_within_a_step_and_goes_on_bit_exactly(make_run, train, finetune, steps_when_asked):
+def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(make_run, train, finetune, steps_when_asked):
     settings = ("lora_dropout=0.1", "max_steps=12", "effective_batch_size=32")  # steps that are long beside a signal's way
     whole, paused = make_run(*settings), make_run(*settings)
     assert train(whole) == 0, whole.log.read_text()[-2000:]
@@ -49,15 +49,15 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_goes_on_bit_exactly(make
     while len(steps_of(paused)) < 3:
         assert is_alive(paused), paused.log.read_text()[-2000:]
         time.sleep(0.01)
-    code, said = finetune("pause", str(paused.path))
+    code, output = finetune("pause", str(paused.path))
     at = steps_of(paused)[-1]
-    assert code == 0 and f"paused at step {at} of 12; the card is free" in said and "finetune resume" in said
+    assert code == 0 and f"paused at step {at} of 12; the card is free" in output and "finetune resume" in output
     assert at <= steps_when_asked[0] + 2, "the step that ran while it was asked, and at most one more"
-    assert not any(process_is(record) for record in read_processes(paused).values() if record)
+    assert not any(is_recorded_process(record) for record in read_processes(paused).values() if record)
     control.resume(paused)
     assert control.wait(paused, 900)
     assert steps_of(paused) == list(range(1, 13))
     assert adapter_hash(paused) == adapter_hash(whole)
-    code, said = finetune("pause", str(paused.path))
-    assert code == 2 and "is not running: finished" in said
+    code, output = finetune("pause", str(paused.path))
+    assert code == 2 and "is not running: finished" in output
     assert finetune("pause", "nothing")[0] == 2

@@ -19,7 +19,7 @@ def other(folder, name, *cards):
     return process
 
 
-def test_runs_wait_in_order_and_the_next_goes_on_when_one_leaves(tmp_path):
+def test_runs_wait_in_order_and_the_next_continues_when_one_leaves(tmp_path):
     first, second, mine = other(tmp_path, "/first"), other(tmp_path, "/second"), Queue(tmp_path, CARD)
     mine.join(tmp_path / "mine")
     assert mine.ahead() == ["/first", "/second"]

@@ -16,7 +16,7 @@ from finetune.plan.plan import read_plan
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import process_is, process_record, read_processes, read_state
+from finetune.run.state import is_recorded_process, process_record, read_processes, read_state
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
     record = process_record(os.getpid())
     created = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 2.0)
-    assert process_is(record)
-    assert not process_is({**record, "started_ticks": record["started_ticks"] + 1})
+    assert is_recorded_process(record)
+    assert not is_recorded_process({**record, "started_ticks": record["started_ticks"] + 1})
 
 
 def test_a_run_is_asked_to_stop_once_however_often_stop_is_called(tmp_path):

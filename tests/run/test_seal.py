@@ -56,15 +56,15 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path):
     folder = sealed(tmp_path, 10)
     manifest = folder / MANIFEST
     good = manifest.read_bytes()
-    for place in range(0, len(good), 7):
+    for offset in range(0, len(good), 7):
         broken = bytearray(good)
-        broken[place] ^= 1
+        broken[offset] ^= 1
         manifest.write_bytes(broken)
         try:
-            same = json.loads(broken) == json.loads(good)  # a changed blank changes nothing
+            unchanged = json.loads(broken) == json.loads(good)  # a changed blank changes nothing
         except ValueError:
-            same = False
-        assert same or verify(folder), f"byte {place}"
+            unchanged = False
+        assert unchanged or verify(folder), f"byte {offset}"
 
 
 def test_an_unsealed_checkpoint_does_not_count(tmp_path):

@@ -49,9 +49,9 @@ def test_the_projects_own_values_come_back():
 
 @pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
 def test_numbers_that_json_has_not_are_text_on_the_way(value, text):
-    made = to_json({"nested": [value], "at": Outer("fits", loss=value)})
-    assert (made["nested"], made["at"]["loss"]) == ([text], text)
-    assert repr(from_json(Outer, made["at"]).loss) == repr(value)
+    as_json = to_json({"nested": [value], "at": Outer("fits", loss=value)})
+    assert (as_json["nested"], as_json["at"]["loss"]) == ([text], text)
+    assert repr(from_json(Outer, as_json["at"]).loss) == repr(value)
 
 
 def test_paths_are_text():

@@ -65,15 +65,15 @@ def test_same_seed_same_adapter(unbroken, twin, train):
 
 def test_killed_at_twenty_random_moments_the_adapter_is_the_same(unbroken, tmp_path, train, kill):
     times = [event.time_s for event in read_events(unbroken.events)]
-    lasts_s, moments, same = times[-1] - times[0] + 0.5, random.Random(0), 0
+    lasts_s, moments, n_equal = times[-1] - times[0] + 0.5, random.Random(0), 0
     for number in range(20):
         run = fresh_copy(unbroken, tmp_path / str(number))
         pid = train.start(run)
         time.sleep(moments.uniform(0.2, lasts_s))
         kill(pid)
         assert train(run) in (0,), run.log.read_text()[-2000:]
-        same += adapter_hash(run) == adapter_hash(unbroken)
-    assert same == 20
+        n_equal += adapter_hash(run) == adapter_hash(unbroken)
+    assert n_equal == 20
 
 
 def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train):
@@ -109,20 +109,20 @@ def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin
     assert losses(twin) == losses(unbroken)
 
 
-def test_the_result_is_on_disk_before_the_run_is_said_to_have_finished(twin, train, tmp_path):
+def test_the_result_is_on_disk_before_the_run_reports_that_it_finished(twin, train, tmp_path):
     def fault():
         sync, emit = os.fsync, EventWriter.emit
 
-        def tell(words):
+        def record(message):
             with (tmp_path / "order").open("a") as file:
-                file.write(f"{words}\n")
+                file.write(f"{message}\n")
 
         def fsync(number):
-            tell(str(Path(f"/proc/self/fd/{number}").readlink()))
+            record(str(Path(f"/proc/self/fd/{number}").readlink()))
             sync(number)
 
         def emitted(self, event):
-            tell(f"event {getattr(event, 'state', '')}")
+            record(f"event {getattr(event, 'state', '')}")
             emit(self, event)
 
         os.fsync, EventWriter.emit = fsync, emitted

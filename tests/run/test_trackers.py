@@ -52,8 +52,8 @@ def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
     names = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "learning_rate"}
     names |= {name: name for name in ("tokens_per_s", "step_s")} | {f"memory/{name}": name for name in Memory.__annotations__}
     for tag, field in names.items():
-        known = {event.step: getattr(event, field) for event in steps if getattr(event, field) is not None}
-        assert curves.get(tag, {}) == pytest.approx(known), tag
+        expected = {event.step: getattr(event, field) for event in steps if getattr(event, field) is not None}
+        assert curves.get(tag, {}) == pytest.approx(expected), tag
     assert "memory/process_rss_bytes" in curves and len(steps) == 8
     for tag, value in {"forecast/peak_bytes": plan.forecast.peak_bytes, "forecast/budget_bytes": plan.budget_bytes}.items():
         assert curves[tag] == pytest.approx(dict.fromkeys(range(1, 9), value)), tag
@@ -100,7 +100,7 @@ def test_a_tracker_that_can_not_be_opened_is_left_out_and_the_run_finishes(make_
     assert "switched off" in warning and len(events_of(run, "step")) == 8
 
 
-def test_a_tracker_that_can_not_be_closed_is_said_and_the_last_event_stays(make_run, train, capfd):
+def test_a_tracker_that_can_not_be_closed_is_reported_and_the_last_event_stays(make_run, train, capfd):
     def breaks():
         from torch.utils.tensorboard import SummaryWriter
 
@@ -171,9 +171,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_read_or_w
             (packages / path.name).symlink_to(path)
     recipe = ["tiny-cpu", "report_to=[tensorboard]", "dataset.path=missing.jsonl", f"output_dir={tmp_path}/runs/x"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)])}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-S", "-m", "finetune", "run", *recipe], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 2, done.stderr
-    assert "pip install tensorboard" in " ".join(done.stderr.split()) and "missing.jsonl" not in done.stderr
+    assert process.returncode == 2, process.stderr
+    assert "pip install tensorboard" in " ".join(process.stderr.split()) and "missing.jsonl" not in process.stderr
     assert not (tmp_path / "runs").exists()

@@ -45,14 +45,14 @@ def says(name):
 @pytest.fixture(scope="module")
 def adapter(make_run, train):
     """adapter(overrides) -> hash of what these settings train; each is trained once."""
-    known = {}
+    hashes = {}
 
     def trained(*overrides):
-        if overrides not in known:
+        if overrides not in hashes:
             run = make_run(*overrides)
             assert train(run) == 0, run.log.read_text()[-2000:]
-            known[overrides] = adapter_hash(run)
-        return known[overrides]
+            hashes[overrides] = adapter_hash(run)
+        return hashes[overrides]
 
     return trained
 

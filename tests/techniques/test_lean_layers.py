@@ -52,7 +52,7 @@ def test_gradients_in_16_bit_are_no_further_from_fp64_than_pefts(family, half):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rope_is_lean_in_16_bit_wherever_the_summary_has_it(family, monkeypatch):
     model, calls, rotated = cast(model_of(family), torch.bfloat16), [], rotary._rotated
-    monkeypatch.setattr(rotary, "_rotated", lambda *given: calls.append(given) or rotated(*given))
+    monkeypatch.setattr(rotary, "_rotated", lambda *inputs: calls.append(inputs) or rotated(*inputs))
     gradients(model, tokens(), torch.bfloat16, lean=True)
     lean_layers = sum("1 RoPE" in lean_summary(layer) for layer in decoder_layers(model))
     assert len(calls) == 4 * lean_layers  # of q and k, forward and backward
@@ -81,7 +81,7 @@ def test_on_a_card_torchs_norm_is_called_where_it_is_switched_on(monkeypatch):
         monkeypatch.setattr(functions, "FUSED_NORM", switched_on)
         with FakeTensorMode(), Operators() as seen:
             x, weight = (torch.ones(*shape, 64, device="cuda", dtype=torch.bfloat16) for shape in ((2, 8), ()))
-            context = SimpleNamespace(save_for_backward=lambda *given: setattr(context, "saved_tensors", given))
+            context = SimpleNamespace(save_for_backward=lambda *tensors: setattr(context, "saved_tensors", tensors))
             with torch.no_grad():  # without a card torch has no thread for its backward
                 functions.RmsNorm.forward(context, x, weight, 1e-6, functions.NormForm(False, False))
                 functions.RmsNorm.backward(context, torch.ones_like(x))

@@ -55,12 +55,12 @@ def warm_up():
 
 def handle(connection, listener):
     """Start the command, say its process id, and its status when it has ended; end it when the client is gone."""
-    words, files, _, _ = socket.recv_fds(connection, 2**20, 3)
+    arguments, files, _, _ = socket.recv_fds(connection, 2**20, 3)
     child = os.fork()
     if child == 0:
         connection.close()
         listener.close()
-        run(json.loads(words), files)
+        run(json.loads(arguments), files)
     connection.sendall(f"{child}\n".encode())
     ended = os.pidfd_open(child)
     if ended not in select.select([connection, ended], [], [])[0]:
@@ -100,8 +100,8 @@ def run(wish, files):
         os._exit(code)
 
 
-def _said(words):
-    sys.stderr.write(f"{words}\n")
+def _said(message):
+    sys.stderr.write(f"{message}\n")
     return 1
 
 
@@ -113,18 +113,18 @@ def customize(path):
 
 def start():
     """As `python [-P] [-u] (-m MODULE | -c CODE | FILE) ARGUMENTS` does."""
-    words = sys.argv[1:]
-    while words[0] in ("-P", "-u"):
-        words = words[1:]
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(words[1], {"__name__": "__main__"})
+    arguments = sys.argv[1:]
+    while arguments[0] in ("-P", "-u"):
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def environment(folder):
 
 
 def python(folder, *arguments, code=0):
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment(folder))
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment(folder))
+    assert process.returncode == code, process.stdout[-2000:] + process.stderr[-2000:]
+    return process.stdout
 
 
 def wait_for(true, run=None):
@@ -67,8 +67,8 @@ def steps(run):
 def stopped(workspace):
     """A run that was started in the background and stopped after its first steps; and what `finetune stop` printed."""
     short = [f"max_steps={LAST_STEP}", "save_steps=10", "eval_steps=0", "lora_r=4", "lora_alpha=8", "dataloader_num_workers=1"]
-    said = json.loads(python(workspace, "-m", "finetune", "run", "tiny-cpu", *short, "--detach", "--json"))
-    run = RunDirectory(workspace / said["run"])
+    started = json.loads(python(workspace, "-m", "finetune", "run", "tiny-cpu", *short, "--detach", "--json"))
+    run = RunDirectory(workspace / started["run"])
     wait_for(lambda: starts(run), run)  # its first step waits until a data loader is spawned, which takes longer than a stop
     return run, json.loads(python(workspace, "-m", "finetune", "stop", "latest", "--json"))
 
@@ -88,14 +88,14 @@ def test_our_modules_lack_what_windows_lacks_and_others_have_it(line, tmp_path):
 
 
 def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(stopped):
-    run, said = stopped
-    assert said["state"] == "stopped" and said["exit_code"] == 143
+    run, outcome = stopped
+    assert outcome["state"] == "stopped" and outcome["exit_code"] == 143
     assert newest_verified(run.checkpoints)[0].step == steps(run)[-1] < LAST_STEP
 
 
 def test_a_stopped_run_resumes_from_its_checkpoint_to_the_end(resumed):
-    run, newest, said = resumed
-    assert json.loads(said.splitlines()[-1])["state"] == "finished" and run.adapter.is_dir()
+    run, newest, output = resumed
+    assert json.loads(output.splitlines()[-1])["state"] == "finished" and run.adapter.is_dir()
     assert starts(run) == [None, f"checkpoint-{newest}"]
     assert steps(run) == list(range(1, LAST_STEP + 1))
 

@@ -32,9 +32,9 @@ def make(make_run, tmp_path_factory):
     """make(*overrides) -> a run whose held-out rows are few."""
     from finetune.bundled import dataset_paths
 
-    held = tmp_path_factory.mktemp("rows") / "held.jsonl"
-    held.write_text("".join(dataset_paths("support")["eval"].read_text().splitlines(keepends=True)[:8]))
-    return lambda *overrides: make_run("sample_answers=0", "eval_steps=3", f"dataset.eval_path={held}", *overrides)
+    eval_file = tmp_path_factory.mktemp("rows") / "held.jsonl"
+    eval_file.write_text("".join(dataset_paths("support")["eval"].read_text().splitlines(keepends=True)[:8]))
+    return lambda *overrides: make_run("sample_answers=0", "eval_steps=3", f"dataset.eval_path={eval_file}", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ def foreign(tmp_path):
 OPEN = ("lora_r=auto", "lora_alpha=auto", "target_modules=auto", "load_in_4bit=auto")
 
 
-def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_said(foreign):
+def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_reported(foreign):
     folder = foreign(use_rslora=True)
-    made, reasons = inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
-    assert (made.lora_r, made.lora_alpha, made.target_modules, made.use_rslora) == (4, 8.0, ["q_proj", "v_proj"], True)
+    recipe, reasons = inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
+    assert (recipe.lora_r, recipe.lora_alpha, recipe.target_modules, recipe.use_rslora) == (4, 8.0, ["q_proj", "v_proj"], True)
     assert set(reasons) == {"lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora"}
-    same = ["lora_r=4", "lora_alpha=8", "target_modules=[v_proj,q_proj]", "use_rslora=true"]
-    assert inherit_settings(load_recipe("tiny-cpu", [*same, f"adapter={folder}"]))[0].lora_r == 4
+    equal_settings = ["lora_r=4", "lora_alpha=8", "target_modules=[v_proj,q_proj]", "use_rslora=true"]
+    assert inherit_settings(load_recipe("tiny-cpu", [*equal_settings, f"adapter={folder}"]))[0].lora_r == 4
     with pytest.raises(RecipeError) as refused:
         inherit_settings(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
     assert len(refused.value.problems) == 4 and "leave out lora_r, lora_alpha, target_modules, use_dora" in refused.value.fix
@@ -109,18 +109,18 @@ def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_anoth
 
 @pytest.mark.slow
 def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make, train):
-    again = make("max_steps=6", f"adapter={first.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto")
-    assert read_plan(again.plan).settings.lora_alpha == 24.0
-    assert read_plan(again.plan).forecast.peaks == read_plan(first.plan).forecast.peaks
-    assert read_plan(again.plan).reasons["lora_r"].startswith("the adapter's")
-    assert train(again) == 0, again.log.read_text()[-2000:]
+    second = make("max_steps=6", f"adapter={first.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto")
+    assert read_plan(second.plan).settings.lora_alpha == 24.0
+    assert read_plan(second.plan).forecast.peaks == read_plan(first.plan).forecast.peaks
+    assert read_plan(second.plan).reasons["lora_r"].startswith("the adapter's")
+    assert train(second) == 0, second.log.read_text()[-2000:]
     (result,) = of(first, Result)
-    losses = {event.step: event.eval_loss for event in of(again, Evaluation)}
+    losses = {event.step: event.eval_loss for event in of(second, Evaluation)}
     assert losses[0] == result.eval_loss and losses[6] != losses[0]
-    facts = base_adapter_of(again)
+    facts = base_adapter_of(second)
     assert (facts.name, facts.step, facts.eval_loss) == (str(first.path), result.step, result.eval_loss)
-    assert facts.base == manifest(again.adapter)["base"]
-    assert manifest(again.checkpoints / "checkpoint-6")["facts"]["origin"]
+    assert facts.base == manifest(second.adapter)["base"]
+    assert manifest(second.checkpoints / "checkpoint-6")["facts"]["origin"]
 
 
 @pytest.mark.slow
@@ -139,10 +139,10 @@ def test_killed_and_without_its_first_run_it_resumes_bit_exactly(first, make, tr
         real = training.seal
 
         def seal(folder, target, step, facts):
-            done = real(folder, target, step, facts)
+            checkpoint = real(folder, target, step, facts)
             if step == 4:
                 os._exit(137)
-            return done
+            return checkpoint
 
         training.seal = seal
 
@@ -159,7 +159,7 @@ def test_where_training_on_only_makes_it_worse_the_result_is_what_it_began_with(
     (result,) = of(worse, Result)
     assert (result.step, result.last_step) == (0, 3) and result.last_eval_loss > result.eval_loss
     assert adapter_hash(worse) == adapter_hash(first)
-    assert "best at step 0 of 3, the adapter from which it went on" in read_state(worse).message
+    assert "best at step 0 of 3, the adapter that it continued from" in read_state(worse).message
 
 
 @pytest.mark.slow

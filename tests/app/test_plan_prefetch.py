@@ -37,11 +37,11 @@ def all_neighbours():
 
 
 def test_neighbours_differ_in_one_setting_nearest_first_and_are_recipes():
-    found = all_neighbours()
-    changed = [[name for name in USUAL if getattr(recipe, name) != getattr(SETTINGS, name)] for recipe in found]
+    recipes = all_neighbours()
+    changed = [[name for name in USUAL if getattr(recipe, name) != getattr(SETTINGS, name)] for recipe in recipes]
     assert all(len(names) == 1 for names in changed)
-    assert [recipe.lora_r for recipe in found if recipe.lora_r != 16] == [8, 32, 64, 128, 256]
-    assert all(recipe.effective_batch_size % 8 == 0 for recipe in found)  # the recipe sets 8 rows at once
+    assert [recipe.lora_r for recipe in recipes if recipe.lora_r != 16] == [8, 32, 64, 128, 256]
+    assert all(recipe.effective_batch_size % 8 == 0 for recipe in recipes)  # the recipe sets 8 rows at once
 
 
 def test_every_neighbour_is_planned_in_another_process(planned):

@@ -48,17 +48,17 @@ RECIPES = [*ONCE, *generated(198)]
 
 def run(*arguments):
     """The command in this process: exit code, standard output, standard error."""
-    said, wrong, argv = io.StringIO(), io.StringIO(), sys.argv
+    output, wrong, argv = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["finetune", *arguments]
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
-            return main(), said.getvalue(), wrong.getvalue()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(wrong):
+            return main(), output.getvalue(), wrong.getvalue()
     finally:
         sys.argv = argv
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doors")
     shutil.copy(dataset_paths("support")["train"], folder / "rows.jsonl")
     (folder / "bad.jsonl").write_text((folder / "rows.jsonl").read_text() + '{"messages": []}\n')
@@ -76,14 +76,14 @@ def plain(text):
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_two_hundred_recipes_get_one_answer_from_every_door(place, page, monkeypatch, part):
-    monkeypatch.chdir(place)
+def test_two_hundred_recipes_get_one_answer_from_every_door(workspace, page, monkeypatch, part):
+    monkeypatch.chdir(workspace)
     monkeypatch.setenv("COLUMNS", "400")
     for values in RECIPES[part::10]:
         text = "".join(f"{name}: {value}\n" for name, value in values.items())
         Path("recipe").write_text(text)
-        code, said, _ = run("plan", "recipe", "--json")
-        answer = json.loads(said)
+        code, output, _ = run("plan", "recipe", "--json")
+        answer = json.loads(output)
         asked = page.answer({"kind": "plan", "recipe": text, "compare": True})
         shown_code, shown, wrong = run("plan", "recipe")
         assert shown_code == code, text

@@ -25,7 +25,7 @@ def plan(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr("finetune.card.host._container_limit", lambda: None)
 
-    def made(**changes):
+    def make(**changes):
         forecast = Forecast(GIB, GIB, GIB, GIB, GIB, {"weights": GIB}, {"train": GIB})
         card = dataclasses.replace(find_card("rtx-4090"), source="measured")
         copies = dataclasses.replace(COPIES, **changes)
@@ -33,10 +33,10 @@ def plan(monkeypatch):
         settings = plainest(recipe, activation_checkpointing=True)
         return Plan(settings, {}, card, Verdict.FITS, forecast=forecast, layer_copies=copies)
 
-    return made
+    return make
 
 
-def test_too_little_host_memory_is_told_before_anything_is_loaded(plan):
+def test_too_little_host_memory_is_reported_before_anything_is_loaded(plan):
     with pytest.raises(MachineError, match=r"80 layers need 32.0 GiB of pinned host memory, 7.22 GiB are free") as error:
         check_layer_offloading(plan(place="cpu", weight_bytes=32 * GIB, pinned_bytes=32 * GIB))
     assert "layer_offloading=nvme" in error.value.fix
@@ -46,15 +46,15 @@ def test_too_little_host_memory_is_told_before_anything_is_loaded(plan):
     assert check_layer_offloading(enough) is enough
 
 
-def test_a_drive_without_room_for_the_file_is_told(plan, tmp_path):
+def test_a_drive_without_room_for_the_file_is_reported(plan, tmp_path):
     with pytest.raises(DiskFull, match="the file of 80 layers needs"):
         check_layer_offloading(plan(weight_bytes=2**50), folder=tmp_path)
 
 
 def test_the_drives_speed_is_measured_and_a_step_priced_with_it(plan, tmp_path):
-    given = plan(moved_bytes_per_step=GIB)
-    seen = check_layer_offloading(given, folder=tmp_path)
-    assert seen.layer_copies.copied_bytes_per_s <= given.card.pcie_bytes_s
+    planned = plan(moved_bytes_per_step=GIB)
+    seen = check_layer_offloading(planned, folder=tmp_path)
+    assert seen.layer_copies.copied_bytes_per_s <= planned.card.pcie_bytes_s
     assert seen.layer_copies.forward_copying_s == pytest.approx(GIB / 2 / seen.layer_copies.copied_bytes_per_s)
     assert "GB/s; the run moves 1.00 GiB a step behind 2 min 00 s of arithmetic" in seen.forecast.notes[-1]
     assert list(tmp_path.iterdir()) == []
@@ -68,7 +68,7 @@ def test_a_drive_far_too_slow_is_refused_unless_forced(plan, tmp_path):
     assert check_layer_offloading(much, force=True, folder=tmp_path).layer_copies.waiting_s > 1000
 
 
-def test_a_full_disk_and_a_folder_that_can_not_be_written_are_told(tmp_path):
+def test_a_full_disk_and_a_folder_that_can_not_be_written_are_reported(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DiskFull, match="can't be written"):
         measure_read_rate(tmp_path / "file")

@@ -17,6 +17,6 @@ skip_gc_at_exit()
 
 
 def test_training_collects_as_usual_and_what_was_there_before_is_set_aside():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    usual, rarely, training, set_aside = json.loads(done.stdout)
+    process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    usual, rarely, training, set_aside = json.loads(process.stdout)
     assert rarely[0] > usual[0] and training == usual and set_aside > 0
