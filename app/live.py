@@ -30,7 +30,7 @@ from finetune.events import (
     event_json,
 )
 from finetune.files import write_json
-from finetune.plan.plan import Plan
+from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
 

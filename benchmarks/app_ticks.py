@@ -23,8 +23,8 @@ from app.views import run as run_view
 from finetune.card.card import Card
 from finetune.events import EventWriter, Step, event_json
 from finetune.files import write_json
-from finetune.forecast.forecast import Forecast
-from finetune.plan.plan import Plan
+from finetune.memory.forecast import Forecast
+from finetune.planner.plan import Plan
 from finetune.recipe import DatasetRecipe, Recipe
 from finetune.run.directory import RunDirectory
 

@@ -33,7 +33,7 @@ from standin_gpu.sparse_model import write_sparse_model
 
 GIB = 1 << 30
 if TYPE_CHECKING:
-    from finetune.forecast.forecast import Forecast
+    from finetune.memory.forecast import Forecast
 
     BudgetOf = Callable[[Forecast], float]
 
@@ -227,7 +227,7 @@ def train_run(run: Path) -> int:
     """The exit status of the run's worker in this process."""
     import torch
 
-    from finetune.plan.plan import read_plan
+    from finetune.planner.plan import read_plan
     from finetune.run.card import cards_of
     from finetune.run.supervise import worker_environment
     from finetune.run.worker import main as work

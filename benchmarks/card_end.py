@@ -37,7 +37,7 @@ from benchmarks.card_matrix import on_machine, restart_with_libraries, with_own_
 from standin_gpu.machine import Machine, describe
 
 if TYPE_CHECKING:
-    from finetune.forecast.forecast import Forecast
+    from finetune.memory.forecast import Forecast
 
 RESULTS = ROOT / "benchmarks" / "reference" / "card_end.csv"
 COLUMNS = ("case", "base_format", "gpu_bytes", "verdict", "outcome", "changes", "seconds")

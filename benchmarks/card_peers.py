@@ -196,7 +196,7 @@ def write_job(cell: Cell, model: Path, folder: Path) -> Path:
 def planned_tokens(cell: Cell) -> int:
     """Tokens of the longest row that this project's planner accepts on the GPU: where its search begins."""
     from benchmarks.longest_rows import longest, plan_for
-    from finetune.plan.plan import Verdict
+    from finetune.planner.plan import Verdict
 
     changes = {"lora_r": 16, **cell.settings}
     if plan_for(cell.gpu, MOST_TOKENS, changes).verdict == Verdict.FITS:

@@ -30,13 +30,13 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.compat.torch import backward
 from finetune.compat.transformers import enable_checkpointing, keys_repeated, without_packing_detection
-from finetune.forecast.card_semantics import card_semantics
-from finetune.forecast.depth import simulate_deep
-from finetune.forecast.fake_model import materialise
-from finetune.forecast.fake_optimizer import first_step
-from finetune.forecast.rules import cublas_workspace_bytes, rules_for
-from finetune.forecast.simulate import Simulation, observe
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.card_semantics import card_semantics
+from finetune.memory.depth import simulate_deep
+from finetune.memory.fake_model import materialise
+from finetune.memory.fake_optimizer import first_step
+from finetune.memory.rules import cublas_workspace_bytes, rules_for
+from finetune.memory.simulate import Simulation, observe
+from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
 from finetune.model.catalogue import catalogue
 from finetune.model.transformers_config import config_from

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from finetune.card import find_card
-from finetune.plan.plan import Plan, Verdict
-from finetune.plan.planner import make_plan
+from finetune.planner.plan import Plan, Verdict
+from finetune.planner.planner import make_plan
 from finetune.recipe import recipe_from
 from finetune.units import GIB
 

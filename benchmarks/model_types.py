@@ -71,7 +71,7 @@ def default_values(kind: str, layers: int | None = None) -> dict[str, object]:
     """The content of a config.json with a type's default values, with at most so many layers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from finetune.forecast.depth import at_depth
+    from finetune.memory.depth import at_depth
     from finetune.model.language_model import text_config
 
     config = CONFIG_MAPPING[kind]()
@@ -114,7 +114,7 @@ def outcome_of(kind: str, layers: int | None = LAYERS) -> Outcome:
 def planned(values: dict[str, object], **more: object):  # type: ignore[no-untyped-def]
     """The plan of a model with this config.json for a card of unlimited memory."""
     from finetune.card.card import Card
-    from finetune.plan.planner import make_plan
+    from finetune.planner.planner import make_plan
     from finetune.recipe import recipe_from
 
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,7 @@ def plain_trainer(run: Any) -> Any:
     from finetune.model.build import build_base
     from finetune.model.techniques import apply_techniques
     from finetune.model.transformers_config import load_config
-    from finetune.plan.plan import read_plan
+    from finetune.planner.plan import read_plan
     from finetune.run.training import LongestEarly, sft_config
 
     plan = read_plan(run.plan)

@@ -212,7 +212,7 @@ def mfu(runs: list[dict[str, Any]]) -> float | None:
     """Share of a card's matrix rate, by 4 FLOPs a frozen weight and token; None on a processor or an unknown card."""
     from finetune.card.find import find_card
     from finetune.model.configuration import read_config
-    from finetune.plan.shape import shape_of
+    from finetune.planner.shape import shape_of
     from finetune.recipe import recipe_from
 
     if "allocated_bytes" not in runs[0]:

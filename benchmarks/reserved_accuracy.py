@@ -26,14 +26,14 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 import forecast_accuracy as accuracy
 from finetune.card.allocator import AllocatorSettings
 from finetune.compat.torch import backward
-from finetune.forecast.allocator_replay import Player
-from finetune.forecast.caching_allocator import CachingAllocator
-from finetune.forecast.depth import at_depth, layer_kinds, plan_depth
-from finetune.forecast.fake_model import materialise
-from finetune.forecast.rules import cublas_workspace_bytes, rules_for
-from finetune.forecast.simulate import garbage_collection_paused, observe
-from finetune.forecast.trace import RELEASED, Event, Trace
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.allocator_replay import Player
+from finetune.memory.caching_allocator import CachingAllocator
+from finetune.memory.depth import at_depth, layer_kinds, plan_depth
+from finetune.memory.fake_model import materialise
+from finetune.memory.rules import cublas_workspace_bytes, rules_for
+from finetune.memory.simulate import garbage_collection_paused, observe
+from finetune.memory.trace import RELEASED, Event, Trace
+from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from

@@ -22,8 +22,8 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
-from finetune.forecast.fake_model import materialise
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.fake_model import materialise
+from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
 from finetune.model.host_memory import is_forecast

@@ -101,7 +101,7 @@ def plain_trainer(run: Any) -> Any:
 
     from finetune.model.build import build_base
     from finetune.model.transformers_config import load_config
-    from finetune.plan.plan import read_plan
+    from finetune.planner.plan import read_plan
 
     settings = read_plan(run.plan).settings
     set_seed(settings.seed)

@@ -1,6 +1,6 @@
 """finetune: LoRA fine-tuning on the GPU you own, with a memory forecast you can trust.
 
-For other programs: `fits`, `forecast`, `track`, `MemoryCallback`, `lean` and `offload_layers` (docs/library.md).
+For other programs: `fits`, `forecast`, `plan`, `track`, `MemoryCallback`, `lean` and `offload_layers` (docs/library.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from finetune.api.callback import MemoryCallback
     from finetune.api.forecasts import Fit, fits, forecast
     from finetune.api.memory_techniques import lean, offload_layers
+    from finetune.api.plans import plan, read_plan
     from finetune.api.tracking import track
 
 __version__ = "0.1.0"
-__all__ = ["Fit", "MemoryCallback", "fits", "forecast", "lean", "offload_layers", "track"]
+__all__ = ["Fit", "MemoryCallback", "fits", "forecast", "lean", "offload_layers", "plan", "read_plan", "track"]
 
 _MODULES = {
     "Fit": "forecasts", "MemoryCallback": "callback", "fits": "forecasts", "forecast": "forecasts", "lean": "memory_techniques",
-    "offload_layers": "memory_techniques", "track": "tracking",
+    "offload_layers": "memory_techniques", "plan": "plans", "read_plan": "plans", "track": "tracking",
 }  # fmt: skip
 
 

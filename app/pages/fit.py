@@ -20,7 +20,7 @@ from app.views.markup import inert, note, problem
 from finetune.card.device_selection import cards_here
 from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
-from finetune.plan.plan import Plan, Suggestion, Verdict
+from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.recipe import AUTO, shipped_recipes, write_recipe
 
 _SUGGESTIONS = 5

@@ -23,13 +23,13 @@ from app.process import redirect_stdout
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
-from finetune.plan.plan import Plan, Verdict
+from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import Recipe, Settings, parse_recipe
 from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
     from finetune.data import EncodedRows
-    from finetune.plan.planning import RowsRead
+    from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT, _EXAMPLES = 2, 64, 20_000, 5
 #: Settings that are applied to rows that are tokenised already.
@@ -74,7 +74,7 @@ class Questions:
     ) -> Plan:
         """The plan of a recipe; `progress` may raise to cancel it."""
         from finetune.card import find_card
-        from finetune.plan.planning import plan_recipe
+        from finetune.planner.planning import plan_recipe
 
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         rows = functools.partial(self._rows, report=progress or self._report)
@@ -82,7 +82,7 @@ class Questions:
 
     def _rows(self, recipe: Recipe, report: Callable[[str], None]) -> RowsRead:
         """The rows under the recipe's limit of length; a slider asks again and again."""
-        from finetune.plan.planning import read_rows
+        from finetune.planner.planning import read_rows
 
         key = _data_key(recipe)
         limited = f"{key} {recipe.max_length} {recipe.excess_length}"
@@ -97,7 +97,7 @@ class Questions:
 
     def _encode(self, recipe: Recipe, report: Callable[[str], None]) -> EncodedRows:
         """The rows as tokens, not yet limited to max_length. `report` receives progress messages."""
-        from finetune.plan.planning import encode_rows
+        from finetune.planner.planning import encode_rows
 
         key = _data_key(recipe)
         if key not in self._encoded:
@@ -118,8 +118,8 @@ def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
     """Verdict and size of this model with the recipe's data, card and max_length; other settings are the planner's."""
     from finetune.card import find_card
     from finetune.model.configuration import read_config
-    from finetune.plan.planning import plan_recipe, without_rows
-    from finetune.plan.shape import shape_of
+    from finetune.planner.planning import plan_recipe, without_rows
+    from finetune.planner.shape import shape_of
 
     inherited: dict[str, Any] = {name: getattr(recipe, name) for name in ("dataset", "gpu", "max_length")}
     try:

@@ -27,7 +27,7 @@ from benchmarks.gpu.cells import CELLS, COMMON, OUT_OF_MEMORY, Cell
 from benchmarks.gpu.results import Results, of_events, speed
 from benchmarks.gpu.rows import write_rows
 from finetune.events import read_events
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.card import cards_of
 from finetune.run.directory import RunDirectory
 from finetune.run.supervise import worker_environment

@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu.phases import Phases, StepTimes, allocator, synchronise
 from finetune.model.configuration import resolve_model_path
-from finetune.plan.plan import Plan, read_plan
+from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
-    from finetune.plan.shape import ModelShape
+    from finetune.planner.plan import Plan
+    from finetune.planner.shape import ModelShape
 
 
 def plan_cell(wish: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _flops_per_token(plan: Plan) -> float:
     forward and 2.5 times that backward.
     """
     from finetune.model.configuration import read_config
-    from finetune.plan.shape import shape_of
+    from finetune.planner.shape import shape_of
 
     settings, data = plan.settings, plan.data
     shape: ModelShape = shape_of(dict(read_config(settings)), settings)

@@ -55,7 +55,7 @@ def many_cards() -> str:
 def recipe_row(name: str) -> list[str]:
     """A shipped recipe's row of the table: its plan, peak, verdict and speed."""
     from finetune.card import find_card
-    from finetune.plan.planning import plan_recipe, without_rows
+    from finetune.planner.planning import plan_recipe, without_rows
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(name)
@@ -85,7 +85,7 @@ def _gib(size: int) -> str:
 def need_row(model: str, **more: object) -> list[str]:
     """Upper end of the forecast in GiB with the FRUGAL settings and `more`, for each length; rounded up."""
     from finetune.card.find import find_card
-    from finetune.plan.planner import make_plan
+    from finetune.planner.planner import make_plan
     from finetune.recipe import recipe_from
 
     card = dataclasses.replace(find_card(REFERENCE_CARD), total_bytes=512 * GIB, free_bytes=512 * GIB)
@@ -106,7 +106,7 @@ def needs() -> str:
 def needs_offloaded() -> str:
     """The same with all layers' weights in host memory, and the input embedding where the output layer does not share it."""
     from finetune.model.catalogue import entries
-    from finetune.plan.shape import shape_of
+    from finetune.planner.shape import shape_of
     from finetune.recipe import recipe_from
 
     rows = []
@@ -121,7 +121,7 @@ def needs_offloaded() -> str:
 def offloading() -> str:
     """What the shipped recipes with layer offloading hold and move."""
     from finetune.card import find_card
-    from finetune.plan.planning import plan_recipe, without_rows
+    from finetune.planner.planning import plan_recipe, without_rows
     from finetune.recipe import load_recipe, shipped_recipes
     from finetune.units import format_seconds
 
@@ -170,7 +170,7 @@ def _longest(row: list[str], card: str) -> str:
 def _usable_bytes(card: str) -> int:
     """Bytes that a forecast for REFERENCE_CARD may take on this card: free, less what its context and cuBLAS take more."""
     from finetune.card.find import find_card
-    from finetune.forecast.rules import cublas_workspace_bytes
+    from finetune.memory.rules import cublas_workspace_bytes
 
     this, reference = find_card(card), find_card(REFERENCE_CARD)
     context = [(facts.context_bytes or 0) + facts.context_uncertainty_bytes for facts in (this, reference)]

@@ -105,8 +105,8 @@ def plan_json() -> str:
     """The types that plan.json is made of."""
     from finetune.card.allocator import AllocatorSettings
     from finetune.card.card import Card
-    from finetune.forecast.forecast import AtLimit, Forecast
-    from finetune.plan import plan
+    from finetune.memory.forecast import AtLimit, Forecast
+    from finetune.planner import plan
 
     parts = (
         plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
@@ -169,7 +169,7 @@ def model_types() -> str:
 
 def families() -> str:
     """The committed table of benchmarks/families.py: the phase of each family that is furthest from its forecast."""
-    from finetune.plan.attention import KEPT_APART
+    from finetune.planner.attention import KEPT_APART
 
     with (ROOT / "benchmarks" / "reference" / "families.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from finetune.api.forecasts import Fit, fits
 from finetune.compat.torch import on_out_of_memory
 from finetune.errors import DoesNotFit
-from finetune.plan.plan import Verdict
+from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
 
 #: Steps after which peaks are those of a usual step: the second has the optimizer's states.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.forecast.fake_model import layer_number
+from finetune.memory.fake_model import layer_number
 
 if TYPE_CHECKING:
-    from finetune.forecast.tracker import StorageTracker
+    from finetune.memory.tracker import StorageTracker
 
 
 class _Copies(dict[int, Any]):

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from finetune.card import find_card
 from finetune.card.allocator import expandable_segments
 from finetune.errors import RecipeError
-from finetune.forecast.allocator_replay import replay
-from finetune.forecast.device_peak import forecast_of
-from finetune.forecast.ledger import USUAL_CAPABILITY, ledger_of
-from finetune.plan.plan import Verdict, verdict_of
+from finetune.memory.allocator_replay import replay
+from finetune.memory.device_peak import forecast_of
+from finetune.memory.ledger import USUAL_CAPABILITY, ledger_of
+from finetune.planner.plan import Verdict, verdict_of
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
-    from finetune.forecast.allocator_replay import Replay
-    from finetune.forecast.forecast import Forecast
-    from finetune.forecast.simulate import Simulation
+    from finetune.memory.allocator_replay import Replay
+    from finetune.memory.forecast import Forecast
+    from finetune.memory.simulate import Simulation
 
 
 @dataclass(frozen=True)

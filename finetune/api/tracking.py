@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.tracker import StorageTracker
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:

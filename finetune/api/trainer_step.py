@@ -17,18 +17,18 @@ from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repa
 from finetune.compat.torch import backward, fake_tensor_mode
 from finetune.compat.transformers import fake_experts, without_packing_detection
 from finetune.errors import RecipeError
-from finetune.forecast.card_semantics import card_semantics
-from finetune.forecast.fake_model import fake_dora_weights, state_dict_copies
-from finetune.forecast.fake_optimizer import first_step, paged_states_on_host, zero_gradients
-from finetune.forecast.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
-from finetune.forecast.simulate import Simulation, garbage_collection_paused, observe, record_accumulation
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.card_semantics import card_semantics
+from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
+from finetune.memory.fake_optimizer import first_step, paged_states_on_host, zero_gradients
+from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation
+from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.build import build_on_meta
 from finetune.model.padding import without_mask
 
 if TYPE_CHECKING:
-    from finetune.forecast.rules import Capability
+    from finetune.memory.rules import Capability
 
 
 @dataclass(frozen=True)

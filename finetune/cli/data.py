@@ -31,7 +31,7 @@ def show_data(source: str, overrides: list[str], *, as_json: bool, alone: bool =
         progress("reading the data")
         from finetune import data
         from finetune.model.configuration import named_model
-        from finetune.plan.planning import encode_rows, limit_of
+        from finetune.planner.planning import encode_rows, limit_of
 
         recipe, _ = named_model(recipe)
         encoded = encode_rows(recipe, progress)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, printable, show_progress, table
 from finetune.errors import CommandError
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run

@@ -10,7 +10,7 @@ from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
 from finetune.errors import CommandError
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import open_run
 from finetune.units import parse_bytes
 

@@ -14,13 +14,13 @@ from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import NO_DATASET, recipe_of
 from finetune.errors import CommandError, DataError
-from finetune.forecast.forecast import PARTS
-from finetune.plan.plan import Verdict
+from finetune.memory.forecast import PARTS
+from finetune.planner.plan import Verdict
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from finetune.forecast.forecast import Forecast
-    from finetune.plan.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
+    from finetune.memory.forecast import Forecast
+    from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
 
 _BAR = 28
 _COLOURS = {Verdict.FITS: "green", Verdict.AT_LIMIT: "yellow", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
@@ -39,7 +39,7 @@ def show_plan(
     if alone:
         hide_gpus()
     from finetune.card import find_card
-    from finetune.plan.planning import encode_rows, plan_recipe, read_rows, without_rows
+    from finetune.planner.planning import encode_rows, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
     with show_progress(quiet=as_json) as progress:

@@ -14,7 +14,7 @@ from finetune.cli.render import err, out, show_progress
 from finetune.errors import CommandError, PackagesError
 from finetune.evaluate.answerer import adapter_folder
 from finetune.http_server import choose_token, host_in_url, serve_until_interrupted
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory, open_run
 from finetune.system import port_socket
 

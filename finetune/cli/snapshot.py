@@ -11,7 +11,7 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
-from finetune.forecast.forecast import PhaseForecast
+from finetune.memory.forecast import PhaseForecast
 from finetune.run.directory import open_run
 from finetune.run.out_of_memory import explanation
 from finetune.run.retry import adjusted_plan, adjusted_since_s

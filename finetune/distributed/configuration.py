@@ -13,7 +13,7 @@ from finetune.recipe.yaml import dump
 from finetune.system import WINDOWS
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.recipe import Recipe, Settings
 
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}

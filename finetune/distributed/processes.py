@@ -20,7 +20,7 @@ from finetune.events import State, event_from
 
 if TYPE_CHECKING:
     from finetune.events import Event
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
 
 
 #: Seconds that the launcher waits for the other ranks when one has failed, before it kills them.

@@ -23,12 +23,12 @@ from finetune.model.library_warnings import quiet_libraries
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import weights_fingerprint
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data, require_intact_adapter
 from finetune.run.seal import newest_verified
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
 

@@ -16,7 +16,7 @@ from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
 from finetune.evaluate.scorers import scorer
 from finetune.files import remove_left_over, write_json
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.recipe import Settings
 
 #: A CPU is slower with more tokens than its caches hold, and a small batch ends early.

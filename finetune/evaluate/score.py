@@ -21,7 +21,7 @@ from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows
 from finetune.evaluate.scorers import RowScore, Scorer, scorer
 from finetune.files import remove_left_over, write_json
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data
 from finetune.units import format_seconds
 

@@ -31,7 +31,7 @@ from finetune.export.parity import (
     require_llama_cpp,
 )
 from finetune.files import existing_parent, free_disk_bytes
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.failures import is_disk_full
 from finetune.system import link_or_copy, rename
 from finetune.units import format_bytes

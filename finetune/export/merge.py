@@ -12,7 +12,7 @@ import psutil
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
 from finetune.run.directory import require_intact_adapter
 from finetune.run.failures import is_disk_full

@@ -13,7 +13,7 @@ from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.scorers import scorer
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.events import ForecastCheck, read_events
 from finetune.model.configuration import resolve_model_path
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
 from finetune.recipe.load import find_secret
 from finetune.run.base_adapter import base_adapter_of
@@ -26,7 +26,7 @@ from finetune.run.seal import MANIFEST
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

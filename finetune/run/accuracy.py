@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from finetune.card.context import record_measurement
 from finetune.events import ForecastCheck, Memory
-from finetune.plan.history import record_run
+from finetune.planner.history import record_run
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.events import Step
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
 
 #: First steps that allocate more than this share over the forecast are worth a warning.
 MARGIN = 0.10

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError, RecipeError
 from finetune.files import sha256_of, write_json
 from finetune.model.weights import weights_fingerprint
-from finetune.plan.base_adapter import find_adapter, read_base_adapter
+from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import open_run
 from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
 

@@ -25,7 +25,7 @@ from finetune.run.stopping import read_stop_requests
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
     from finetune.run.snapshot import MemoryHistory

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from finetune.card import Card
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
 
 _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 

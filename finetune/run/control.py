@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from finetune.card.visible import environment_with_gpus
 from finetune.errors import CommandError, DiskFull
 from finetune.files import write_json
-from finetune.forecast.cache import LIBRARIES
+from finetune.memory.cache import LIBRARIES
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import require_data

@@ -7,14 +7,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory
-from finetune.forecast.forecast import PhaseForecast
+from finetune.memory.forecast import PhaseForecast
 from finetune.run.accuracy import budget_bytes
 from finetune.run.out_of_memory import free_memory, holders, requested_bytes, reservable_bytes
 from finetune.run.snapshot import allocator_now
 
 if TYPE_CHECKING:
     from finetune.events import Memory
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.memory import MemorySampler
 
 #: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.

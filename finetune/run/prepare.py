@@ -15,8 +15,8 @@ from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineE
 from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
-from finetune.plan.plan import Verdict
-from finetune.plan.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
+from finetune.planner.plan import Verdict
+from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
 from finetune.run.card import triton_needs
@@ -30,7 +30,7 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from finetune.card import Card
     from finetune.data import PreparedData, SelectedRows
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.recipe import Recipe, Settings
     from finetune.run.directory import RunDirectory
 

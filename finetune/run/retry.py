@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.card.host import free_for_run
 from finetune.errors import CommandError
 from finetune.files import write_json
-from finetune.forecast.forecast import Forecast
-from finetune.plan.choices import AS_SET
-from finetune.plan.plan import read_plan
+from finetune.memory.forecast import Forecast
+from finetune.planner.choices import AS_SET
+from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3
 from finetune.recipe.schema import Decides, settings_that_decide
@@ -24,7 +24,7 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.plan.plan import DataStatistics, Plan
+    from finetune.planner.plan import DataStatistics, Plan
     from finetune.run.directory import RunDirectory
 
 
@@ -60,7 +60,7 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
     changes = _adjustments(run)
     if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
         return plan
-    from finetune.plan.planning import reforecast
+    from finetune.planner.planning import reforecast
 
     try:
         forecast = reforecast(plan, _statistics(run))
@@ -77,7 +77,7 @@ def _statistics(run: RunDirectory) -> DataStatistics:
     """Of the prepared rows on the disk; plan.json has no lengths."""
     from datasets import load_from_disk
 
-    from finetune.plan.planning import statistics_of_lengths
+    from finetune.planner.planning import statistics_of_lengths
     from finetune.run.training import row_lengths, trained_counts
 
     counts: list[Any] = []

@@ -10,7 +10,7 @@ from finetune.run.failures import is_out_of_memory
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
 #: Longer prompts are left out and answers end here: the KV cache of an 8B model stays below 300 MB.

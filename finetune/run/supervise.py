@@ -22,7 +22,7 @@ from finetune.distributed.processes import launcher_for
 from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.card import cards_of, holders_of, replacement_message, visibility
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory

@@ -20,7 +20,7 @@ from finetune.requirements import installed_version
 
 if TYPE_CHECKING:
     from finetune.events import Event, EventWriter
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
 _PROJECT = "finetune"

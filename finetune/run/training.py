@@ -32,7 +32,7 @@ from finetune.run.seal import rotate, seal
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.recipe import Settings
     from finetune.run.best import EvaluatedStep
     from finetune.run.directory import RunDirectory

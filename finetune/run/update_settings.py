@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.recipe import load_changes, recipe_from
 from finetune.recipe.schema import AUTO, Decides, decided_by
 from finetune.run.directory import RunDirectory

@@ -35,7 +35,7 @@ from finetune.run.trackers import Trackers
 from finetune.system import ignore_hangup, take_lock
 
 if TYPE_CHECKING:
-    from finetune.plan.plan import Plan
+    from finetune.planner.plan import Plan
     from finetune.run.seal import Checkpoint
     from finetune.run.training import RunTrainer
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
 from finetune.model.configuration import resolve_model_path
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.system import shell_join
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer, adapter_folder
 from finetune.model.generate import Sampling, Streamed
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data
 
 if TYPE_CHECKING:

@@ -133,3 +133,10 @@ def test_more_layers_than_there_are_can_not_be_offloaded():
         finetune.offload_layers(small_model(), 4)
     with pytest.raises(RecipeError, match="no decoder layers"):
         finetune.lean(torch.nn.Linear(2, 2))
+
+
+def test_a_plan_is_that_of_the_command_line():
+    plan = finetune.plan(str(model_path("tiny-base")), gpu="rtx-4090", lora_r=16, max_length=512)
+    assert plan.verdict == "fits" and plan.settings.lora_r == 16 and plan.card.name == "rtx-4090"
+    with pytest.raises(RecipeError, match="lora_rank"):
+        finetune.plan(str(model_path("tiny-base")), lora_rank=16)

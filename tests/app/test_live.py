@@ -11,8 +11,8 @@ from app.live import Digest, LiveRun
 from app.views.run import memory
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
-from finetune.forecast.forecast import Forecast
-from finetune.plan.plan import Plan, Verdict
+from finetune.memory.forecast import Forecast
+from finetune.planner.plan import Plan, Verdict
 from finetune.run.directory import RunDirectory
 from finetune.units import GIB
 

@@ -96,7 +96,7 @@ def test_a_plan_that_fails_ahead_does_not_stop_the_others(planned):
 def test_rows_of_a_hub_dataset_that_were_looked_at_are_planned_with(tmp_path):
     """A hub id is no file here; its rows are in memory once the data page has shown them."""
     from finetune.bundled import dataset_paths
-    from finetune.plan.planning import encode_rows
+    from finetune.planner.planning import encode_rows
     from finetune.recipe import recipe_from
 
     path = tmp_path / "rows.jsonl"

@@ -12,8 +12,8 @@ from finetune.cli.data import show_data
 from finetune.cli.plan import last_line, show_plan
 from finetune.cli.run import stop_all
 from finetune.errors import RecipeError
-from finetune.forecast.forecast import Forecast
-from finetune.plan.plan import DataProblem, Plan, Suggestion, Verdict
+from finetune.memory.forecast import Forecast
+from finetune.planner.plan import DataProblem, Plan, Suggestion, Verdict
 from finetune.recipe import load_recipe
 from finetune.run.directory import open_run
 from finetune.units import GIB

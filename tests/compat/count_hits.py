@@ -12,7 +12,7 @@ from pathlib import Path
 from registry import ROWS
 
 from finetune.compat import patch_registry
-from finetune.forecast.row_shape import RowShape
+from finetune.memory.row_shape import RowShape
 
 hits: Counter[str] = Counter()
 without_row: list[str] = []
@@ -66,8 +66,8 @@ def probe():
 
 
 def dry_runs():
-    from finetune.forecast import simulate
-    from finetune.forecast.ledger import dry_run
+    from finetune.memory import simulate
+    from finetune.memory.ledger import dry_run
 
     simulate._checkpointed = counted(CHECKPOINT, simulate._checkpointed)
     small = {

@@ -10,7 +10,7 @@ import pytest
 
 from app.live import LiveRun
 from finetune.cli import main
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import list_runs, open_run
 from finetune.run.state import read_state
 

@@ -8,7 +8,7 @@ from small_data import CHATML, build_tokenizer, recipe
 from finetune.data import load_tokenizer
 from finetune.data.tokenizer import choose_pad, run_tokenizer
 from finetune.errors import DataError, RecipeError
-from finetune.plan.planning import encode_rows
+from finetune.planner.planning import encode_rows
 
 
 def load(model, **settings):

@@ -11,7 +11,7 @@ from finetune.cli import main
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.kv_cache import ChatMemory, cache_token_bytes, chat_memory, token_bytes
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 
 

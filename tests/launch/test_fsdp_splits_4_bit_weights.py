@@ -36,8 +36,8 @@ def test_stored_for_fsdp_every_parameter_is_split_and_the_loss_is_the_same(tmp_p
 
 
 def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
-    from finetune.forecast.shard_units import units_of
-    from finetune.forecast.sharding import gathered_by_fsdp
+    from finetune.memory.shard_units import units_of
+    from finetune.memory.sharding import gathered_by_fsdp
     from finetune.model.configuration import read_config
     from finetune.recipe import load_recipe, resolved
 

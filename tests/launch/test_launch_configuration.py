@@ -14,7 +14,7 @@ from finetune.distributed.configuration import (
     is_distributed,
 )
 from finetune.errors import RecipeError
-from finetune.plan.planning import plan_recipe, without_rows
+from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import recipe_from
 
 LAUNCHES = [

@@ -10,7 +10,7 @@ from recorded_card import RecordedCard, train
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import Phase, Step, read_events
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run.card import cards_of, limit_card
 from finetune.run.prepare import create_run, prepare

@@ -21,12 +21,12 @@ from finetune.errors import CardError, RecipeError
 from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
-from finetune.forecast.ledger import replayed
-from finetune.forecast.row_shape import RowShape
+from finetune.memory.ledger import replayed
+from finetune.memory.row_shape import RowShape
 from finetune.model.configuration import read_config
-from finetune.plan.history import read_history
-from finetune.plan.plan import read_plan
-from finetune.plan.planning import plan_recipe, without_rows
+from finetune.planner.history import read_history
+from finetune.planner.plan import read_plan
+from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message

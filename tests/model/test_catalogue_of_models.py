@@ -9,7 +9,7 @@ import pytest
 
 from finetune.model import catalogue
 from finetune.model.catalogue import entries
-from finetune.plan.shape import shape_of
+from finetune.planner.shape import shape_of
 from finetune.recipe import recipe_from
 
 FIRST = {name: entry for name, entry in entries().items() if entry.first}

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from finetune.card.card import Card
-from finetune.forecast.device_peak import make_forecast
-from finetune.forecast.row_shape import RowShape
+from finetune.memory.device_peak import make_forecast
+from finetune.memory.row_shape import RowShape
 from finetune.recipe import AUTO, plainest, recipe_from
 from finetune.recipe.reference import settings_reference
 from finetune.recipe.schema import DatasetRecipe, Decides, LaunchRecipe, Recipe, decided_by

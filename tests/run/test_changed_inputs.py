@@ -13,7 +13,7 @@ from finetune.errors import RecipeError
 from finetune.evaluate.answerer import Answerer
 from finetune.export.merge import merge
 from finetune.model.weights import weights_fingerprint
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
 from finetune.run import control
 from finetune.run.directory import RunDirectory, require_data

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result, read_events
-from finetune.plan.base_adapter import find_adapter, inherit_settings
-from finetune.plan.plan import read_plan
+from finetune.planner.base_adapter import find_adapter, inherit_settings
+from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run.base_adapter import base_adapter_of, require_usable_adapter, with_adapter_folder
 from finetune.run.directory import RunDirectory

@@ -13,7 +13,7 @@ from forked import supervise
 
 from finetune.events import ForecastCheck, OutOfMemory, Retry, RunWarning, Step, read_events
 from finetune.files import cache_dir
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run import control
 from finetune.run.retry import adjust, adjusted_plan, adjusted_since_s
 from finetune.run.state import is_alive, read_processes, read_state

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from finetune.events import Step
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.accuracy import MARGIN, compare_at_end, compare_with_forecast, excess_warning, highest
 
 pytestmark = pytest.mark.slow

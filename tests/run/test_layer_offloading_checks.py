@@ -8,8 +8,8 @@ import pytest
 
 from finetune.card import find_card
 from finetune.errors import DiskFull, MachineError
-from finetune.forecast.forecast import Forecast
-from finetune.plan.plan import LayerCopies, Plan, Verdict
+from finetune.memory.forecast import Forecast
+from finetune.planner.plan import LayerCopies, Plan, Verdict
 from finetune.recipe import parse_recipe, plainest
 from finetune.run.disk_speed import measure_read_rate
 from finetune.run.offloading_checks import check_host_memory, check_layer_offloading

@@ -12,7 +12,7 @@ import pytest
 from finetune.card.allocator import AllocatorSettings
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import write_json
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust, adjusted_plan

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from finetune.card.card import Card
-from finetune.forecast.forecast import Forecast
+from finetune.memory.forecast import Forecast
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.serialise import from_json, readable, to_json

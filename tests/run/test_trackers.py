@@ -12,7 +12,7 @@ import pytest
 from conftest import adapter_hash
 
 from finetune.events import Memory, read_events
-from finetune.plan.plan import read_plan
+from finetune.planner.plan import read_plan
 from finetune.requirements import installed_version
 
 ROOT = Path(__file__).resolve().parents[2]

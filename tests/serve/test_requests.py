@@ -171,7 +171,7 @@ def test_what_fits_is_counted_before_loading(two_runs, monkeypatch):
     import psutil
 
     from finetune.model.transformers_config import load_config
-    from finetune.plan.plan import read_plan
+    from finetune.planner.plan import read_plan
     from finetune.serve.memory_check import serving_memory
 
     settings = read_plan(two_runs[0].plan).settings
@@ -192,7 +192,7 @@ def test_what_fits_is_counted_before_loading(two_runs, monkeypatch):
 def test_of_the_offloaded_layers_only_two_are_counted_on_a_card(two_runs):
     from finetune.model.build import build_base
     from finetune.model.transformers_config import load_config
-    from finetune.plan.plan import read_plan
+    from finetune.planner.plan import read_plan
     from finetune.serve.memory_check import _offloaded_bytes
 
     settings = read_plan(two_runs[0].plan).settings

@@ -24,7 +24,8 @@ path, quantised, fields, tokens = sys.argv[1], sys.argv[2] == "NF4", json.loads(
 quantisation = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
 ) if quantised else None
-model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=quantisation, device_map={"": 0})
+loading = {"dtype": torch.bfloat16, "quantization_config": quantisation, "device_map": {"": 0}}
+model = AutoModelForCausalLM.from_pretrained(path, **loading)
 trainer = SFTTrainer(
     model=model, train_dataset=Dataset.from_dict({"input_ids": [list(range(5, 5 + tokens))] * 16}),
     args=SFTConfig(output_dir="unused", max_steps=3, report_to="none", save_strategy="no", max_length=None, bf16=True, **fields),
@@ -34,8 +35,8 @@ trainer = SFTTrainer(
 memory = finetune.MemoryCallback(trainer)
 trainer.add_callback(memory)
 trainer.train()
-print(json.dumps({"error": memory.error, "verdict": memory.fit.verdict, "upper": memory.fit.forecast.peak_high_bytes,
-                  "reserved": torch.cuda.max_memory_reserved(), "allocated": memory.measured_bytes}))
+upper, reserved = memory.fit.forecast.peak_high_bytes, torch.cuda.max_memory_reserved()
+print(json.dumps({"error": memory.error, "verdict": memory.fit.verdict, "upper": upper, "reserved": reserved}))
 """
 
 

@@ -20,7 +20,7 @@ from finetune.card import find_card
 from finetune.model.adapters import attach_adapters
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
-from finetune.plan.planning import plan_recipe, without_rows
+from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
 
 folder = sys.argv[1]

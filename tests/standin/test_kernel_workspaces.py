@@ -7,7 +7,7 @@ pytestmark = pytest.mark.standin
 CODE = """
 import sys
 import torch
-from finetune.forecast.rules import _efficient_scratch, _flash_scratch
+from finetune.memory.rules import _efficient_scratch, _flash_scratch
 
 aten, capability = torch.ops.aten, torch.cuda.get_device_capability()
 

@@ -6,7 +6,7 @@ from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters,
 from tiny_training import BASES, adapted, saved_bytes, settings_for
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.tracker import StorageTracker
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.lean_functions import RmsNorm, in_tiles
 from finetune.model.techniques import apply_techniques

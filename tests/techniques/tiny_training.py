@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
-from finetune.forecast.fake_model import materialise
-from finetune.forecast.tracker import StorageTracker
+from finetune.memory.fake_model import materialise
+from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
 from finetune.model.quantisation import model_dtype

@@ -43,7 +43,7 @@ def warm_up():
     import finetune.cli.app
     import finetune.cli.render
     import finetune.data.preparation
-    import finetune.forecast.depth
+    import finetune.memory.depth
     import finetune.run.callbacks
     import finetune.run.prepare
     import finetune.run.training

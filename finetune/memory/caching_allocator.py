@@ -1,0 +1,387 @@
+"""A simulation of torch's CUDA caching allocator: what it reserves for a sequence of allocations and releases.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, those of `AllocatorSettings` included; the
+sizes are those of c10/core/AllocatorConfig.h. Each rule names its function. tests/memory replays random and
+recorded requests on the allocator of each supported torch (`make test-card TORCH=...`), and compares the blocks.
+Frees take effect at once, as they do for tensors that are used on one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from enum import Enum
+from importlib.metadata import version
+
+from packaging.version import Version
+
+from finetune.card.allocator import AllocatorSettings
+from finetune.units import GIB, MIB
+
+#: kMinBlockSize: requests are rounded up to multiples of this (`round_size`).
+MIN_BLOCK = 512
+#: kSmallSize: requests up to this come from the small pool (`get_pool`), whose segments have kSmallBuffer bytes.
+SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
+#: kMinLargeAlloc: smaller ones share segments of `large_segment_size`; others are rounded up to kRoundLarge.
+LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+#: An oversize block may be this much larger than the request it serves (`max_non_split_rounding_size`).
+SPARE_OVERSIZE = 20 * MIB
+NO_LIMIT = 1 << 62
+#: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
+_ADDRESSES = 1 << 45
+
+Stream = int
+
+
+class OutOfMemory(Exception):
+    """A request that is not met even after every cached block was freed."""
+
+    def __init__(self, requested: int, allocated: int, reserved: int) -> None:
+        super().__init__(f"{requested / GIB:.2f} GiB requested, {allocated / GIB:.2f} allocated, {reserved / GIB:.2f} reserved")
+        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+
+
+class Ties(Enum):
+    """Which of several free blocks of equal size torch takes."""
+
+    ADDRESS = "lowest address; the driver's addresses descend from segment to segment"
+    BLOCK_AGE = "the block that was made first"
+    SEGMENT_AGE = "that of the oldest segment, there the lowest address"
+
+
+def ties_of(torch_version: str) -> Ties:
+    """The rule of a version of torch: pytorch#178362 came with 2.12, pytorch#183591 with 2.13."""
+    minor = Version(torch_version).release[:2]
+    return Ties.ADDRESS if minor < (2, 12) else Ties.BLOCK_AGE if minor < (2, 13) else Ties.SEGMENT_AGE
+
+
+class Block:
+    """A piece of a segment: allocated, free, or address space without memory (`mapped` False)."""
+
+    __slots__ = ("address", "base", "free", "freed_at", "mapped", "next", "number", "pool", "prev", "size")
+
+    def __init__(self, size: int, address: int, pool: Pool, base: int) -> None:
+        self.size, self.address, self.pool, self.base = size, address, pool, base
+        self.free = self.mapped = True
+        self.freed_at = 0
+        pool.blocks_made += 1
+        self.number = pool.blocks_made
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+
+class Pool:
+    """Blocks of one stream and size class: `free` by size, then by `ties` (`BlockComparatorSize`), `unmapped` by address."""
+
+    __slots__ = ("blocks_made", "free", "is_small", "ties", "unmapped")
+
+    def __init__(self, is_small: bool, ties: Ties) -> None:
+        self.is_small, self.ties = is_small, ties
+        self.blocks_made = 0
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        """Insert a free block, or one without memory."""
+        if block.mapped:
+            insort(self.free, (block.size, self._tie(block), block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Remove a block."""
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, self._tie(block)))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def _tie(self, block: Block) -> int:
+        return block.number if self.ties is Ties.BLOCK_AGE else block.address
+
+
+class CachingAllocator:
+    """One card's allocator. Requests have names, so that they can be released; all sizes are bytes.
+
+    `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
+    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed, `returned` the bytes
+    returned to the driver. `segments` is their number, which torch does not count where they are expandable.
+    """
+
+    def __init__(self, settings: AllocatorSettings, *, limit: int | None = None, torch_version: str | None = None) -> None:
+        self.expandable, self.limit = settings.expandable_segments, limit
+        self._divisions, self._most_split = settings.roundup_power2_divisions, settings.max_split_size_mb * MIB or NO_LIMIT
+        self._collect_above = round(settings.garbage_collection_threshold * limit) if limit is not None else 0
+        self._searches = 0  # among large blocks
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = self.returned = 0
+        self.segments = self.peak_segments = 0
+        self.live: dict[int, Block | None] = {}
+        self.pools: dict[tuple[Stream, bool], Pool] = {}
+        self._ties = ties_of(torch_version or version("torch"))
+        self._next_address = 1 << 62
+
+    def reset_peaks(self) -> None:
+        """Reset the peaks to the current values."""
+        self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
+
+    def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
+        """`malloc`: best fit among the stream's free blocks, else a new segment, else one after freeing what is cached.
+
+        Raises OutOfMemory.
+        """
+        if requested == 0:
+            self.live[name] = None
+            return
+        size = rounded(requested, self._divisions) if self._divisions else -(-requested // MIN_BLOCK) * MIN_BLOCK
+        small = size <= SMALL_REQUEST
+        pool = self.pools.get((stream, small))
+        if pool is None:
+            pool = self.pools[(stream, small)] = Pool(small, self._ties)
+        block = self._best_fit(pool, size) or self._new_memory(pool, size)
+        tail = block.size - size
+        if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST and size < self._most_split:  # should_split
+            remaining = Block(tail, block.address + size, pool, block.base)
+            after = block.next
+            remaining.prev, remaining.next = block, after
+            if after is not None:
+                after.prev = remaining
+            block.next, block.size = remaining, size
+            block.number, remaining.number = remaining.number, block.number  # torch makes a new block of what it hands out
+            pool.add(remaining)
+        block.free = False
+        self.live[name] = block
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+
+    def release(self, name: int) -> None:
+        """`free_block`: the block joins its free neighbours in the pool."""
+        block = self.live.pop(name)
+        if block is None:
+            return
+        self.allocated -= block.size
+        block.free = True
+        self._merge(block)
+        block.freed_at = self._searches
+        block.pool.add(block)
+
+    def empty_cache(self) -> None:
+        """`release_cached_blocks`: free segments without an allocated block; of expandable ones, every whole free page."""
+        for pool in self.pools.values():
+            for _, _, block in list(pool.free):
+                if self.expandable:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    self._free_segment(block)
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """`get_free_block`: the smallest free block that is large enough. One that can grow counts with its growth."""
+        free = pool.free
+        if not pool.is_small:
+            self._searches += 1
+        index = bisect_left(free, (size,))
+        if index == len(free):
+            return None
+        if self.expandable:
+            growable_bytes, following = _growable_size(free[index][2]), index + 1
+            while following < len(free) and _growable_size(free[following][2]) < growable_bytes:
+                index, growable_bytes, following = following, _growable_size(free[following][2]), following + 1
+        block = free[index][2]
+        if block.size >= self._most_split and (size < self._most_split or block.size >= size + SPARE_OVERSIZE):
+            return None
+        del free[index]
+        return block
+
+    def _new_memory(self, pool: Pool, size: int) -> Block:
+        """New memory for a request that no free block serves, by the attempts of `malloc` in order."""
+        if self._collect_above:
+            self._collect()
+        block = self._new_block(pool, size)
+        if block is None and self._most_split < NO_LIMIT and self._free_oversize(pool, size):
+            block = self._new_block(pool, size)
+        return block or self._retry_after_freeing(pool, size)
+
+    def _collect(self) -> None:
+        """`garbage_collect_cached_blocks`: free whole segments at least as old as their mean, until enough is free."""
+        excess = self.reserved - int(self._collect_above)
+        if excess <= 0:
+            return
+        whole = [
+            block for pool in self.pools.values() if not pool.is_small for _, _, block in pool.free
+            if block.prev is None and block.next is None
+        ]  # fmt: skip
+        while excess > 0 and whole:
+            mean = sum(self._searches - block.freed_at for block in whole) / len(whole)
+            old = [block for block in whole if self._searches - block.freed_at >= mean]
+            whole = [block for block in whole if self._searches - block.freed_at < mean]
+            excess -= sum(block.size for block in old)
+            for block in old:
+                self._free_segment(block)
+
+    def _free_oversize(self, pool: Pool, size: int) -> bool:
+        """`release_available_cached_blocks`: free one oversize block that is large enough, or the largest ones."""
+        wanted = max(size, self._most_split)
+        at = bisect_left(pool.free, (wanted,))
+        if at < len(pool.free):
+            self._free_segment(pool.free[at][2])
+            return True
+        while wanted > 0 and pool.free and pool.free[-1][0] >= self._most_split:
+            block = pool.free[-1][2]
+            wanted -= block.size
+            self._free_segment(block)
+        return wanted <= 0
+
+    def _free_segment(self, block: Block) -> None:
+        """`release_block`: a segment that is one free block goes back to the driver."""
+        block.pool.remove(block)
+        self.segments -= 1
+        self._return(block.size)
+
+    def _retry_after_freeing(self, pool: Pool, size: int) -> Block:
+        self.retries += 1
+        self.empty_cache()
+        block = self._new_block(pool, size)
+        if block is None:
+            raise OutOfMemory(size, self.allocated, self.reserved)
+        return block
+
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
+        """`alloc_block`: a new segment, or new pages of an expandable one. The limit is tested with a segment's size."""
+        segment = segment_bytes(size)
+        if self.limit is not None and self.reserved + segment > self.limit:
+            return None
+        if self.expandable:
+            return self._expand_segment(pool, size)
+        self.segments += 1
+        self.peak_segments = max(self.peak_segments, self.segments)
+        self._reserve(segment)
+        address = self._new_address(segment)
+        return Block(segment, address, pool, address)
+
+    def _new_address(self, size: int) -> int:
+        """Address of a new segment, which only decides between free blocks of equal size and space without memory."""
+        if self._ties is Ties.SEGMENT_AGE:
+            self._next_address += size
+            return self._next_address - size
+        self._next_address -= size
+        return self._next_address
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+
+    def _return(self, size: int) -> None:
+        self.reserved -= size
+        self.returned += size
+
+    def _merge(self, block: Block) -> None:
+        """`try_merge_blocks` with both neighbours, which leave the pool; `block` is in no pool."""
+        before, after = block.prev, block.next
+        if before is not None and before.free and before.mapped is block.mapped:
+            before.pool.remove(before)
+            block.size += before.size
+            block.address, block.prev = before.address, before.prev
+            if block.prev is not None:
+                block.prev.next = block
+        if after is not None and after.free and after.mapped is block.mapped:
+            after.pool.remove(after)
+            block.size += after.size
+            block.next = after.next
+            if block.next is not None:
+                block.next.prev = block
+
+    def _expand_segment(self, pool: Pool, size: int) -> Block:
+        """`try_allocate_expandable_block`: memory for the lowest addresses at which free space of this size follows."""
+        block = self._growable(pool, size)
+        if not block.mapped:
+            self._map(block, min(block.size, size))
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            self._map(following, min(size - block.size, following.size))
+            block = following  # merged with the one before
+        pool.remove(block)
+        return block
+
+    def _growable(self, pool: Pool, size: int) -> Block:
+        """`find_expandable_block`: a free block beside space without memory, or a new segment."""
+        for _, space in pool.unmapped:
+            start = space.prev if space.prev is not None and space.prev.free else space
+            free_bytes, block = 0, start
+            while block is not None and block.free and free_bytes < size:
+                free_bytes, block = free_bytes + block.size, block.next  # type: ignore[assignment]
+            if free_bytes >= size:
+                return start
+        address = self._new_address(_ADDRESSES)
+        block = Block(_ADDRESSES, address, pool, address)
+        block.mapped = False
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> None:
+        """`map_block`: whole pages at the start of a block without memory; it then joins its free neighbours."""
+        page = _page(block.pool)
+        mapped_bytes = min(-(-size // page) * page, block.size)
+        block.pool.remove(block)
+        if mapped_bytes < block.size:
+            unmapped = Block(block.size - mapped_bytes, block.address + mapped_bytes, block.pool, block.base)
+            unmapped.mapped = False
+            _link(block, unmapped, block.next)
+            block.pool.add(unmapped)
+            block.size = mapped_bytes
+        block.mapped = True
+        self._merge(block)
+        block.pool.add(block)
+        self._reserve(mapped_bytes)
+
+    def _unmap(self, block: Block) -> None:
+        """`unmap_block`: return the whole pages inside a free block; the remainders stay free on either side."""
+        page, pool = _page(block.pool), block.pool
+        start = -(-(block.address - block.base) // page) * page + block.base
+        end = (block.address + block.size - block.base) // page * page + block.base
+        if start >= end:
+            return
+        pool.remove(block)
+        if start > block.address:
+            head = Block(start - block.address, block.address, pool, block.base)
+            _link(block.prev, head, block)
+            pool.add(head)
+        if end < block.address + block.size:
+            tail = Block(block.address + block.size - end, end, pool, block.base)
+            _link(block, tail, block.next)
+            pool.add(tail)
+        block.address, block.size, block.mapped = start, end - start, False
+        self._return(block.size)
+        self._merge(block)
+        pool.add(block)
+
+
+def rounded(requested: int, divisions: int) -> int:
+    """`round_size`: multiples of 512 bytes, or with `divisions` the next of that many parts of a power of two."""
+    if divisions > 1 and requested > MIN_BLOCK * divisions:
+        part = (1 << requested.bit_length() - 1) // divisions
+        return -(-requested // part) * part
+    return -(-requested // MIN_BLOCK) * MIN_BLOCK
+
+
+def segment_bytes(size: int) -> int:
+    """`get_allocation_size`: bytes of the segment that is asked of the driver for a request of `size` bytes."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND
+
+
+def _page(pool: Pool) -> int:
+    return SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
+
+
+def _growable_size(block: Block) -> int:
+    following = block.next
+    return block.size if following is None or following.mapped else block.size + following.size
+
+
+def _link(before: Block | None, block: Block, after: Block | None) -> None:
+    block.prev, block.next = before, after
+    if before is not None:
+        before.next = block
+    if after is not None:
+        after.prev = block

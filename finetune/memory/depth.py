@@ -1,0 +1,236 @@
+"""Forecasts a deep model from a dry run of a few layers. That the layers repeat is checked; if not, all layers are run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig
+
+from finetune.errors import RecipeError
+from finetune.memory.tracker import Peak
+from finetune.model.build import build_on_meta
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.language_model import text_config
+
+if TYPE_CHECKING:
+    from finetune.memory.simulate import Simulation
+    from finetune.memory.tracker import PhaseKey
+
+#: Allocated once, in the first layer, for all: bitsandbytes' code book of 256 floats.
+_ONE_OFF_BYTES = 1024
+
+#: Layer kinds and parameters of the configurations of this process: a search forecasts the same model many times.
+_INSPECTED: dict[str, tuple[tuple[str, ...], int]] = {}
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Maps a dry run of `run` layers to `full` ones: the `period` layers from `start` on are repeated `times` more."""
+
+    full: int
+    run: int
+    start: int = 0
+    period: int = 1
+    times: int = 0
+
+
+def simulate_deep(
+    config: PretrainedConfig,
+    run: Callable[[PretrainedConfig], Simulation],
+    every: int = 1,
+    *,
+    first_differs: bool = False,
+    full_depth: bool = False,
+) -> tuple[Simulation, str]:
+    """The simulation at the full depth of `config`, and the method that gave it.
+
+    `every`: checkpointing repeats every so many layers. `first_differs`: the first layer is known to save other tensors than
+    the rest; without it that is tried second. `full_depth`: run all layers, which is also the fallback where layers don't
+    repeat or don't keep equal bytes.
+    """
+    kinds = layer_kinds(config)
+    for lead in [] if full_depth else sorted({int(first_differs), 1}):
+        depth = plan_depth(kinds, every, lead)
+        if not depth.times:
+            break
+        try:
+            shallow = run(at_depth(config, depth.run))
+        except Exception:  # noqa: BLE001 - the configuration's class may refuse another depth; all layers show its own errors
+            break
+        if _repeats(shallow.peaks, depth):
+            peaks = _peaks_at_full_depth(shallow.peaks, depth)
+            growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
+            host = _with_more_states(_with_more_layers(shallow.host, depth), growth)
+            peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
+            lean = tuple(shallow.lean[_shallow_index(layer, depth)] for layer in range(depth.full)) if shallow.lean else ()
+            deep = dataclasses.replace(shallow, peaks=peaks, host=host, depth=depth, lean=lean)
+            return deep, f"dry run, {depth.run} of {depth.full} layers, repeated"
+    return run(config), f"dry run, full depth ({len(kinds)} layers)"
+
+
+def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
+    """The fewest layers that represent these: the leading ones that don't repeat (at least `lead`), then three periods."""
+    full = len(kinds)
+    fewest = Depth(full, full)
+    for period in range(every, full // 3 + 1, every):
+        first = next((start for start in range(lead, full) if _periodic(kinds, start, period)), full)
+        few = first + 3 * period + (full - first) % period
+        if few < fewest.run:
+            fewest = Depth(full, few, first + period, period, (full - few) // period)
+    return fewest
+
+
+def _periodic(kinds: list[str], start: int, period: int) -> bool:
+    return all(kinds[i] == kinds[i + period] for i in range(start, len(kinds) - period)) and start + 3 * period <= len(kinds)
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """A description of each decoder layer; equal ones have the same modules, shapes and settings."""
+    return list(_inspected(config)[0])
+
+
+def has_identical_layers(config: PretrainedConfig) -> bool:
+    """Whether all decoder layers have the same modules, shapes and settings."""
+    return len(set(layer_kinds(config))) == 1
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Number of parameters of the base model; tied ones count once."""
+    return _inspected(config)[1]
+
+
+def _inspected(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if text not in _INSPECTED:
+        _INSPECTED[text] = _inspect(config)
+    return _INSPECTED[text]
+
+
+def _inspect(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
+    if not decoder_layers(model):
+        raise RecipeError(
+            f"the layers of a {config.model_type} model don't support gradient checkpointing, so they can't be told apart",
+            "Give another model.",
+        )
+    kinds = tuple(_kind(layer) for layer in decoder_layers(model))
+    return kinds, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _kind(layer: torch.nn.Module) -> str:
+    lines = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key not in ("layer_idx", "training") and isinstance(value, (bool, int, float, str))
+        }
+        shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
+        lines.append(f"{name} {type(module).__name__} {sorted(settings.items())} {sorted(shapes.items())}")
+    return "\n".join(lines)
+
+
+def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration with fewer layers; lists and tables with an entry per layer are cut to match.
+
+    Its class may refuse that with any exception.
+    """
+    values, text = config.to_dict(), text_config(config)
+    section = next((values[name] for name in config.sub_configs if getattr(config, name, None) is text), values)
+    full = text.num_hidden_layers
+    for name, value in section.items():
+        if isinstance(value, (list, tuple)) and len(value) == full:
+            section[name] = value[:layers]
+        elif name == "per_layer_config" and value:
+            section[name] = {layer: entry for layer, entry in value.items() if int(layer) < layers}
+    name = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    section[name] = layers
+    return type(config).from_dict(values)
+
+
+def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
+    """Whether repeated layers keep equal bytes live at the loss, when the activations of all layers are live."""
+    by_tag = peaks[("loss", None)].by_tag
+    middle = range(depth.start, depth.start + depth.period)
+    parts = {part for part, _ in by_tag}
+    differences = [abs(by_tag.get((part, i), 0) - by_tag.get((part, i - depth.period), 0)) for part in parts for i in middle]
+    return max(differences) <= _ONE_OFF_BYTES
+
+
+def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
+    """Insert the repeated layers after the middle ones. While a middle layer runs, insert them before it: it is the last.
+
+    Outside forward and backward the middle layers' peaks are dropped: they lie between those of the first and last layers.
+    """
+    deepened: dict[PhaseKey, Peak] = {}
+    for (phase, layer), peak in peaks.items():
+        if layer is not None and depth.start <= layer < depth.start + depth.period:
+            if phase in ("forward", "backward"):
+                index, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
+                deepened[(phase, index)] = _with_more_layers_before(peak, later or peak, depth)
+        else:
+            at_start = layer is not None and layer < depth.start
+            deepened[(phase, _full_index(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)
+    return deepened
+
+
+def _adapter_bytes(peaks: dict[PhaseKey, Peak]) -> int:
+    return sum(size for (part, _), size in peaks[("loss", None)].by_tag.items() if part == "adapters")
+
+
+def _with_more_states(peak: Peak, more: float) -> Peak:
+    """Scale optimizer states that belong to no layer (foreach and fused updates) with the adapters' bytes."""
+    by_tag = dict(peak.by_tag)
+    if by_tag.get(("optimizer", None), 0) > _ONE_OFF_BYTES:
+        by_tag[("optimizer", None)] = round(by_tag[("optimizer", None)] * more)
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+
+
+def _full_index(layer: int | None, depth: Depth) -> int | None:
+    """Index in the full model of a layer of the shallow one."""
+    return layer if layer is None or layer < depth.start + depth.period else layer + depth.times * depth.period
+
+
+def _shallow_index(layer: int, depth: Depth) -> int:
+    """Index in the shallow model of the layer that represents a layer of the full one."""
+    if layer < depth.start:
+        return layer
+    repeated = depth.times * depth.period
+    return layer - repeated if layer >= depth.start + repeated else depth.start + (layer - depth.start) % depth.period
+
+
+def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
+    """The peak with the inserted layers, which save what the middle ones save.
+
+    Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
+    """
+    by_tag = {(part, _full_index(layer, depth)): size for (part, layer), size in peak.by_tag.items()}
+    other = depth.period if at_start else -depth.period
+    for (part, layer), size in peak.by_tag.items():
+        if layer is not None and depth.start <= layer < depth.start + depth.period:
+            lasting = min(size, peak.by_tag.get((part, layer + other), 0))
+            for time in range(1, depth.times + 1):
+                by_tag[(part, layer + time * depth.period)] = lasting
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+
+
+def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
+    """The peak with the inserted layers before the middle ones; they save what the layers of the first period save.
+
+    Bytes that these keep only while their neighbour runs are left out: the peak of one period `later` lacks them.
+    """
+    more = depth.times * depth.period
+    by_tag = {
+        (part, layer if layer is None or layer < depth.start else layer + more): size
+        for (part, layer), size in peak.by_tag.items()
+    }
+    for (part, layer), size in peak.by_tag.items():
+        if layer is not None and depth.start - depth.period <= layer < depth.start:
+            lasting = min(size, later.by_tag.get((part, layer), 0))
+            by_tag |= {(part, layer + time * depth.period): lasting for time in range(1, depth.times + 1)}
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)

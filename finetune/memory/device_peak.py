@@ -1,0 +1,357 @@
+"""From allocated bytes to the peak memory of the device and of the host, with bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from finetune.card.allocator import AllocatorSettings, expandable_segments
+from finetune.card.host import PROCESS_BYTES
+from finetune.memory.allocator_choice import candidates, choose
+from finetune.memory.forecast import AtLimit, Forecast
+from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
+from finetune.memory.shard_units import units_of
+from finetune.memory.sharding import shard
+from finetune.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PretrainedConfig
+
+    from finetune.card.card import Card
+    from finetune.memory.allocator_replay import Replay
+    from finetune.memory.ledger import DryRun
+    from finetune.memory.row_shape import RowShape
+    from finetune.recipe import Settings
+
+#: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
+#: expandable segments freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on
+#: 18 measured A100 rows with a fused loss.
+EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
+#: Two pages of expandable segments, which have 20 MiB: more than the share in small models.
+PAGES = 40 * MIB
+#: What torch reserved beyond the replay with expandable segments, at most, as a share (benchmarks/card_matrix.py).
+REPLAY_ERROR = 0.02
+_SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
+#: Largest error of the dry run on measured rows, as a share of allocated memory.
+DRY_RUN_ERROR = 0.02
+#: Growth that is worth a note, and rows so short that half of them show nothing.
+SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
+#: Where uneven rows reserve more, the upper end is the most of the rows' order and of these other ones.
+OTHER_ORDERS = (1, 2)
+#: Limits at which a run is tried, as steps down from what it reserves without one.
+LIMIT_STEP = 0.01
+
+
+def make_forecast(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    card: Card,
+    *,
+    rows: RowShape,
+    budget_bytes: int | None = None,
+    quick: bool = False,
+) -> Forecast:
+    """The forecast for a run of `settings` on `card` with these longest rows.
+
+    `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
+    that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes a dry run of its own. Raises
+    RecipeError for a model that can't be built.
+    """
+    micro = settings.per_device_train_batch_size
+    capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
+    one_gpu = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
+    run = _sharded(config, settings, one_gpu)
+    is_sharded = run is not one_gpu
+    run = _with_buckets(run, settings)
+    highest = max(run.peaks.values())
+    can_replay = not is_sharded and not (quick and settings.activation_checkpointing_every_n_layers > 1)
+    replay = _replayed(config, settings, card, highest, rows) if can_replay else None
+    if replay is not None and replay.segments:  # empty where segments can expand
+        run = _with_whole_blocks(run, replay)
+        highest = max(run.peaks.values())
+    even = settings.packing is True
+    uncertain = highest - _least_peak(run, one_gpu) if is_sharded else 0
+    forecast = dataclasses.replace(
+        forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain),
+        host_bytes=_host_bytes(run, card, settings),
+        pinned_bytes=_pinned_bytes(run, card, settings),
+        disk_bytes=_disk_bytes(one_gpu, settings),
+        notes=run.notes + _notes(settings, card, replay),
+    )
+    least, most = forecast.peak_low_bytes, forecast.peak_high_bytes
+    if replay is None or budget_bytes is None or not least <= budget_bytes < most or not (even or expandable_segments()):
+        return forecast
+    limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
+    return dataclasses.replace(forecast, at_limit=_at_limit(config, settings, card, rows, replay, limit))
+
+
+def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
+    """The peak of the whole device, with its bounds, from the allocated bytes of a dry run and its allocator's replay.
+
+    `even`: all micro-batches are equally long. `uncertain_bytes`: what the run may need less than it was forecast.
+    """
+    lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, even=even)
+    context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes
+    if card.is_cpu:
+        context = PROCESS_BYTES
+    return Forecast(
+        allocated_bytes=run.allocated_bytes,
+        reserved_bytes=likely,
+        peak_bytes=likely + context,
+        peak_low_bytes=lower - uncertain_bytes + max(0, context - uncertainty),
+        peak_high_bytes=upper + context + uncertainty,
+        parts=run.parts,
+        peaks=run.peaks,
+        per_layer_bytes=run.per_layer_bytes,
+        method=run.method,
+        versions=run.versions,
+        notes=run.notes,
+        reserved_peaks=replay.reserved if replay else {},
+        segments=replay.segments if replay else {},
+    )
+
+
+def _with_whole_blocks(run: DryRun, replay: Replay) -> DryRun:
+    """The dry run with whole blocks, which torch counts as allocated: larger than their tensors where segments can't expand."""
+    peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
+    more = peaks["train"] - run.peaks["train"]
+    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": run.parts["workspace"] + more})
+
+
+def with_row_lengths(
+    forecast: Forecast,
+    config: dict[str, Any],
+    settings: Settings,
+    card: Card,
+    *,
+    rows: RowShape,
+    lengths: Sequence[int],
+    budget_bytes: int | None = None,
+    lowers: bool = False,
+) -> Forecast:
+    """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
+
+    Without expandable segments the allocator's settings are chosen by it. With them no others are tried: on every trace that
+    was replayed they reserve less than any setting without. Unchanged for packed rows, for rows of one length, and where the
+    allocator was not replayed. `lowers`: the upper end is that of these steps and not at least the interval of runs that are
+    not replayed; without lengths, as the rows were not read, of steps with rows of any length.
+    """
+    expandable, read = expandable_segments(), bool(lengths)
+    if lowers and not read:
+        lengths = range(LEAST_WIDTH, rows.tokens + 1)
+    if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
+        return forecast
+    loaded = forecast.parts["weights"] + forecast.parts["adapters"]
+    tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
+    limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
+    steps = functools.partial(
+        replay_rows, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit,
+    )  # fmt: skip
+    growths = steps(tried=tried)
+    if not growths:
+        return forecast
+    index, why = choose(tried, growths)
+    growth = growths[index]
+    assert growth is not None
+    likely = max(forecast.reserved_bytes, growth.reserved_bytes)
+    more = likely - forecast.reserved_bytes
+    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    most = [likely]
+    if lowers and growth.reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
+        other_orders = (steps(tried=[tried[index]], seed=seed) for seed in OTHER_ORDERS)
+        most += [other.reserved_bytes for (other,) in other_orders if other is not None]
+    high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + context
+    if not lowers:
+        high = max(forecast.peak_high_bytes, high)
+    share = max(most) / max(forecast.peaks.values()) - 1 if lowers else None
+    notes = [note for note in forecast.notes if not lowers or note != _SEGMENTED_NOTE]
+    return dataclasses.replace(
+        forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
+        reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
+        notes=(*notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
+        allocator=tried[index] if index else None,
+    )  # fmt: skip
+
+
+def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
+    """The forecast with the margin above allocated memory that `other` has, where that lowers its upper end."""
+    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    share = (other.peak_high_bytes - context) / max(other.peaks.values())
+    least = forecast.reserved_bytes * (1 + DRY_RUN_ERROR) if forecast.reserved_peaks else 0.0
+    high = round(max(least, share * max(forecast.peaks.values()))) + context
+    return dataclasses.replace(forecast, peak_high_bytes=min(high, forecast.peak_high_bytes))
+
+
+def _growth_note(growth: float, why: str, share: float | None, *, read: bool) -> str:
+    """What rows of uneven length do to reserved memory, and why the allocator's settings are what they are; `why` is empty with
+    expandable segments. `share`: what is reserved beyond the allocated, where that is the upper end."""
+    over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
+    more = f"{growth:.1%} more" if growth > SMALL_GROWTH else "no more"
+    if not why:
+        return f"{over} {more} than for the longest alone, with expandable segments"
+    packing = "; packing=true would avoid that" if growth > SMALL_GROWTH else ""
+    end = "" if share is None else f"; at most {share:.1%} more than is allocated, the upper end where segments can't expand"
+    unread = "" if read else "; the rows were not read, so those of every length were replayed"
+    return f"{over} {more} than for the longest alone{packing}{end}{unread}; {why}"
+
+
+def _at_limit(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    card: Card,
+    rows: RowShape,
+    unlimited: Replay,
+    limit: int,
+) -> AtLimit | None:
+    """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
+
+    `unlimited`: its replay without a limit. A lower limit moves the moments when blocks are returned, which may help or not:
+    the run must succeed at every limit of a grid from what it reserves without one, so that more memory is never worse.
+
+    Uneven rows without expandable segments are left out by the caller: the replay's one length does not show what they do.
+    """
+
+    def steps_below(bytes_: float) -> int:
+        return max(0, math.ceil((1 - bytes_ / unlimited.reserved_bytes) / LIMIT_STEP - 1e-3))  # a byte is no step
+
+    least = steps_below(limit / (1 + DRY_RUN_ERROR))
+    if unlimited.reserved_bytes * (1 - least * LIMIT_STEP) < unlimited.allocated_bytes:
+        return None
+    replays = [unlimited]
+    for step in range(1, least + 1):
+        lower_limit = round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP))
+        replay = _replay_of(config, settings, card, rows, lower_limit)
+        if replay is None:
+            return None
+        replays.append(replay)
+    likely = replays[steps_below(limit)]
+    more = max(0, settings.gradient_accumulation_steps - 2)  # the replayed step has two micro-batches
+    return AtLimit(
+        limit_bytes=limit, returns_per_step=likely.step_retries + more * likely.micro_batch_retries,
+        returned_bytes_per_step=likely.step_returned_bytes + more * likely.micro_batch_returned_bytes,
+    )  # fmt: skip
+
+
+def _replayed(
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, rows: RowShape
+) -> Replay | None:
+    """The replayed allocator of one process on this card; None where that shows nothing: what does not fit anyway, and copies
+    of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
+    if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
+        return None
+    return _replay_of(config, settings, card, rows)
+
+
+def _replay_of(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    card: Card,
+    rows: RowShape,
+    limit: int | None = None,
+) -> Replay | None:
+    return replayed(
+        config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,
+        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(), limit=limit,
+    )  # fmt: skip
+
+
+def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) -> tuple[int, int, int]:
+    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
+
+    The least is what is allocated: at the limit torch returns cached blocks. The most is what the replay reserves, with its
+    error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
+    """
+    if card.is_cpu:
+        shares = (0.0, 0.0, 0.05)
+    else:
+        shares = EXPANDABLE if expandable_segments() else SEGMENTED
+    lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
+    if replay is None:
+        upper += PAGES if shares is EXPANDABLE else 0
+    else:
+        likely = replay.reserved_bytes
+        if expandable_segments():
+            upper = _with_replay_error(likely)
+        else:
+            upper = likely if even else max(likely, upper)
+    return round(lower * (1 - DRY_RUN_ERROR)), likely, round(upper * (1 + DRY_RUN_ERROR))
+
+
+def _with_replay_error(reserved: int) -> int:
+    return reserved + max(round(reserved * REPLAY_ERROR), PAGES)
+
+
+def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:
+    """The dry run of one rank under FSDP or DeepSpeed."""
+    if settings.launch.strategy == "ddp":
+        return run
+    values = config if isinstance(config, dict) else config.to_dict()
+    return shard(run, units_of(values, settings), settings)
+
+
+def _least_peak(run: DryRun, one_gpu: DryRun) -> int:
+    """Lower bound of the peak: without all-gathered parameters, and without shards beside the full model while loading."""
+    least = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
+    return max({**least, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
+
+
+def _with_buckets(run: DryRun, settings: Settings) -> DryRun:
+    """The dry run with DDP's gradient buckets, a copy of all gradients from the first step to the end (reducer.cpp in
+    torch/csrc/distributed/c10d)."""
+    if settings.launch.num_processes == 1 or settings.launch.strategy != "ddp":
+        return run
+    buckets = run.parts["adapters"]
+    peaks = {phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()}
+    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + buckets})
+
+
+def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
+    """Host memory of this machine: the process, and the larger of offloaded tensors and a merge into 16-bit weights.
+
+    With FSDP and DeepSpeed: all local ranks, and local rank 0 gathers the model to save it.
+    """
+    launch, training = settings.launch, _pinned_bytes(run, card, settings)
+    if launch.strategy == "ddp":
+        return PROCESS_BYTES + max(training, 2 * run.parameters)
+    return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
+
+
+def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
+    """Host memory that offloading pins in a step."""
+    if card.is_cpu or settings.layer_offloading != "nvme":
+        return 0 if card.is_cpu else run.host_bytes
+    # the layers are in a file, and are staged in as many buffers as there are on the card
+    from finetune.model.layer_offloading import BUFFERS
+
+    return run.host_bytes + BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
+
+
+def _disk_bytes(run: DryRun, settings: Settings) -> int:
+    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge.
+
+    With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
+    """
+    adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
+    layers = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
+    return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
+
+
+def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:
+    notes = []
+    if settings.torch_compile and settings.activation_checkpointing == "selective":
+        notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
+    elif settings.torch_compile:
+        notes.append("compiled layers keep what torch's partitioner chose on fake tensors; not measured on a card")
+    if not card.is_cpu and not expandable_segments():
+        if replay is not None and settings.packing is True:
+            share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"
+            notes.append(
+                f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator"
+            )
+        else:
+            notes.append(_SEGMENTED_NOTE)
+    return tuple(notes)

@@ -1,0 +1,249 @@
+"""Replaces a meta model's parameters by fake tensors, in the order in which loading allocates them on the card."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.compat.peft import dora_weights
+from finetune.compat.transformers import names_in_checkpoint
+from finetune.memory.tracker import OFFLOADED
+from finetune.model.adapters import trainable_parameters
+from finetune.model.layer_offloading import offloading_of
+
+if TYPE_CHECKING:
+    from finetune.memory.tracker import StorageTracker
+    from finetune.model.layer_offloading import LayerOffloading
+
+
+#: Phases in which adapters are created and cast; in a run they are parts of loading.
+ADAPTERS, CASTS = "adapters", "casts"
+
+
+def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
+    """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
+
+    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters in
+    `dtype`, computes DoRA's magnitudes from the weights, and casts one after another to fp32 at the end.
+    """
+    materialised: dict[int, torch.nn.Parameter] = {}
+    offloading = offloading_of(model)
+    tracker.recording.begin("load")
+    tracker.phase = "load"
+    uncast: dict[int, torch.nn.Parameter] = {}
+    for adapters in (False, True):
+        if adapters:
+            tracker.phase = ADAPTERS
+            uncast = _uncast_adapters(model, tracker, dtype)
+        for path, module, names in _all_parameters(model) if adapters else _in_loading_order(model):
+            tracker.layer = layer_number(path)
+            _fill(module, names, tracker, materialised, adapters, dtype, uncast, offloading)
+        if not adapters and offloading is not None:
+            tracker.layer = None
+            with tracker.tagging("weights"):
+                offloading.finish()
+    tracker.layer = None
+
+
+def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
+    """Path, module and its parameters' names."""
+    for path, module in model.named_modules():
+        yield path, module, list(module._parameters)
+
+
+def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
+    """The same in the order in which weights are loaded: by name in the checkpoint, numbers by value.
+
+    The weight loaded last decides the load peak of a quantised model: it is in memory in 16 bit besides all packed ones.
+    Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
+    """
+    stored = names_in_checkpoint(model.get_base_model())
+
+    def order(path: str) -> list[tuple[int, int, str]]:
+        ending = next((ending for ending in stored if path.endswith(ending)), "")
+        name = path.removesuffix(ending) + stored.get(ending, "")
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+    modules = sorted(_all_parameters(model), key=lambda item: order(item[0]))
+    return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
+
+
+def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other.
+
+    A phase of its own beside loading: at full depth it may need more than that, where in a few layers it needs less.
+    """
+    tracker.phase = CASTS
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, parameter in trainable_parameters(model):
+            if "lora_magnitude_vector" not in name:
+                tracker.layer = layer_number(name)
+                with tracker.tagging("adapters"):
+                    parameter.data = parameter.data.to(dtype)
+    tracker.layer = None
+
+
+def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Allocate and release what the state dict of a checkpoint copies: the nested code book of each 4-bit layer.
+
+    Source: bitsandbytes.functional.QuantState.as_dict. PEFT picks the adapters from the state dict of the whole model.
+    """
+    copies = []
+    for path, module in model.named_modules():
+        nested = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
+        if nested is not None:
+            tracker.layer = layer_number(path)
+            copies.append(nested.code.clone())
+    tracker.layer = None
+    tracker.record("state dict")
+
+
+def layer_number(path: str) -> int | None:
+    """Index of the decoder layer in a module's path; None outside the layers."""
+    match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
+    return int(match[1]) if match else None
+
+
+def _fill(
+    module: torch.nn.Module,
+    names: list[str],
+    tracker: StorageTracker,
+    materialised: dict[int, torch.nn.Parameter],
+    adapters: bool,
+    dtype: torch.dtype,
+    uncast: dict[int, torch.nn.Parameter],
+    offloading: LayerOffloading | None,
+) -> None:
+    for name in names:
+        parameter = module._parameters[name]
+        if parameter is None or parameter.requires_grad is not adapters:
+            continue
+        with tracker.tagging("adapters" if adapters else "weights"):
+            if id(parameter) not in materialised:
+                weight = uncast.pop(id(parameter), None)
+                if weight is None or weight.dtype != parameter.dtype:
+                    weight = _packer(module, name)(parameter, dtype)
+                materialised[id(parameter)] = weight
+                if not adapters and offloading is None:
+                    tracker.recording.weights[tracker.layer] += materialised[id(parameter)].nbytes
+            module._parameters[name] = materialised[id(parameter)]
+        if hasattr(materialised[id(parameter)], "quant_state"):
+            module.quant_state = materialised[id(parameter)].quant_state  # type: ignore[attr-defined]
+        if offloading is not None and not adapters:
+            with tracker.tagging(OFFLOADED):
+                offloading.on_parameter_loaded(module, name)
+    if not adapters:
+        with tracker.tagging("weights"):
+            _fill_buffers(module)
+
+
+def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
+    """Adapters before they are cast, in the dtype of their layer, by the id of the parameter that they become."""
+    uncast: dict[int, torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name in getattr(module, "lora_A", ()):
+            tracker.layer = layer_number(path)
+            layer: Any = module
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            own = torch.float32 if getattr(layer.get_base_layer(), "has_fp16_weights", None) is False else dtype
+            with tracker.tagging("adapters"):
+                uncast |= {id(weight): torch.nn.Parameter(torch.empty(weight.shape, dtype=own)) for weight in (a, b)}
+            if name in layer.lora_magnitude_vector:
+                magnitude = layer.lora_magnitude_vector[name]
+                uncast[id(magnitude.weight)] = _magnitude(layer, magnitude, uncast[id(a)], uncast[id(b)], name, tracker)
+    return uncast
+
+
+def _magnitude(layer: Any, magnitude: Any, a: Any, b: Any, name: str, tracker: StorageTracker) -> torch.nn.Parameter:
+    computed = type(magnitude)(magnitude.fan_in_fan_out)
+    with tracker.tagging("workspace"):
+        computed.update_layer(base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[name])
+    return computed.weight
+
+
+def _fill_buffers(module: torch.nn.Module) -> None:
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    for name, value in list(vars(module).items()):  # such as rotary embeddings' original frequencies
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            setattr(module, name, torch.empty(value.shape, dtype=value.dtype))
+
+
+def _packer(module: torch.nn.Module, name: str) -> Callable[[torch.nn.Parameter, torch.dtype], torch.nn.Parameter]:
+    from bitsandbytes.nn import Linear8bitLt, Params4bit
+
+    if isinstance(module._parameters[name], Params4bit):
+        return _packed_4bit
+    if name == "weight" and isinstance(module, Linear8bitLt):
+        return _packed_8bit
+    return _plain
+
+
+def _plain(parameter: torch.nn.Parameter, _dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+
+
+def _packed_4bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        torch.empty(parameter.shape, dtype=dtype),
+        blocksize=parameter.blocksize,  # type: ignore[attr-defined]
+        compress_statistics=parameter.compress_statistics,  # type: ignore[attr-defined]
+        quant_type=parameter.quant_type,  # type: ignore[attr-defined]
+        quant_storage=parameter.quant_storage,  # type: ignore[attr-defined]
+    )
+    weight = torch.nn.Parameter(packed, requires_grad=False)
+    weight.quant_state = state  # type: ignore[attr-defined]
+    weight.compress_statistics, weight.quant_type = parameter.compress_statistics, parameter.quant_type  # type: ignore[attr-defined]
+    return weight
+
+
+def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    loaded = torch.empty(parameter.shape, dtype=dtype)  # held while its copy, which goes through the host, is quantised
+    values = torch.empty(loaded.shape, dtype=torch.float16)
+    scales = torch.empty(values.shape[:1], dtype=torch.float32)
+    codes = torch.empty(values.shape, dtype=torch.int8)
+    weight = torch.nn.Parameter(codes, requires_grad=False)
+    weight.CB, weight.SCB, weight.has_fp16_weights = weight.data, scales, False  # type: ignore[attr-defined]
+    return weight
+
+
+@contextmanager
+def fake_dora_weights() -> Iterator[None]:
+    """Inside, DoRA, which reads the dequantised base weights on attach and in each forward, gets fake ones."""
+    with dora_weights(_dequantised, _copied):
+        yield
+
+
+def _copied(module: Any) -> Any:
+    """A 4-bit layer with a weight and a quantisation state of its own; on meta the layer itself."""
+    if module.weight.is_meta:
+        return module
+    copied = copy.copy(module)
+    weight: Any = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
+    weight.quant_state = copy.deepcopy(module.weight.quant_state)
+    copied._parameters = {**module._parameters, "weight": weight}
+    return copied
+
+
+def _dequantised(module: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    weight: Any = module.weight
+    shape = (module.out_features, module.in_features)
+    if isinstance(module, (Linear4bit, Linear8bitLt)) and weight.is_meta:
+        return torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
+    if isinstance(module, Linear4bit):
+        return dequantize_4bit(weight.data, weight.quant_state)
+    if isinstance(module, Linear8bitLt):
+        scales: Any = weight.SCB if weight.SCB is not None else module.state.SCB
+        return (weight.data * scales.view(-1, 1)) * (1.0 / 127.0)  # as int8_vectorwise_dequant
+    return weight

@@ -1,0 +1,380 @@
+"""Allocated bytes of a step, part by part, from the cache or a dry run. Importing this needs no torch."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from finetune.memory import cache
+from finetune.memory.allocator_choice import clearly_less
+from finetune.memory.allocator_replay import Replay, replay
+from finetune.memory.caching_allocator import OutOfMemory
+from finetune.memory.forecast import PARTS
+from finetune.memory.trace import NotRepeated
+from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
+from finetune.recipe import resolved
+from finetune.recipe.compatibility import is_zero3, padding_multiple
+from finetune.recipe.schema import Decides, settings_that_decide
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from finetune.card.allocator import AllocatorSettings
+    from finetune.memory.row_shape import RowShape
+    from finetune.memory.simulate import Batch, Simulation
+    from finetune.memory.tracker import Peak
+    from finetune.recipe import Settings
+
+#: How settings that decide bytes enter the cache key where not by their value. None: the key has them already, as the batch's
+#: shape, the card's capability or the configuration.
+_REDUCED: dict[str, Callable[[Settings], Any] | None] = {
+    "gradient_accumulation_steps": lambda settings: settings.gradient_accumulation_steps != 1,
+    # a file's layers pass through the same buffers
+    "layer_offloading": lambda settings: settings.layer_offloading is not False,
+    "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
+    "lora_dropout": lambda settings: settings.lora_dropout > 0,
+    "launch": lambda settings: is_zero3(settings.launch),  # it needs reentrant checkpointing; nothing else matters here
+    "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
+    "eval_steps": None, "gpu": None, "model_name_or_path": None,
+}  # fmt: skip
+#: Phases of the dry run that make up a training step.
+_TRAIN = ("forward", "loss", "auxiliary loss", "loss backward", "backward", "optimizer")
+#: Compute capability of a dry run when no card is given: Ampere.
+USUAL_CAPABILITY = (8, 0)
+#: This process's last simulations, newest last; `mix_layers` makes plans with every n-th layer checkpointed from them.
+_SIMULATED: OrderedDict[str, tuple[Simulation, str]] = OrderedDict()
+_MOST_SIMULATED = 8
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Allocated bytes of one plan. `parts` are those at the training peak, `peaks` the peak of each phase.
+
+    `per_layer_bytes` is the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes`: pinned or managed
+    host memory of activations, optimizer states and offloaded layers. `offloaded_bytes`: that of the layers, also where a file
+    has them; `largest_offloaded_bytes`: of the largest one. `parameters`: number of base model parameters.
+    """
+
+    parts: dict[str, int]
+    peaks: dict[str, int]
+    per_layer_bytes: dict[str, int]
+    host_bytes: int
+    parameters: int
+    method: str
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    offloaded_bytes: int = 0
+    largest_offloaded_bytes: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Allocated bytes at the training peak."""
+        return sum(self.parts.values())
+
+
+def dry_run(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    *,
+    micro_batch: int,
+    rows: RowShape,
+    capability: tuple[int, int] | None = USUAL_CAPABILITY,
+) -> DryRun:
+    """Allocated bytes of a step with `micro_batch` of the longest `rows`.
+
+    `config`: a configuration or the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
+    disk. Raises RecipeError for a model that can't be built.
+    """
+    values = config if isinstance(config, dict) else config.to_dict()
+    shape = _shape(settings, micro_batch, rows)
+    key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
+    cached = cache.read(key)
+    if cached is not None:
+        return DryRun(**{**cached, "notes": tuple(cached["notes"])})
+    from finetune.memory.simulate import Batch
+
+    run = _run(values, settings, Batch(**shape), capability)
+    cache.write(key, asdict(run))
+    return run
+
+
+def replayed(
+    config: PretrainedConfig | dict[str, Any],
+    settings: Settings,
+    *,
+    micro_batch: int,
+    rows: RowShape,
+    capability: tuple[int, int],
+    expandable: bool,
+    limit: int | None = None,
+) -> Replay | None:
+    """The dry run's events replayed on torch's allocator, with or without expandable segments; cached on disk.
+
+    `limit`: most bytes that torch may reserve; then None also when that is too little. None where events can't be replayed:
+    where copies run beside the computation, layers are compiled, or some are offloaded; and with expandable segments where only
+    every n-th layer is checkpointed, which takes a dry run of its own and could not lower the upper end there.
+    """
+    if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
+        return None
+    values = config if isinstance(config, dict) else config.to_dict()
+    shape = _shape(settings, micro_batch, rows)
+    key = cache.key_of(
+        kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
+        expandable=expandable, limit=limit,
+    )  # fmt: skip
+
+    def make() -> dict[str, Any] | None:
+        replay = _replay(values, settings, shape, capability, expandable, limit)
+        return asdict(replay) if replay else None
+
+    cached = _cached(key, make)
+    return Replay(**cached) if cached else None
+
+
+def replay_rows(
+    config: dict[str, Any],
+    settings: Settings,
+    *,
+    rows: RowShape,
+    capability: tuple[int, int],
+    lengths: Sequence[int],
+    tried: Sequence[AllocatorSettings],
+    limit: int | None = None,
+    seed: int = 0,
+) -> list[Growth | None]:
+    """What torch reserves over steps of rows of these `lengths` with each of the allocator's settings that are `tried`, by
+    replays; cached on disk. None for those that don't reserve clearly less than the first. Empty where there can be no replay.
+
+    `limit`: most bytes that torch may reserve, for settings that depend on it. `seed`: of the rows' order.
+    """
+    micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    widths = micro_batch_widths(lengths, micro, rows.tokens, accumulation, seed)
+    key = cache.key_of(
+        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, rows),
+        capability=capability, tried=list(map(asdict, tried)), limit=limit, widths=widths, accumulation=accumulation,
+    )  # fmt: skip
+
+    def make() -> list[dict[str, Any] | None]:
+        growths = _replay_rows(config, settings, rows, capability, widths, tried, limit)
+        return [asdict(growth) if growth else None for growth in growths]
+
+    cached: list[dict[str, Any] | None] = _cached(key, make)
+    return [Growth(**{**growth, "by_step": tuple(growth["by_step"])}) if growth else None for growth in cached]
+
+
+def _cached(key: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, JSON values, read from disk after the first call."""
+    cached = cache.read(key)
+    if cached is None:
+        cached = {"made": make()}
+        cache.write(key, cached)
+    return cached["made"]
+
+
+def _replay_rows(
+    values: dict[str, Any],
+    settings: Settings,
+    rows: RowShape,
+    capability: tuple[int, int],
+    widths: list[int],
+    tried: Sequence[AllocatorSettings],
+    limit: int | None,
+) -> list[Growth | None]:
+    from finetune.memory.simulate import Batch
+    from finetune.model.transformers_config import config_from
+
+    config = config_from(values, settings)
+    narrow, micro = replace(rows, tokens=rows.tokens // 2), settings.per_device_train_batch_size
+    with _without_garbage_collection():
+        traces = [
+            _simulated(config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
+            for shape in (rows, narrow)
+        ]
+        wide, other = traces
+        if wide is None or other is None:
+            return []
+        try:
+            micro_batches = MicroBatchEvents(wide, rows.tokens, other, narrow.tokens)
+        except NotRepeated:
+            return []
+
+        growths: list[Growth | None] = []
+        for setting in tried:
+            usual = growths[0] if growths else None
+            growths.append(replay_widths(
+                wide, micro_batches, widths, settings.gradient_accumulation_steps, setting,
+                limit=limit if setting.garbage_collection_threshold else None, most=clearly_less(usual) if usual else math.inf,
+            ))  # fmt: skip
+        return growths
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Inside, garbage collection is off: a hundred thousand small objects have no reference cycle."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _replay(
+    values: dict[str, Any],
+    settings: Settings,
+    shape: dict[str, Any],
+    capability: tuple[int, int],
+    expandable: bool,
+    limit: int | None,
+) -> Replay | None:
+    from finetune.memory.simulate import Batch
+    from finetune.model.transformers_config import config_from
+
+    simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability, mixes=expandable)
+    with _without_garbage_collection():
+        trace = simulation.trace()
+        try:
+            return replay(trace, expandable=expandable, limit=limit) if trace else None
+        except OutOfMemory:
+            return None
+
+
+def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
+    """The largest micro-batches: fields of `simulate.Batch`."""
+    eval_rows = 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size
+    eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
+    eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
+    return {
+        "rows": micro_batch, "tokens": _padded(settings, micro_batch, rows.tokens),
+        "trained_tokens": round(rows.trained_share * micro_batch * (rows.tokens - 1)),
+        "padded": micro_batch > 1 and settings.packing is not True,
+        "documents": max(1, rows.tokens // 256) if settings.packing is True else 1,
+        "eval_rows": eval_rows, "eval_tokens": _padded(settings, eval_rows, eval_tokens) if eval_rows else 0,
+        "eval_trained_tokens": round(eval_share * eval_rows * (eval_tokens - 1)),
+    }  # fmt: skip
+
+
+def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
+    multiple = padding_multiple(settings, micro_batch)
+    return -(-tokens // multiple) * multiple
+
+
+def _memory_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that change memory, according to the schema."""
+    key: dict[str, Any] = {}
+    for name in settings_that_decide(Decides.BYTES):
+        reduce = _REDUCED.get(name, lambda settings, name=name: getattr(settings, name))
+        if reduce is not None:
+            key[name] = reduce(settings)
+    return key
+
+
+def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
+    from finetune.memory.depth import count_parameters
+    from finetune.model.transformers_config import config_from
+
+    config = config_from(values, settings)
+    simulation, method = _simulated(config, settings, batch, capability)
+    return ledger_of(simulation, capability, parameters=count_parameters(config), method=method)
+
+
+def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:
+    """The parts and peaks of a simulated step. `parameters`: of the base model; `method`: how it was simulated."""
+    from finetune.memory.rules import cublas_workspace_bytes
+    from finetune.memory.tracker import OFFLOADED
+
+    # cuBLAS handles of the main thread and of the autograd thread
+    workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
+    top = _highest(simulation, _TRAIN)
+    parts = Counter({part: 0 for part in PARTS})
+    layers: Counter[str] = Counter()
+    for (part, layer), size in top.by_tag.items():
+        parts[part] += size
+        layers["outside the layers" if layer is None else f"layers.{layer}"] += size
+    parts["workspace"] += workspace
+    layers["outside the layers"] += workspace
+    peaks = {"load": _highest(simulation, ("load", "adapters", "casts")).total_bytes, "train": top.total_bytes + workspace}
+    for phase in ("eval", "save"):
+        peaks[phase] = _highest(simulation, (phase,)).total_bytes + workspace if _has(simulation, phase) else 0
+    offloaded = [size for (part, _), size in simulation.host.by_tag.items() if part == OFFLOADED]
+    return DryRun(
+        parts=dict(parts), peaks=peaks, per_layer_bytes=dict(sorted(layers.items(), key=_layer_order)),
+        host_bytes=simulation.host.total_bytes, parameters=parameters, method=method,
+        versions=cache.library_versions(), notes=(*_lean_notes(simulation), *simulation.notes),
+        offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
+    )  # fmt: skip
+
+
+def _lean_notes(simulation: Simulation) -> Iterator[str]:
+    """How many decoder layers are lean in which parts."""
+    kinds = Counter(simulation.lean)
+    if kinds:
+        yield "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
+
+
+def _simulated(
+    config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None, *, mixes: bool = True
+) -> tuple[Simulation, str]:
+    """`mixes`: every n-th layer checkpointed may be made from two simulations, which is faster and has peaks but no events."""
+    from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
+    from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
+    from finetune.memory.simulate import simulate
+
+    every = settings.activation_checkpointing_every_n_layers
+    if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
+        recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
+        uncheckpointed, _ = _simulated(config, _recomputing(settings, False), batch, capability)
+        return mix_layers(recomputed, uncheckpointed, every), method
+    layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
+    is_partial = settings.offloaded_layers < layers
+    if is_partial and has_identical_layers(config):
+        from finetune.model.layer_offloading import offloaded_numbers
+
+        offloaded, method = _simulated(config, resolved(settings, offloaded_layers=layers), batch, capability)
+        resident, _ = _simulated(config, resolved(settings, layer_offloading=False, offloaded_layers=0), batch, capability)
+        return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
+    key = cache.key_of(config=config.to_dict(), settings=_memory_settings(settings), batch=asdict(batch), capability=capability)
+    if key not in _SIMULATED:
+        _SIMULATED[key] = simulate_deep(
+            config,
+            lambda shallow: simulate(shallow, settings, batch, capability),
+            every,
+            first_differs=_first_layer_saves_less(settings),
+            # Adafactor's hundreds of small states don't show in a few layers; which layers are offloaded doesn't repeat
+            full_depth=settings.optim == "adafactor" or is_partial,
+        )
+        while len(_SIMULATED) > _MOST_SIMULATED:
+            _SIMULATED.popitem(last=False)
+    return _SIMULATED[key]
+
+
+def _first_layer_saves_less(settings: Settings) -> bool:
+    """Whether the first layer saves less: its input needs no gradient and is not offloaded, nor fp32 with DoRA.
+
+    With `activation_offloading` no copies of an earlier layer are in flight yet.
+    """
+    saves_inputs = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
+    return saves_inputs or settings.activation_offloading
+
+
+def _recomputing(settings: Settings, all_layers: bool) -> Settings:
+    return resolved(settings, activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)
+
+
+def _has(simulation: Simulation, phase: str) -> bool:
+    return any(name == phase for name, _ in simulation.peaks)
+
+
+def _highest(simulation: Simulation, phases: tuple[str, ...]) -> Peak:
+    return max((peak for (phase, _), peak in simulation.peaks.items() if phase in phases), key=lambda peak: peak.total_bytes)
+
+
+def _layer_order(item: tuple[str, int]) -> tuple[int, int]:
+    name = item[0]
+    return (0, int(name.rpartition(".")[2])) if name.startswith("layers.") else (1, 0)

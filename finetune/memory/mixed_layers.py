@@ -1,0 +1,98 @@
+"""Every n-th layer checkpointed, or some layers offloaded, from two simulations: all layers and none.
+
+Exact for identical layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from finetune.memory.simulate import AUXILIARY, Simulation
+from finetune.memory.tracker import OFFLOADED, Peak
+from finetune.recipe.compatibility import is_zero3
+
+if TYPE_CHECKING:
+    from finetune.memory.tracker import PhaseKey, Tag
+    from finetune.recipe import Settings
+
+#: Phases in which it matters whether a layer is checkpointed.
+_MIXED = ("forward", "loss", AUXILIARY, "loss backward", "backward")
+
+
+def can_mix(settings: Settings, identical: bool) -> bool:
+    """Whether `mix_layers` is exact for these settings; `identical`: all decoder layers have the same modules and shapes.
+
+    Layers that differ share tables and masks, which live as long as one layer saves them. Activations in flight to the host
+    belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and Adafactor is run at full depth anyway.
+    """
+    return (
+        identical
+        and settings.activation_checkpointing is True
+        and settings.activation_offloading is False
+        and settings.optim != "adafactor"
+        and not is_zero3(settings.launch)
+    )
+
+
+def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulation:
+    """Layers whose number is a multiple of `every` from `recomputed`, all others from `plain`.
+
+    Both simulations run the same layers in the same order, and layers pass each other the same tensors. So each layer saves
+    what it saves in its own simulation. Tensors of no layer come from the simulation of the running layer, except inputs that
+    all checkpoints share, such as masks.
+    """
+    last = max(layer for _, layer in recomputed.peaks if layer is not None)
+    last_recomputed = last // every * every
+    peaks = dict(recomputed.peaks)
+    for phase in _MIXED:
+        layers = {layer for name, layer in recomputed.peaks if name == phase}
+        for layer in layers | ({last_recomputed} if last in layers else set()):
+            ckpt_peak, plain_peak = _at((phase, layer), recomputed, last), _at((phase, layer), plain, last)
+            own = ckpt_peak if layer is None or layer % every == 0 else plain_peak
+            by_tag = _of_no_layer(own, ckpt_peak) | _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False)
+            peaks[(phase, layer)] = Peak(sum(by_tag.values()), by_tag, own.operator)
+    return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
+
+
+def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collection[int]) -> Simulation:
+    """Layers in `numbers` have their weights in host memory, as in `offloaded`, all others as in `resident`.
+
+    Weights are all that the two differ in, and the buffers, which belong to no layer.
+    """
+    peaks = {}
+    for key, peak in offloaded.peaks.items():
+        sizes = resident.peaks.get(key, Peak()).by_tag
+        weights = {(part, i): n for (part, i), n in sizes.items() if part == "weights" and i is not None and i not in numbers}
+        by_tag = peak.by_tag | weights
+        peaks[key] = Peak(sum(by_tag.values()), by_tag, peak.operator)
+    on_host = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in numbers}
+    host = Peak(sum(on_host.values()), on_host, offloaded.host.operator)
+    return Simulation(peaks, host, offloaded.notes, offloaded.lean)
+
+
+def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
+    """The peak of a phase and layer; for a layer that was repeated instead of run, that of the last layer but one, shifted."""
+    phase, layer = key
+    if key in simulation.peaks or layer is None:
+        return simulation.peaks.get(key, Peak())
+    peak, shift = simulation.peaks[(phase, last - 1)], last - 1 - layer
+    by_tag: dict[Tag, int] = {}
+    for (part, owner), size in peak.by_tag.items():
+        if owner is None or owner < layer:
+            by_tag[(part, owner)] = size
+        elif owner >= last - 1:
+            by_tag[(part, owner - shift)] = size
+            if owner == last:
+                by_tag |= {(part, index): size for index in range(last - shift, last + 1)}
+    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+
+
+def _of_no_layer(own: Peak, recomputed: Peak) -> dict[Tag, int]:
+    by_tag = {tag: size for tag, size in own.by_tag.items() if tag[1] is None}
+    shared = ("activations", None)
+    return by_tag | {shared: max(by_tag.get(shared, 0), recomputed.by_tag.get(shared, 0))}
+
+
+def _of_layers(peak: Peak, every: int, multiples: bool) -> dict[Tag, int]:
+    return {tag: size for tag, size in peak.by_tag.items() if tag[1] is not None and (tag[1] % every == 0) == multiples}

@@ -1,0 +1,107 @@
+"""What FSDP and DeepSpeed shard: the parameters of a model with adapters, in units that are all-gathered together."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.memory import cache
+from finetune.recipe.compatibility import shards_weights
+from finetune.recipe.schema import Decides, settings_that_decide
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
+
+#: Units besides the layers: the input embedding, the output layer (with an embedding tied to it), everything else.
+EMBEDDING, HEAD, REST = "embedding", "head", "rest"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`rows` of `row_bytes` along dimension 0, elements of `item_bytes`; `trained` when it needs a gradient."""
+
+    rows: int
+    row_bytes: int
+    item_bytes: int
+    trained: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the unsharded parameter."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are all-gathered as one unit. `name`: `layers.0`, ..., or one of EMBEDDING, HEAD and REST."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+
+def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
+    """The units of the model with adapters that `config` (the content of a config.json) and resolved `settings` describe.
+
+    Cached, so that a repeated plan needs no torch. Raises RecipeError for a model that can't be built.
+    """
+    chosen = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
+    chosen["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
+    key = cache.key_of(kind="units", config=config, settings=chosen)
+    cached = cache.read(key)
+    if cached is not None:
+        return tuple(
+            Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in cached["units"]
+        )
+    units = _full_units(config, settings)
+    cache.write(key, {"units": [asdict(unit) for unit in units]})
+    return units
+
+
+def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
+    """The units of a shallow model, repeated where its layers repeat."""
+    from finetune.memory.depth import at_depth, layer_kinds, plan_depth
+    from finetune.model.transformers_config import config_from
+
+    config = config_from(values, settings)
+    depth = plan_depth(layer_kinds(config))
+    shallow_units = _units(at_depth(config, depth.run), settings)
+    order = [*range(depth.start + depth.period)]
+    order += [number for _ in range(depth.times) for number in range(depth.start, depth.start + depth.period)]
+    order += [*range(depth.start + depth.period, depth.run)]
+    layers = [Unit(f"layers.{index}", shallow_units[f"layers.{number}"]) for index, number in enumerate(order)]
+    return (*layers, *(Unit(name, shallow_units[name]) for name in (EMBEDDING, HEAD, REST) if name in shallow_units))
+
+
+def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
+    from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
+    from finetune.compat.torch import fake_tensor_mode
+    from finetune.memory.fake_model import fake_dora_weights, materialise
+    from finetune.memory.tracker import StorageTracker
+    from finetune.model.adapters import attach_adapters
+    from finetune.model.build import build_base
+    from finetune.model.quantisation import model_dtype
+
+    with without_cpu_repacking(), fake_dora_weights():
+        model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
+        with own_quantisation_maps(), fake_tensor_mode():
+            materialise(model, StorageTracker({}), dtype=model_dtype(settings))
+    return parameters_by_unit(model)
+
+
+def parameters_by_unit(model: Any) -> dict[str, tuple[Parameter, ...]]:
+    """Name of the unit -> its parameters, for a PeftModel; a tied embedding belongs to the output layer."""
+    from finetune.memory.fake_model import layer_number
+
+    base = model.get_base_model()
+    ends = {id(base.get_input_embeddings().weight): EMBEDDING}
+    if base.get_output_embeddings() is not None:
+        ends[id(base.get_output_embeddings().weight)] = HEAD
+    by_unit: dict[str, list[Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        layer, rows = layer_number(name), parameter.shape[0] if parameter.dim() else 1
+        unit = ends.get(id(parameter), REST) if layer is None else f"layers.{layer}"
+        size = parameter.numel() * parameter.element_size()
+        by_unit.setdefault(unit, []).append(
+            Parameter(rows, size // max(1, rows), parameter.element_size(), parameter.requires_grad)
+        )
+    return {name: tuple(parameters) for name, parameters in by_unit.items()}

@@ -1,0 +1,254 @@
+"""Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of a single card.
+
+The dry run is the same for every strategy: sharded bytes are taken out, all-gathered parameters and buffers are added as
+`gathered`. FSDP's rules are compared with torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), none on real
+cards. Where the moment of a peak is uncertain, the higher number is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from finetune.memory.shard_units import EMBEDDING, HEAD, REST
+from finetune.recipe.compatibility import reads_own_rows
+
+if TYPE_CHECKING:
+    from finetune.memory.ledger import DryRun
+    from finetune.memory.shard_units import Parameter, Unit
+    from finetune.recipe import Settings
+
+
+#: The caching allocator's smallest block, as in tracker.py, which needs torch.
+_BLOCK_BYTES = 512
+#: Up to 1e9 parameters stay gathered: the defaults of `stage3_max_live_parameters` and `stage3_max_reuse_distance`.
+MOST_LIVE = 10**9
+#: Elements of DeepSpeed's NVMe buffers: `buffer_count` x `buffer_size` of `offload_param`, at their defaults.
+NVME_BUFFERS = 5 * 10**8
+
+
+def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
+    """The dry run of a single card, changed to what one rank of `launch.num_processes` allocates; unchanged under DDP.
+
+    `host_bytes` becomes that of all local ranks of a machine.
+    """
+    launch = settings.launch
+    if launch.strategy == "fsdp":
+        sharded = _fsdp(units, settings)
+    elif launch.strategy == "deepspeed":
+        sharded = _deepspeed(units, settings)
+    else:
+        return run
+    return _apply(run, units, sharded, settings)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Memory of one rank under a strategy, in bytes.
+
+    `kept`: (frozen, trained) bytes of each unit on the card; `states`: share of the optimizer states on the card; `masters`:
+    fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `starting`: the same when the
+    forward pass begins and nothing is saved for the backward pass; `loading`: parameters while the model is loaded and sharded;
+    `own_rows`: no rank loads more; `host`: host memory of each rank.
+    """
+
+    resident: dict[str, tuple[int, int]]
+    states: float
+    masters: int
+    gathered: int
+    loading: int
+    host: int
+    own_rows: bool = False
+    starting: int = 0
+
+
+def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
+    cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
+    # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
+    # parameters and are not sharded (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param).
+    shards = {unit.name: _sums(unit, lambda parameter: _shard_rows(parameter, cards)) for unit in units}
+    # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
+    # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
+    reducing = 2 * max(cards * trained for _, trained in shards.values())
+    gathered, starting = gathered_by_fsdp(units, cards) + reducing, gathered_at_start(units, cards)
+    # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
+    # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps what was before
+    # the sharding until all is sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
+    before = _adapters(units) if own_rows else _all_bytes(units)
+    if settings.launch.offload == "none":
+        # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
+        loading = max(before + sum(map(sum, shards.values())), _quantising(units) if own_rows else 0)
+        return Sharded(shards, _share(units, shards), 0, gathered, loading, 0, own_rows, starting)
+    # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
+    # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
+    nothing = dict.fromkeys(shards, (0, 0))
+    trained = sum(part for _, part in shards.values())
+    host = sum(_pinned(_shard_rows(parameter, cards)) for unit in units for parameter in unit.parameters)
+    arriving = 2 * max(map(sum, shards.values()))
+    loading = max(before + trained, _quantising(units)) if own_rows else before
+    return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows, starting + arriving)
+
+
+def _all_bytes(units: tuple[Unit, ...]) -> int:
+    """Bytes of all parameters, whole."""
+    return sum(sum(_sums(unit, lambda parameter: parameter.size_bytes)) for unit in units)
+
+
+def _adapters(units: tuple[Unit, ...]) -> int:
+    """Bytes of the trained parameters, whole."""
+    return sum(_sums(unit, lambda parameter: parameter.size_bytes)[1] for unit in units)
+
+
+def _quantising(units: tuple[Unit, ...]) -> int:
+    """Bytes of the largest matrix in 16 bit beside its codes, which are a column of 4 to an element of 16 bits."""
+    codes = [p.size_bytes for unit in units for p in unit.parameters if p.row_bytes == p.item_bytes and not p.trained]
+    return 5 * max(codes, default=0)
+
+
+def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
+    """Peak bytes of all-gathered parameters on a card, beside activations: a unit, its all-gather buffer, and the buffer of the
+    next unit.
+
+    Two of them are allocated at once; the third counts because buffers belong to another stream, whose blocks the first can't
+    reuse (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard). Each decoder layer, the
+    embedding, the output layer and the rest is one unit; the output layer and the rest stay gathered from forward to backward,
+    an embedding tied to the output layer from the start (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
+    """
+    layer, embedding, head, others = _whole_units(units, cards)
+    tied = head if not embedding else 0
+    moments = {
+        "layers": tied + 3 * layer,
+        "loss": layer + (head if tied else 2 * head),
+        "backward": head + layer + max(layer, embedding),
+    }
+    return max(moments.values()) + 2 * others
+
+
+def gathered_at_start(units: tuple[Unit, ...], cards: int) -> int:
+    """Peak bytes of all-gathered parameters when the forward pass begins: the embedding, its buffer, and the first layer's."""
+    layer, embedding, head, others = _whole_units(units, cards)
+    return 2 * (embedding or head) + layer + 2 * others
+
+
+def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
+    """Bytes of the largest decoder layer, the embedding, the output layer and the rest, gathered."""
+    full = {unit.name: sum(_block(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
+    layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
+    return layer, full.get(EMBEDDING, 0), full.get(HEAD, 0), full.get(REST, 0)
+
+
+def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
+    launch, item, hidden = settings.launch, 4 if settings.dtype == "float32" else 2, _hidden_size(units)
+    cards, offload = launch.num_processes, launch.offload != "none"
+    full = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
+    adapters = sum(trained for _, trained in full.values())
+    # ZeRO-2 shards the optimizer states and fp32 master copies of the adapters, not weights and adapters
+    # (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer). Offload moves them to host memory (offload_config.py).
+    part = -(-adapters // cards)  # one rank's adapters in fp32: master copy, gradient of the step
+    states, masters = (0.0, 0) if offload else (1 / cards, part)
+    host = 4 * part if offload else 0  # master copy, gradient, two states of AdamW
+    # Gradients count as whole, with two buffers of hidden x hidden elements (reduce_bucket_size, overlap_comm;
+    # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
+    buffers = 2 * hidden * hidden * item + (0 if offload else part)
+    if launch.zero_stage == 2:
+        return Sharded(full, states, masters, buffers, _all_bytes(units), host)
+    # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
+    shards = {unit.name: _sums(unit, lambda parameter: _shard_elements(parameter, cards)) for unit in units}
+    own, all_bytes = sum(map(sum, shards.values())), sum(map(sum, full.values()))
+    # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
+    # transformers/integrations/deepspeed.py, trainer_config_finalize).
+    persistent = sum(
+        _block(parameter.size_bytes)
+        for unit in units for parameter in unit.parameters if parameter.size_bytes < 10 * hidden * parameter.item_bytes
+    )  # fmt: skip
+    # Gathered: up to MOST_LIVE elements, and those being fetched (stage3_prefetch_bucket_size;
+    # partitioned_param_coordinator.py, PartitionedParameterCoordinator).
+    fetched = max(map(sum, full.values())) + round(0.9 * hidden * hidden) * item
+    gathered = min(all_bytes, persistent + MOST_LIVE * item + fetched) + buffers
+    if not offload:
+        # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
+        # transformers leaves quantised models out of it (finetune/distributed/configuration.py, accelerate_configuration;
+        # transformers/modeling_utils.py, PreTrainedModel.get_init_context).
+        return Sharded(shards, states, masters, gathered, all_bytes + own, host)
+    # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
+    arriving = 2 * max(map(sum, shards.values()))
+    host += sum(_pinned(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host += NVME_BUFFERS * item if launch.offload == "nvme" else 0
+    return Sharded(dict.fromkeys(shards, (0, 0)), states, masters, gathered + arriving, all_bytes, host)
+
+
+def _hidden_size(units: tuple[Unit, ...]) -> int:
+    """The model's hidden size, which DeepSpeed's `auto` buffers follow, from the width of its embeddings."""
+    ends = [parameter for unit in units if unit.name in (EMBEDDING, HEAD) for parameter in unit.parameters]
+    return max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
+
+
+def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
+    full = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
+    shards = sharded.resident
+    saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
+    parts = dict(run.parts)
+    parts["weights"] -= sum(frozen for frozen, _ in saved.values())
+    parts["adapters"] -= sum(trained for _, trained in saved.values())
+    parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.states) + sharded.masters
+    passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
+    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # nothing of `passing` is there at the start
+    # Bytes saved in every phase: each phase's peak falls by them.
+    saved_bytes = run.allocated_bytes - sum(parts.values())
+    peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
+    if peaks["eval"]:  # which may save less than a step, so that its start has most
+        peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
+    tables = run.parts["weights"] - sum(
+        frozen for frozen, _ in full.values()
+    )  # of 4-bit weights: no parameters, so not sharded
+    loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
+    layers = {
+        name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
+    }
+    layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
+    local_ranks = settings.launch.num_processes // settings.launch.num_machines
+    return dataclasses.replace(
+        run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
+        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, _note(settings)),
+    )  # fmt: skip
+
+
+def _note(settings: Settings) -> str:
+    launch = settings.launch
+    name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
+    offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
+    return f"memory of each of {launch.num_processes} cards under {name}{offload} is by rule, not measured on several cards"
+
+
+def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
+    """Allocated bytes of a unit's frozen and trained parameters when each has `size(parameter)` bytes."""
+    sums = [0, 0]
+    for parameter in unit.parameters:
+        sums[parameter.trained] += _block(size(parameter))
+    return sums[0], sums[1]
+
+
+def _share(units: tuple[Unit, ...], shards: dict[str, tuple[int, int]]) -> float:
+    """Share of the trained parameters in one rank's shards."""
+    full = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
+    return min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
+
+
+def _shard_rows(parameter: Parameter, cards: int) -> int:
+    return -(-parameter.rows // cards) * parameter.row_bytes
+
+
+def _shard_elements(parameter: Parameter, cards: int) -> int:
+    return -(-parameter.size_bytes // parameter.item_bytes // cards) * parameter.item_bytes
+
+
+def _block(size: int) -> int:
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def _pinned(size: int) -> int:
+    """Bytes of pinned memory for `size` bytes: torch rounds up to powers of two (CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -1,0 +1,365 @@
+"""The dry run: one optimizer step, an evaluation and a save of a plan's run, on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from logging import ERROR, getLogger
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig
+
+from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
+from finetune.compat.torch import backward, fake_tensor_mode
+from finetune.compat.transformers import (
+    auxiliary_loss,
+    fake_experts,
+    keys_repeated,
+    without_packing_detection,
+    wrap_checkpoint,
+)
+from finetune.errors import FinetuneError, RecipeError
+from finetune.memory.card_semantics import CudaFunctions, card_semantics
+from finetune.memory.compiled_layers import SplitLayers, splits
+from finetune.memory.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
+from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
+from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.trace import NotRepeated
+from finetune.memory.tracker import StorageTracker
+from finetune.model.adapters import attach_adapters, restore_master_precision, trainable_parameters
+from finetune.model.build import build_base, must_repeat_keys
+from finetune.model.checkpointing import base_of, decoder_layers
+from finetune.model.host_embedding import offload_table
+from finetune.model.layer_offloading import offloading_of
+from finetune.model.lean_layers import lean_summary
+from finetune.model.loss import add_loss
+from finetune.model.padding import needs_padding_mask, without_mask
+from finetune.model.quantisation import model_dtype
+from finetune.model.techniques import apply_techniques, step_context
+from finetune.model.varlen_attention import forecast_for
+
+if TYPE_CHECKING:
+    from finetune.memory.depth import Depth
+    from finetune.memory.rules import Capability
+    from finetune.memory.trace import Recording, Trace
+    from finetune.memory.tracker import Peak, PhaseKey
+    from finetune.recipe import Settings
+
+
+#: The phase of the router's auxiliary loss of a mixture, after the loss.
+AUXILIARY = "auxiliary loss"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss.
+
+    `padded`: rows differ in length, so that a model that needs a mask reads it.
+    `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows of `eval_tokens`
+    tokens, of which `eval_trained_tokens` count; by default as in training.
+    """
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    padded: bool = False
+    documents: int = 1
+    eval_rows: int = 0
+    eval_tokens: int | None = None
+    eval_trained_tokens: int | None = None
+
+    def for_evaluation(self) -> Batch:
+        """The micro-batch of an evaluation."""
+        tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
+        trained = self.trained_tokens if self.eval_trained_tokens is None else self.eval_trained_tokens
+        return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Peaks of load, forward, loss, auxiliary loss, loss backward, backward, optimizer, save and eval; host memory; notes.
+
+    `lean`: summary of each decoder layer's lean modules; empty without lean layers.
+    `recording`: the events of the layers that were run, which are repeated to `depth`; None for a mixture of simulations.
+    """
+
+    peaks: dict[PhaseKey, Peak]
+    host: Peak
+    notes: tuple[str, ...] = ()
+    lean: tuple[str, ...] = ()
+    recording: Recording | None = field(default=None, compare=False)
+    depth: Depth | None = field(default=None, compare=False)
+
+    def trace(self) -> Trace | None:
+        """The events of the run at full depth; None where they can't be derived."""
+        try:
+            return self.recording.trace(self.depth) if self.recording else None
+        except NotRepeated:
+            return None
+
+
+def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
+    """Simulate the step on a card of this compute capability; None for a run on the CPU."""
+    rules = rules_for_cpu() if capability is None else rules_for(capability)
+    tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
+    with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+        batch = replace(batch, padded=batch.padded and needs_padding_mask(config))
+        model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
+        apply_techniques(model, settings)
+        restore_master_precision(model)
+        add_loss(model)
+        observe(model, tracker)
+        split = SplitLayers(settings.compile_activation_budget)
+        if splits(settings):
+            split.replace(decoder_layers(model))
+        with _fake_tensors(settings, capability, batch, tracker) as semantics, tracker:
+            materialise(model, tracker, dtype=model_dtype(settings))
+            if True in (settings.load_in_4bit, settings.load_in_8bit):
+                round_adapters(model, tracker)
+            if settings.offload_embeddings is True:
+                offload_table(model)
+            if (offloading := offloading_of(model)) is not None:
+                offloading.wrap_checkpoints()
+            with _step_errors(config):
+                _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
+        notes = (*_notes(model, settings, batch), *split.notes)
+        lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
+        del model, split
+    return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
+
+
+@contextmanager
+def _step_errors(config: PretrainedConfig) -> Iterator[None]:
+    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0][:300]
+        raise RecipeError(
+            f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
+            f"{type(error).__name__}: {text}",
+            "Give another model, or report it with its config.json.",
+        ) from error
+
+
+def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
+    """What of this model needs more memory than it would seem: masks, and what stays 16-bit when it is quantised."""
+    if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
+        size = f"{batch.tokens} x {batch.tokens}"
+        yield f"padded rows of this model need a {size} attention mask each, counted as activations"
+    if True not in (settings.load_in_4bit, settings.load_in_8bit):
+        return
+    head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
+    names, experts = set(), False
+    for name, module in model.named_modules():
+        experts |= any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
+        base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
+        if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
+            names.add(type(module).__name__)
+    if experts:
+        yield "the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded"
+    if names:
+        yield f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}"
+
+
+def _run(
+    model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, semantics: CudaFunctions | None, *, on_cpu: bool
+) -> None:
+    model.train()
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
+    first_step(optimizer, model, tracker, on_cpu=on_cpu)
+    if settings.gradient_accumulation_steps != 1:
+        zero_gradients(model, tracker)
+    tracker.recording.begin("micro-batch")
+    inputs = _inputs(settings, batch, tracker)
+    with step_context(settings, "cpu"):
+        loss = _forward(model, settings, batch, inputs, tracker, "forward")
+        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
+        backward(loss)
+    del loss
+    tracker.recording.begin("clipping")
+    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
+    torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm, foreach=not on_cpu)
+    tracker.recording.begin("optimizer")
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+    del inputs
+    tracker.recording.begin("save")
+    gc.collect()
+    tracker.phase, tracker.part = "save", "workspace"
+    state_dict_copies(model, tracker)
+    tracker.record("steady state")
+    if batch.eval_rows:
+        tracker.recording.begin("eval")
+        model.eval()
+        held_out = batch.for_evaluation()
+        if semantics is not None:
+            semantics.trained_tokens = held_out.trained_tokens
+        with torch.no_grad():
+            _forward(model, settings, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
+
+
+def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Record which gradient a new one is added to."""
+    if parameter.grad is not None:
+        tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
+
+
+def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
+    """The batch that TRL's collator puts on the GPU."""
+    tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+    shape = (batch.rows, batch.tokens)
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
+    if settings.packing is True:
+        inputs["position_ids"] = torch.zeros(shape, dtype=torch.long)
+        if settings.attn_implementation in ("torch_varlen", "flash_attention_2"):
+            starts = torch.zeros(batch.documents + 1, dtype=torch.int32)
+            longest = -(-batch.tokens // batch.documents)
+            inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return inputs
+    return inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
+
+
+def _forward(
+    model: Any, settings: Settings, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
+) -> torch.Tensor:
+    """Forward and loss, as in `RunTrainer.compute_loss`. The mask of rows of equal length has no effect."""
+    tracker.phase, tracker.part, tracker.layer = phase, "activations", None
+    masked = batch.padded and batch.rows > 1
+    with _autocast(settings):
+        outputs = model(**(inputs if masked else without_mask(inputs)), use_cache=False, fused_lm_head=True)
+        loss = (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
+        return loss if outputs.aux_loss is None else loss + outputs.aux_loss
+
+
+@contextmanager
+def _autocast(settings: Settings) -> Iterator[None]:
+    dtype = model_dtype(settings)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        yield
+
+
+def observe(model: Any, tracker: StorageTracker) -> None:
+    """Hook the model so that the tracker knows the running layer, the beginning of the loss and what is recomputed."""
+    for number, layer in enumerate(decoder_layers(model)):
+        layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
+        layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
+        wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
+    base_of(model).base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
+
+
+def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
+    tracker.layer = number
+    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
+        tracker.retag(inputs[0], "activations", number)
+
+
+def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.requires_grad:
+        hidden.register_hook(functools.partial(_enter_backward, tracker, number))
+    tracker.layer = None
+
+
+def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
+    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
+
+
+def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:
+    tracker.part = "loss"
+    if tracker.phase == "forward":
+        tracker.phase = "loss"
+        if output.last_hidden_state.requires_grad:  # its gradient ends the loss's backward
+            output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
+
+
+def _tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
+    """The router's auxiliary loss: tensors computed from a layer's logits belong to that layer, also in backward.
+
+    In training it is a phase of its own. It grows with the number of layers, so at full depth it may need more than the loss.
+    """
+    tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
+    try:
+        return computed(*inputs)
+    finally:
+        tracker.inherits = False
+
+
+def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
+    def observed(*recompute_inputs: Any) -> Any:
+        if tracker.phase != "backward":
+            return function(*recompute_inputs)
+        with tracker.tagging("recomputed"):
+            return function(*recompute_inputs)
+
+    return checkpoint(observed, *inputs)
+
+
+@contextmanager
+def _fake_tensors(
+    settings: Settings, capability: Capability | None, batch: Batch, tracker: StorageTracker
+) -> Iterator[CudaFunctions | None]:
+    semantics = None
+    with ExitStack() as stack:
+        stack.enter_context(own_quantisation_maps())
+        stack.enter_context(fake_experts())
+        stack.enter_context(forecast_for(capability))
+        stack.enter_context(auxiliary_loss(functools.partial(_tag_auxiliary_loss, tracker)))
+        if capability is not None and sys.platform != "win32":
+            semantics = stack.enter_context(card_semantics(batch.trained_tokens))
+        if capability is not None and must_repeat_keys(model_dtype(settings), capability):
+            stack.enter_context(keys_repeated())
+        if settings.packing is not True:
+            stack.enter_context(without_packing_detection())
+        stack.enter_context(fake_tensor_mode())
+        yield semantics
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Inside, automatic garbage collection is off: the libraries' cycles hold tensors, which would vary the peaks.
+
+    Existing objects are frozen, so that an explicit collection between phases scans only the dry run's own.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()  # the dry run's own cycles, before the other objects are unfrozen
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the libraries' warnings about layers and checkpointing; the run shows them."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    quantiser = getLogger("bitsandbytes")
+    level = quantiser.level
+    quantiser.setLevel(ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        quantiser.setLevel(level)

@@ -1,0 +1,315 @@
+"""The order of a dry run's allocations and releases, as the caching allocator would see it, at the full depth of the model.
+
+A dry run of a few layers gives the events of all: layers repeat, so the events of the middle ones are inserted once more for
+each further layer. A copy releases the allocation of the same key: the same allocation of the same layer, or its neighbour.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from finetune.memory.depth import Depth
+
+#: Instead of a size: the allocation of this number is released.
+RELEASED = -1
+#: Phases whose layers run one after another; otherwise an event belongs to the layer of its tensor.
+_RUNNING = ("forward", "backward", "eval")
+#: (number of the allocation, its bytes or RELEASED)
+Event = tuple[int, int]
+
+
+class NotRepeated(ValueError):
+    """The layers' events don't repeat, so those of all layers can't be derived from a few."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events by part of the run: load, first step, micro-batch, clipping, optimizer, save and eval.
+
+    `persistent`: numbers allocated once for the life of the process. `gradients`: number of a new gradient -> that of the one
+    it is added to; in the first micro-batch of a step the new one is stored instead. `warm_up`: bytes of the base weights.
+    """
+
+    parts: dict[str, list[Event]]
+    persistent: frozenset[int] = frozenset()
+    gradients: dict[int, int] | None = None
+    warm_up: int = 0
+
+
+class _AllocationKey(NamedTuple):
+    """Identifies an allocation: the `nth` of the `run`-th sequence of events of one layer in a section."""
+
+    section: int
+    layer: int
+    run: int
+    nth: int
+
+    def in_layer(self, layer: int, nth: int | None = None) -> _AllocationKey:
+        """The same allocation in another layer."""
+        return _AllocationKey(self.section, layer, self.run, self.nth if nth is None else nth)
+
+
+class _Chunk(NamedTuple):
+    """Successive events of one layer (-1: of none) in one section. An event's first entry is a number or a reference."""
+
+    section: int
+    layer: int
+    run: int
+    events: list[tuple[int, int]]
+
+
+class Recording:
+    """Collects events. A section is one pass over the layers; a part is one or more sections with a name."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int, int]] = []  # number, bytes or RELEASED, section, layer
+        self.weights: Counter[int | None] = Counter()
+        self.gradients: dict[int, int] = {}
+        self._parts: list[tuple[str, int]] = []
+        self._persistent: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        self._layers: list[int] = []
+        self._section, self._running, self._layer = 0, False, -1
+
+    def begin(self, part: str) -> None:
+        """Events from now on belong to `part`."""
+        self._parts.append((part, len(self.events)))
+        self._section, self._layer = self._section + 1, -1
+
+    def begin_phase(self, phase: str) -> None:
+        """Begin the next pass over the layers."""
+        self._section, self._running, self._layer = self._section + 1, phase in _RUNNING, -1
+
+    def enter(self, layer: int) -> None:
+        """Set the running layer."""
+        self._layer = layer
+
+    def allocate(self, storage: int, size: int, layer: int | None) -> None:
+        """Record the allocation of a storage of `layer`."""
+        self._numbers[storage] = self._add(size, layer)
+
+    def release(self, storage: int) -> None:
+        """Record the release of a storage. Unknown ones are ignored."""
+        number = self._numbers.pop(storage, None)
+        if number is not None:
+            self._note(number, RELEASED)
+
+    def layer_of(self, storage: int) -> int | None:
+        """The layer of a storage; None for none, or an unknown storage."""
+        layer = self._layers[self._numbers[storage]] if storage in self._numbers else -1
+        return None if layer < 0 else layer
+
+    def scratch(self, sizes: tuple[int, ...], layer: int | None) -> None:
+        """A kernel's temporary buffers: allocated together, then released."""
+        numbers = [self._add(size, layer) for size in sizes]
+        for number in numbers:
+            self._note(number, RELEASED)
+
+    def keep(self, size: int) -> None:
+        """Record a buffer that a library allocates and never releases."""
+        self._persistent.add(self._add(size, None))
+
+    def accumulate(self, new: int, into: int) -> None:
+        """Record that the storage `new`, a gradient, will be added to the storage `into`."""
+        if new in self._numbers and into in self._numbers:
+            self.gradients[self._numbers[new]] = self._numbers[into]
+
+    def _add(self, size: int, layer: int | None) -> int:
+        number = len(self._layers)
+        self._layers.append(layer if layer is not None else self._layer if self._running else -1)
+        self._note(number, size)
+        return number
+
+    def _note(self, number: int, size: int) -> None:
+        self.events.append((number, size, self._section, self._layer if self._running else self._layers[number]))
+
+    def trace(self, depth: Depth | None = None) -> Trace:
+        """The events by part; with `depth` those of the full model. Raises NotRepeated."""
+        if depth is None or not depth.times:
+            plain: list[Event] = [event[:2] for event in self.events]
+            starts = [start for _, start in self._parts]
+            return self._trace(plain, starts, self._persistent, self.gradients, sum(self.weights.values()))
+        deep = _Deepening(self.events, self._persistent, [start for _, start in self._parts], depth)
+        middle = range(depth.start, depth.start + depth.period)
+        warm_up = sum(self.weights.values()) + depth.times * sum(n for layer, n in self.weights.items() if layer in middle)
+        return self._trace(deep.events, deep.starts, deep.persistent, deep.pairs(self.gradients), warm_up)
+
+    def _trace(
+        self, events: list[Event], starts: list[int], persistent: set[int], gradients: dict[int, int], warm_up: int
+    ) -> Trace:
+        ends = [*starts[1:], len(events)]
+        parts: dict[str, list[Event]] = {}
+        for (name, _), start, end in zip(self._parts, starts, ends, strict=True):
+            parts.setdefault(name, []).extend(events[start:end])
+        return Trace(parts, frozenset(persistent), gradients, warm_up)
+
+
+class _Deepening:
+    """Inserts the events of the repeated layers."""
+
+    def __init__(self, events: list[tuple[int, int, int, int]], persistent: set[int], starts: list[int], depth: Depth) -> None:
+        self._depth, self._more = depth, depth.times * depth.period
+        self._middle = range(depth.start, depth.start + depth.period)
+        self._persistent_before, self.persistent = persistent, set[int]()
+        self._keys: dict[int, _AllocationKey] = {}
+        self._sizes: dict[tuple[int, int, int], list[int]] = {}
+        self._numbers_by_key: dict[_AllocationKey, int] = {}
+        self._original_of: dict[int, _AllocationKey] = {}
+        self._count = 0
+        self.events: list[Event] = []
+        self.starts: list[int] = []
+        chunks = self._chunks(events, starts)
+        position, begun = 0, 0
+        while position < len(chunks):
+            while begun < len(starts) and chunks[position][0] >= starts[begun]:
+                self.starts.append(len(self.events))
+                begun += 1
+            chunk = chunks[position][1]
+            if chunk.layer not in self._middle:
+                self._append(chunk, self._shifted(chunk.layer))
+                position += 1
+                continue
+            end = position
+            while end < len(chunks) and chunks[end][1].section == chunk.section and chunks[end][1].layer in self._middle:
+                end += 1
+            middle_chunks = [c for _, c in chunks[position:end]]
+            order = range(depth.times + 1)
+            for time in reversed(order) if self._descends([c for _, c in chunks], position, end) else order:
+                for c in middle_chunks:
+                    self._append(c, c.layer + time * depth.period, first=time == 0)
+            position = end
+        self.starts += [len(self.events)] * (len(starts) - begun)
+        self._release_copies()
+
+    def _release_copies(self) -> None:
+        """Release copies that were never released where their original is released.
+
+        Some operators hold tensors of all layers until the whole graph is freed (int8's saved activations): one layer's events
+        release them, those of a layer that is not copied.
+        """
+        released = {number for number, size in self.events if size == RELEASED}
+        unreleased: dict[int, list[int]] = {}
+        for copy, key in self._original_of.items():
+            first = self._numbers_by_key[key]
+            if copy not in released and first in released:
+                unreleased.setdefault(first, []).append(copy)
+        if not unreleased:
+            return
+        events: list[Event] = []
+        starts = Counter(self.starts)
+        moved: list[int] = []
+        for index, event in enumerate(self.events):
+            moved += [len(events)] * starts[index]
+            events.append(event)
+            if event[1] == RELEASED:
+                events += [(copy, RELEASED) for copy in unreleased.get(event[0], ())]
+        self.starts = moved + [len(events)] * starts[len(self.events)]
+        self.events = events
+
+    def _chunks(self, events: list[tuple[int, int, int, int]], starts: list[int]) -> list[tuple[int, _Chunk]]:
+        """The chunks, each with the index of its first event; a new part begins a new section."""
+        chunks: list[tuple[int, _Chunk]] = []
+        runs: Counter[tuple[int, int]] = Counter()
+        section_and_layer, sizes = None, []
+        for index, (number, size, section, layer) in enumerate(events):
+            if (section, layer) != section_and_layer:
+                section_and_layer = (section, layer)
+                chunk = _Chunk(section, layer, runs[section_and_layer], [])
+                runs[section_and_layer] += 1
+                chunks.append((index, chunk))
+                sizes = self._sizes[(section, layer, chunk.run)] = []
+            if size >= 0 and number not in self._persistent_before:
+                self._keys[number] = _AllocationKey(section, layer, chunk.run, len(sizes))
+                sizes.append(size)
+            chunk.events.append((number, size))
+        return chunks
+
+    def _descends(self, chunks: list[_Chunk], start: int, end: int) -> bool:
+        """Whether the section runs from the last layer to the first, by what comes before and after."""
+        section = chunks[start].section
+        for index, sign in ((start, 1), (end, -1)):
+            for chunk in reversed(chunks[:start]) if index == start else iter(chunks[end:]):
+                if chunk.section != section:
+                    break
+                if chunk.layer >= 0:
+                    return (chunk.layer - chunks[start].layer) * sign > 0
+        return False
+
+    def _append(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:
+        """Add a chunk's events at `layer` of the full model. `first`: the chunk itself, not a copy."""
+        numbers, keys, events, count = self._numbers_by_key, self._keys, self.events, 0
+        for number, size in chunk.events:
+            if size == RELEASED:
+                key = self._resolve(keys[number], chunk.layer, layer)
+                if key not in numbers:
+                    raise NotRepeated
+                events.append((numbers[key], RELEASED))
+                continue
+            if number in self._persistent_before:
+                if first:
+                    self.persistent.add(self._count)
+                    events.append((self._count, size))
+                    self._count += 1
+                continue
+            numbers[_AllocationKey(chunk.section, layer, chunk.run, count)] = self._count
+            if not first:
+                self._original_of[self._count] = _AllocationKey(chunk.section, chunk.layer, chunk.run, count)
+            events.append((self._count, size))
+            self._count += 1
+            count += 1
+
+    def _shifted(self, layer: int) -> int:
+        return layer + self._more if layer >= self._middle.stop else layer
+
+    def _source_layer(self, layer: int) -> int:
+        """The layer of the dry run whose events are copied for this one of the full model."""
+        if layer < self._middle.stop:
+            return layer
+        if layer >= self._middle.stop + self._more:
+            return layer - self._more
+        return self._middle.start + (layer - self._middle.start) % self._depth.period
+
+    def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
+        """The key in the full model of what an event of `from_layer` releases, when the event is copied to `to_layer`."""
+        if key.layer < 0:
+            return key
+        is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period
+        layer = to_layer + key.layer - from_layer if is_neighbour else self._shifted(key.layer)
+        source = self._source_layer(layer)
+        if source == key.layer:
+            return key.in_layer(layer)
+        return key.in_layer(layer, self._counterpart(key, source))
+
+    def _counterpart(self, key: _AllocationKey, source: int) -> int:
+        """The number of the same allocation in another layer, which may have one more or fewer allocations at one point."""
+        own = self._sizes[key[:3]]
+        other = self._sizes.get((key.section, source, key.run))
+        if other is None:
+            raise NotRepeated
+        if own == other:
+            return key.nth
+        differs_at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+        if key.nth < differs_at:
+            return key.nth
+        from_end = len(own) - key.nth
+        if from_end > len(other) or own[-from_end:] != other[len(other) - from_end :]:
+            raise NotRepeated
+        return len(other) - from_end
+
+    def pairs(self, numbers: dict[int, int]) -> dict[int, int]:
+        """Pairs of allocations of one layer, for every layer."""
+        pairs = {}
+        for new, target in numbers.items():
+            for new_copy, target_copy in zip(self._copies(new), self._copies(target), strict=True):
+                pairs[new_copy] = target_copy
+        return pairs
+
+    def _copies(self, number: int) -> Iterator[int]:
+        key = self._keys[number]
+        times = self._depth.times + 1 if key.layer in self._middle else 1
+        for time in range(times):
+            yield self._numbers_by_key[key.in_layer(self._shifted(key.layer) + time * self._depth.period)]

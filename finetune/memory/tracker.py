@@ -1,0 +1,223 @@
+"""Tracks every storage on the card from allocation to release: sums tagged with part and layer, and the order of events."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from finetune.memory import fake_operators
+from finetune.memory.trace import Recording
+from finetune.units import MIB
+
+#: The CUDA caching allocator rounds every request up to a multiple of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
+BLOCK_BYTES = 512
+
+#: The part of layers' weights in host memory, whose pages are pinned as they are.
+OFFLOADED = "offloaded layers"
+
+#: cublasLt keeps a workspace of its own for linear layers with a bias (CublasHandlePool.cpp, getCUDABlasLtWorkspaceSize).
+CUBLASLT_BYTES = MIB
+
+_DEVICE = torch.ops.prim.device.default
+_LINEAR, _ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, _LINEAR, _ADDMM}
+
+#: Phases in which operators run on parameters, not on layers.
+_UPDATES = ("first step", "optimizer")
+
+#: (part of the ledger, layer number or None)
+Tag = tuple[str, int | None]
+#: (phase of the step, layer number or None)
+PhaseKey = tuple[str, int | None]
+#: Replaces an operator that allocates otherwise on the card. Runs outside the tracker; `with tracker:` inside a rule tracks.
+Rule = Callable[["StorageTracker", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass
+class Peak:
+    """Peak of live bytes in one phase and layer, by tag, and the operator that reached it."""
+
+    total_bytes: int = 0
+    by_tag: dict[Tag, int] = field(default_factory=dict)
+    operator: str = ""
+
+
+def block_bytes(size: int) -> int:
+    """Bytes that the caching allocator allocates for a request of `size` bytes; 0 for an empty one."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class StorageTracker(TorchDispatchMode):
+    """Sums the live storages of all tensors made inside it. Tensors on `meta` represent host memory and count separately.
+
+    New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
+    peak of each phase and layer, `host` that of host memory. Works on real and fake tensors. `rules` change allocations.
+
+    While `inherits` is set, tensors created outside the layers are tagged with the layer of the last argument with one.
+
+    `recording` has the order of allocations and releases, with cuBLAS's workspaces of `workspace_bytes`, which the sums lack.
+    """
+
+    def __init__(self, rules: dict[Any, Rule] | None = None, *, workspace_bytes: int = 0) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._phase = ""
+        self._layer: int | None = None
+        self.phase, self.part = "load", "weights"
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[tuple[bool, bool]] = set()
+        self._source: int | None = None
+        self.inherits = False
+        self.live_bytes = 0
+        self.live: Counter[Tag] = Counter()
+        self.peaks: dict[PhaseKey, Peak] = {}
+        self._rules = rules or {}
+        self.host = Peak()
+        self._host_live: Counter[Tag] = Counter()
+        self._sizes: dict[int, tuple[int, Tag]] = {}
+
+    @property
+    def phase(self) -> str:
+        """The current phase of the step."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if phase != self._phase:
+            self.recording.begin_phase(phase)
+        self._phase = phase
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that runs, or that new tensors belong to."""
+        return self._layer
+
+    @layer.setter
+    def layer(self, layer: int | None) -> None:
+        self._layer = layer
+        if layer is not None:
+            self.recording.enter(layer)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # each read of a fake tensor's device is dispatched
+        if self._phase in _UPDATES and args and isinstance(args[0], torch.Tensor):
+            self._set_source(args[0])
+        elif self.inherits:
+            tensors = (value for value in reversed(args) if isinstance(value, torch.Tensor))
+            self._source = next((layer for value in tensors if (layer := self.layer_of(value)) is not None), None)
+        rule = self._rules.get(func)
+        out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
+        if isinstance(out, torch.Tensor):
+            self.track(out)
+        elif isinstance(out, list) and func.__name__.startswith("_foreach"):
+            for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
+                self._set_source(source)
+                self.track(leaf, layer=self.layer_of(source))
+        else:
+            for leaf in tree_iter(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.track(leaf)
+        self.record(func)
+        if self._workspace_bytes and func in _MATMULS:
+            self._workspace(func is _ADDMM or (func is _LINEAR and len(args) > 2 and args[2] is not None))
+        return out
+
+    def record(self, operator: Any = "", scratch_bytes: int = 0) -> None:
+        """Update the peak of the current phase and layer with the live bytes plus `scratch_bytes` of the running kernel."""
+        key = (self.phase, self.layer)
+        peak = self.peaks.get(key)
+        if peak is None:
+            peak = self.peaks[key] = Peak()
+        total = self.live_bytes + scratch_bytes
+        if total > peak.total_bytes:
+            peak.total_bytes, peak.operator = total, str(operator)
+            peak.by_tag = {tag: size for tag, size in self.live.items() if size}
+            if scratch_bytes:
+                tag = ("workspace", self.layer)
+                peak.by_tag[tag] = peak.by_tag.get(tag, 0) + scratch_bytes
+
+    def scratch(self, operator: str, *sizes: int) -> None:
+        """Record temporary buffers of a running kernel, sizes in bytes."""
+        self.record(operator, sum(block_bytes(size) for size in sizes))
+        self.recording.scratch(sizes, self._layer)
+
+    def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
+        """Move a storage to another part, such as gradients or optimizer, and to `layer` when given."""
+        key = tensor.untyped_storage()._cdata
+        size, old = self._sizes.get(key, (0, ("", None)))
+        if size > 0:
+            new = (part, old[1] if layer is None else layer)
+            self.live[old] -= size
+            self.live[new] += size
+            self._sizes[key] = (size, new)
+
+    @contextmanager
+    def tagging(self, part: str) -> Iterator[None]:
+        """Inside, allocations are tagged with `part`."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def _workspace(self, biased: bool) -> None:
+        """cuBLAS's workspace of this thread, and cublasLt's, when first needed. Backward runs in a thread of its own."""
+        backward = self._phase in ("loss backward", "backward")
+        for lt, size in ((False, self._workspace_bytes), (True, CUBLASLT_BYTES))[: 1 + biased]:
+            if (backward, lt) not in self._workspaces:
+                self._workspaces.add((backward, lt))
+                self.recording.keep(size)
+
+    def _set_source(self, tensor: torch.Tensor) -> None:
+        """Tag what is allocated next with the layer of this parameter, gradient or state."""
+        layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
+        self._source = self._source if layer is None else layer
+
+    def layer_of(self, tensor: torch.Tensor) -> int | None:
+        """The layer that a tensor's storage is tagged with."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
+
+    def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
+        """Count a tensor's storage, once, until it is released; tagged with `layer` when given, else the current layer."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device  # the latter would be dispatched
+        inherited = self._source if self.inherits and self.layer is None else self.layer
+        tag = (self.part, inherited if layer is None else layer)
+        if device.type == "meta":
+            # Host copies are pinned, and torch's pinned allocator rounds up to powers of two (CachingHostAllocator.h).
+            rounded = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0
+            size = storage.nbytes() if self.part == OFFLOADED else rounded
+            self._host_live[tag] += size
+            if self._host_live.total() > self.host.total_bytes:
+                self.host = Peak(self._host_live.total(), {tag: size for tag, size in self._host_live.items() if size})
+            self._sizes[key] = (-size, tag)
+        else:
+            size = block_bytes(storage.nbytes())
+            self.live_bytes += size
+            self.live[tag] += size
+            self._sizes[key] = (size, tag)
+            own = self._source if tag[1] is None and self._phase in _UPDATES else tag[1]
+            self.recording.allocate(key, storage.nbytes(), own)
+        weakref.finalize(storage, self._released, key).atexit = False
+
+    def _released(self, key: int) -> None:
+        size, tag = self._sizes.pop(key)
+        if size < 0:  # negative sizes are host memory
+            self._host_live[tag] += size
+            return
+        self.recording.release(key)
+        self.live_bytes -= size
+        self.live[tag] -= size

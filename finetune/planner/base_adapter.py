@@ -1,0 +1,116 @@
+"""The base adapter, from which training continues: where it is, and the settings that a recipe inherits from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RecipeError
+from finetune.planner.plan import read_plan
+from finetune.recipe import AUTO, resolved
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+
+_CONFIG = "adapter_config.json"
+#: Settings that an adapter's parameters and their scale follow from.
+_SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
+#: Values of adapter_config.json under which an adapter is one that is trained here.
+_PLAIN: dict[str, Any] = {
+    "bias": "none", "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None, "rank_pattern": {},
+    "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None, "megatron_config": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BaseAdapter:
+    """An adapter to continue from: its folder, the settings of its parameters, and its base model by name and revision."""
+
+    folder: Path
+    settings: dict[str, Any]
+    base_model: str | None
+
+
+def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with the settings of the adapter that it continues from, and a reason for each.
+
+    Raises RecipeError with every setting that is not the adapter's.
+    """
+    if recipe.adapter_name_or_path is None:
+        return recipe, {}
+    adapter = read_base_adapter(recipe.adapter_name_or_path)
+    inherited, problems, names = {}, [], []
+    quantised = True in (recipe.load_in_4bit, recipe.load_in_8bit)
+    for name, value in adapter.settings.items():
+        if name not in _SHAPES and quantised:
+            continue
+        recipe_value = getattr(recipe, name)
+        if recipe_value == AUTO or name not in recipe.model_fields_set:
+            inherited[name] = value
+        elif name in _SHAPES and _comparable(recipe_value) != _comparable(value):
+            problems.append(f"{name} is {recipe_value}; the adapter in {adapter.folder} has {value}")
+            names.append(name)
+    if problems:
+        raise RecipeError(problems, f"Training on takes these from the adapter: leave out {', '.join(names)}.")
+    try:
+        resolved_recipe = resolved(recipe, **inherited)
+    except ValueError as error:
+        raise RecipeError(f"with the settings of the adapter in {adapter.folder}: {error}") from None
+    return resolved_recipe, dict.fromkeys(inherited, "the adapter's, from which training goes on")
+
+
+def read_base_adapter(name: str) -> BaseAdapter:
+    """The adapter in a folder or of a run: one of this program's, or any LoRA adapter of PEFT. Raises RecipeError."""
+    folder = find_adapter(name)
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise RecipeError(f"adapter_name_or_path {name}: {folder / _CONFIG} can't be read: {error}") from None
+    plan = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
+    if plan.is_file():
+        settings = read_plan(plan).settings
+        inherited = {name: getattr(settings, name) for name in _SHAPES}
+        # what was trained on quantised weights belongs to them
+        inherited |= {name: True for name in ("load_in_4bit", "load_in_8bit") if getattr(settings, name)}
+        return BaseAdapter(folder, inherited, settings.model_name_or_path)
+    return BaseAdapter(folder, _of_peft(config, name), base)
+
+
+def find_adapter(name: str) -> Path:
+    """The folder with an adapter: `name` itself, or that of the run in it or in runs/. Raises RecipeError."""
+    path = Path(name).expanduser()
+    runs = (path, Path("runs") / name)
+    for folder in (path, *(run / "adapter" for run in runs)):
+        if (folder / _CONFIG).is_file():
+            return folder
+    for run in runs:
+        if (run / "plan.json").is_file():
+            raise RecipeError(f"adapter_name_or_path {name}: the run has no adapter yet", f"Finish it: finetune resume {run}")
+    raise RecipeError(
+        f"adapter_name_or_path {name} is no run and no folder with {_CONFIG}",
+        "Give a run (`finetune runs` lists them), or an adapter's folder. From the hub: hf download NAME --local-dir FOLDER",
+    )
+
+
+def _of_peft(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The settings of an adapter that another program trained. Raises RecipeError for what is not trained here."""
+    odd = [f"{key} {config[key]}" for key, plain in _PLAIN.items() if config.get(key) not in (plain, None, [], {})]
+    if config.get("peft_type") != "LORA":
+        odd.insert(0, f"peft_type {config.get('peft_type')}")
+    layers, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    targets = layers if isinstance(layers, str) else sorted({*(layers or []), *parameters})
+    if not targets or not isinstance(config.get("r"), int) or not config.get("lora_alpha"):
+        odd.append("no r, lora_alpha or target_modules")
+    if odd:
+        raise RecipeError(f"adapter_name_or_path {name}: training does not go on from an adapter with {', '.join(odd)}")
+    return {
+        "lora_r": config["r"], "lora_alpha": float(config["lora_alpha"]), "target_modules": targets,
+        "use_dora": bool(config.get("use_dora")), "use_rslora": bool(config.get("use_rslora")),
+    }  # fmt: skip
+
+
+def _comparable(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value

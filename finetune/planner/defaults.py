@@ -1,0 +1,159 @@
+"""Settings that don't depend on memory: dtype, adapters, max_length, effective batch size, cadence and run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RecipeError
+from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
+from finetune.planner.attention import PACKED_LENGTH, choose_packing
+from finetune.recipe import AUTO, write_recipe
+from finetune.recipe.compatibility import lean_layers_conflict
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.planner.choices import Choices
+    from finetune.planner.plan import DataStatistics
+    from finetune.planner.shape import ModelShape
+    from finetune.recipe import Recipe
+
+#: Rows per optimizer step when the recipe doesn't say.
+USUAL_BATCH = 16
+#: max_length is a multiple of this.
+LENGTH_STEP = 64
+#: max_length when neither the recipe nor the data gives one.
+USUAL_LENGTH = 2048
+#: Tokens of a tile of an MLP, and the longest row that is computed without tiles: two of them.
+TILE, LONG_ROW = 4096, 8192
+#: About this many evaluations and checkpoints in a run.
+CADENCE = 10
+
+
+def choose_basics(
+    choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
+) -> Choices:
+    """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
+    choices = choices.choose("dtype", *_dtype(card))
+    choices = choose_packing(choices, card, config, data, unpacked)
+    choices = _choose_adapter(choices, shape, data)
+    choices = _choose_length(choices, shape, data)
+    choices = _choose_batch(choices, data)
+    choices = choices.choose("lean_layers", *_lean(choices.recipe))
+    choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
+    choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)
+    return choices.choose(
+        "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
+    )
+
+
+def _dtype(card: Card) -> tuple[str, str]:
+    if card.is_cpu:
+        return "float32", "16-bit arithmetic is slow or missing on most CPUs"
+    if card.supports_bf16:
+        return "bfloat16", "half the bytes of float32 with the same range; native on this card"
+    generation = "this card" if card.capability is None else f"compute capability {card.capability[0]}.{card.capability[1]}"
+    return "float16", f"{generation} has no bfloat16"
+
+
+def _lean(recipe: Recipe) -> tuple[bool, str]:
+    why = lean_layers_conflict(recipe)
+    if why:
+        return False, f"they do not work with {why}"
+    return True, "about half the saved activations, for the same computation up to rounding"
+
+
+def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
+    if not choices.value("lean_layers"):
+        return 0, "only lean layers have them"
+    longest = choices.value("max_length")
+    if data is not None and data.longest and choices.value("packing") is not True:
+        longest = min(longest, data.longest)
+    if longest <= LONG_ROW:
+        return 0, f"for rows of more than {LONG_ROW:,} tokens, where an MLP takes much of a recomputed layer's memory"
+    return TILE, f"rows of {longest:,} tokens: a recomputed layer keeps nothing of its MLP but a tile's"
+
+
+def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
+    why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
+    if shape.targets != "all-linear":
+        why = f"attention: all-linear would put an adapter on each of the {shape.experts} experts of each layer, too"
+    choices = choices.choose("target_modules", shape.targets, why)
+    choices = choices.choose("lora_r", *advise_rank(shape, data))
+    choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
+    return choices.choose("learning_rate", *advise_learning_rate(shape))
+
+
+def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
+    limit = shape.max_positions
+    if data is not None and data.longest:
+        rounded = -(-data.longest // LENGTH_STEP) * LENGTH_STEP
+        length = max(data.longest, min(rounded, limit or rounded), 8)
+        if choices.value("packing") is True:
+            length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
+        why = f"the longest row has {data.longest:,} tokens; no row is truncated"
+    else:
+        length = min(USUAL_LENGTH, limit or USUAL_LENGTH)
+        why = "the model's limit" if length < USUAL_LENGTH else "the default length"
+        why += "; the rows have not been read, so every row is assumed this long"
+    choices = choices.choose("max_length", length, why)
+    if limit and choices.value("max_length") > limit:
+        above = f"; above the {limit:,} positions the model was trained for"
+        choices = choices.with_reason("max_length", choices.reasons["max_length"] + above)
+    return choices
+
+
+def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:
+    """The effective batch size: the recipe's, the product of its micro-batch and accumulation, or 16."""
+    recipe, world = choices.recipe, choices.recipe.launch.num_processes
+    parts = [part for part in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if part != AUTO]
+    return choices.choose("effective_batch_size", *_usual_batch(choices, world * math.prod(parts), len(parts), data))
+
+
+def _usual_batch(choices: Choices, unit: int, parts: int, data: DataStatistics | None) -> tuple[int, str]:
+    if parts == 2:
+        return unit, "per_device_train_batch_size x gradient_accumulation_steps x processes, as the recipe sets them"
+    if data is not None and data.rows < USUAL_BATCH:
+        batch = max(unit, 2 ** int(math.log2(max(1, data.rows))))
+        return math.ceil(batch / unit) * unit, f"only {data.rows} rows, fewer than the default batch of {USUAL_BATCH}"
+    if choices.value("packing") is True and data is not None:
+        rows = max(1.0, choices.value("max_length") * data.rows / data.total_tokens)
+        batch = math.ceil(max(1, round(USUAL_BATCH / rows)) / unit) * unit
+        return batch, f"packed sequences of about {rows:.0f} rows: about {round(batch * rows)} rows per step"
+    why = "16, as in QLoRA; much larger batches hurt LoRA (LoRA Without Regret)"
+    return math.ceil(USUAL_BATCH / unit) * unit, why
+
+
+def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | None) -> Choices:
+    """Evaluation and checkpoint steps from the run's optimizer steps; None when the rows are unknown."""
+    every = max(1, math.ceil(steps / CADENCE)) if steps else 100
+    about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
+    evaluates = data is None or data.eval_rows > 0
+    if choices.recipe.early_stopping_patience and not evaluates:
+        raise RecipeError(
+            "early_stopping_patience needs held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
+        )
+    choices = choices.choose("eval_steps", *((every, about) if evaluates else (0, "no held-out rows")))
+    return choices.choose("save_steps", every, about)
+
+
+def total_steps(choices: Choices, micro: int, accumulation: int, data: DataStatistics | None) -> int | None:
+    """Optimizer steps of the run: the last, smaller batch of an epoch counts as a step; None when the rows are unknown."""
+    recipe = choices.recipe
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    if data is None:
+        return None
+    sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") is True else data.rows
+    micro_batches = math.ceil(math.ceil(sequences / recipe.launch.num_processes) / micro)
+    return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
+
+
+def _directory(recipe: Recipe) -> str:
+    """`runs/<model>-<8 hex of the recipe>`: the same recipe gives the same name, so the same plan."""
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe.model_name_or_path.rstrip("/").rpartition("/")[2]).strip("-.") or "model"
+    digest = hashlib.sha256(json.dumps(write_recipe(recipe)).encode()).hexdigest()[:8]
+    return f"runs/{model}-{digest}"

@@ -1,0 +1,206 @@
+"""A one-line reason for each memory setting: bytes and time saved or spent vs the next simpler or stronger choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from finetune.planner.plan import Alternative, Verdict, verdict_of
+from finetune.planner.speed import BUFFERS, knows_rates
+from finetune.recipe.compatibility import layer_offloading_conflict
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.planner.choices import Choices
+    from finetune.planner.search import EvaluatedStrategy, Search
+    from finetune.planner.speed import Job
+    from finetune.planner.strategy import Strategy
+    from finetune.recipe import Recipe
+
+#: Held-out prompts answered at each evaluation when the recipe doesn't say.
+USUAL_SAMPLES = 3
+#: Where offloaded layers are, in a plan's summary.
+OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
+
+
+class Comparison:
+    """The chosen strategy against others with one setting changed."""
+
+    def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
+        from finetune.planner.resources import layer_copies_of
+
+        self.search, self.chosen = search, chosen
+        self.strategy = chosen.strategy
+        self.copies = layer_copies_of(self.strategy, search.job, search.timing(self.strategy), chosen.forecast)
+
+    def against(self, **change: Any) -> str:
+        """`saves 4.2 GiB and costs 31% of time`: the chosen strategy compared with the one that has `change`."""
+        other = dataclasses.replace(self.strategy, **change)
+        saved = self.search.high_bytes(other) - self.chosen.forecast.peak_high_bytes
+        slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
+        memory = f"{'saves' if saved >= 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved >= 0 else ' more'}"
+        time = f"costs {slower:.0%} of time" if slower >= 0 else f"{'saves' if saved < 0 else 'also'} {-slower:.0%} of time"
+        return f"{memory} and {time}" if abs(slower) >= 0.005 else f"{memory} at the same speed"
+
+    def fits(self, **change: Any) -> bool:
+        """Whether the strategy with `change` would fit, by forecast or scaled estimate."""
+        other = dataclasses.replace(self.strategy, **change)
+        return self.search.high_bytes(other) <= self.search.budget_bytes
+
+
+def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy) -> Choices:
+    """Resolve the memory settings to the chosen strategy, each with its reason."""
+    job, strategy = search.job, chosen.strategy
+    compare = Comparison(search, chosen)
+    values = strategy.settings(job.batch, job.world)
+    bits = _explain_bits(compare, job.card.is_cpu)
+    reasons = {
+        "load_in_4bit": bits, "load_in_8bit": bits if strategy.bits == 8 else "NF4 is smaller and not slower in training",
+        "optim": _explain_optimizer(compare),
+        "activation_checkpointing": _explain_checkpointing(compare),
+        "activation_checkpointing_every_n_layers": strategy.checkpointing_summary,
+        "offload_embeddings": _explain_table(compare),
+        "layer_offloading": _explain_layers(compare, choices.recipe), "offloaded_layers": _explain_count(compare),
+        "per_device_train_batch_size": _explain_micro(compare),
+        "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
+    }  # fmt: skip
+    for name, reason in reasons.items():
+        choices = choices.choose(name, values[name], reason)
+    if job.shape.experts and strategy.bits == 8:
+        experts = "; experts stay 16-bit: int8 is for linear layers; load_in_4bit quantises experts, too"
+        choices = choices.with_reason("load_in_8bit", choices.reasons["load_in_8bit"] + experts)
+    choices = choices.choose("sample_answers", *_samples(compare))
+    return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
+
+
+def _explain_bits(compare: Comparison, on_cpu: bool) -> str:
+    bits = compare.strategy.bits
+    if bits in (16, 32):
+        if on_cpu:
+            return "no quantisation on CPU unless the recipe asks for it"
+        return f"{bits}-bit weights fit: no dequantisation; {compare.against(bits=4)} vs NF4"
+    why = "" if compare.fits(bits=16) else ", which do not fit"
+    return f"{'NF4' if bits == 4 else 'int8'} {compare.against(bits=16)} vs 16-bit weights{why}"
+
+
+def _explain_optimizer(compare: Comparison) -> str:
+    optim = compare.strategy.optim
+    if optim == "adamw_torch":
+        return "torch's AdamW"
+    if optim == "adamw_torch_fused":
+        saved = compare.search.high_bytes(compare.strategy) - compare.search.high_bytes(
+            dataclasses.replace(compare.strategy, optim="adamw_8bit")
+        )
+        return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
+    return f"{compare.against(optim='adamw_torch_fused')} vs fused AdamW"
+
+
+def _explain_checkpointing(compare: Comparison) -> str:
+    strategy = compare.strategy
+    if strategy.offloaded:
+        return f"{strategy.checkpointing_summary}: layer offloading fetches a layer again when it is recomputed"
+    if strategy.checkpointing is False:
+        return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
+    none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
+    return f"{strategy.checkpointing_summary}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{none}"
+
+
+def _explain_table(compare: Comparison) -> str:
+    if compare.strategy.host_table:
+        return f"{compare.against(host_table=False)} vs a table on the card"
+    return "needed only where little else fits" if compare.search.job.shape.table else "the output layer shares its table"
+
+
+def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
+    strategy, copies = compare.strategy, compare.copies
+    if copies is None:
+        if compare.search.job.card.is_cpu:
+            return "the weights are in host memory"
+        if verdict_of(compare.chosen.forecast, compare.search.budget_bytes) in (Verdict.FITS, Verdict.AT_LIMIT):
+            return "every layer's weights fit on the card"
+        why = layer_offloading_conflict(recipe)
+        return f"does not work with {why}" if why else "too little would fit with it, too"
+    where = "host memory" if strategy.offload_target == "cpu" else "a file"
+    return f"not every layer's weights fit on the card; from {where} it {copies.summary}"
+
+
+def _explain_count(compare: Comparison) -> str:
+    strategy, layers = compare.strategy, compare.search.job.shape.layers
+    if not strategy.offloaded:
+        return "layer_offloading is false"
+    if strategy.offloaded == layers:
+        return f"all layers; {BUFFERS} of them are on the card at a time"
+    return (
+        f"the other {layers - strategy.offloaded} layers fit on the card: {compare.against(offloaded=layers)} vs all {layers}"
+    )
+
+
+def _samples(compare: Comparison) -> tuple[int, str]:
+    copies = compare.copies
+    if copies is None:
+        return USUAL_SAMPLES, "shows how answers change during training"
+    return 0, f"each token of an answer would move {copies.summary_per_token}"
+
+
+def _explain_micro(compare: Comparison) -> str:
+    micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
+    rows = f"micro-batch of {micro} row{'s' if micro > 1 else ''}"
+    larger = next((size for size in range(micro + 1, batch // world + 1) if batch % (size * world) == 0), None)
+    if larger is None:
+        return f"{rows}, the whole effective batch"
+    if not compare.fits(micro=larger):
+        return f"{rows}; {larger} would not fit"
+    return f"{rows}; {compare.against(micro=larger)} vs {larger}"
+
+
+def alternatives(search: Search, chosen: EvaluatedStrategy, speed_factor: float, choices: Choices) -> tuple[Alternative, ...]:
+    """Every forecast strategy: the chosen one first, then by step time."""
+    times_known = knows_rates(search.job.card)
+    own = _values_of(chosen, chosen, search.job, choices)
+
+    def as_alternative(candidate: EvaluatedStrategy) -> Alternative:
+        timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
+        differing = {name: value for name, value in values.items() if own.get(name) != value}
+        return Alternative(
+            plan=describe(candidate.strategy, search.job.batch, search.job.world), chosen=candidate is chosen,
+            peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
+            step_s=timing.step_s * speed_factor if times_known else None,
+            tokens_per_s=timing.tokens_per_s / speed_factor if times_known else None,
+            verdict=verdict_of(candidate.forecast, search.budget_bytes),
+            overrides=_as_overrides(values), differs=_as_overrides(differing),
+        )  # fmt: skip
+
+    def order(candidate: EvaluatedStrategy) -> tuple[bool, float, str]:
+        return candidate is not chosen, search.timing(candidate.strategy).step_s, as_alternative(candidate).overrides
+
+    return tuple(as_alternative(candidate) for candidate in sorted(search.evaluated, key=order))
+
+
+def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
+    """This strategy's values of the settings that the recipe leaves open."""
+    values = candidate.strategy.settings(job.batch, job.world) | {"lora_r": candidate.rank}
+    values["max_length"] = choices.value("max_length") if candidate.width == chosen.width else candidate.width
+    if candidate.strategy.checkpointing is not True:
+        del values["activation_checkpointing_every_n_layers"]
+    if not (candidate.strategy.host_table or chosen.strategy.host_table):
+        del values["offload_embeddings"]
+    if not (candidate.strategy.offloaded or chosen.strategy.offloaded):
+        del values["layer_offloading"]
+    if not candidate.strategy.offloaded:
+        del values["offloaded_layers"]
+    return {name: value for name, value in values.items() if not choices.is_set(name)}
+
+
+def describe(strategy: Strategy, batch: int, world: int) -> str:
+    """A strategy as a short summary."""
+    bits = {4: "NF4", 8: "int8", 16: "16 bit", 32: "32 bit"}[strategy.bits]
+    steps = batch // (world * strategy.micro)
+    optim = "" if strategy.optim in ("adamw_torch_fused", "adamw_torch") else f", {strategy.optim}"
+    table = ", input embedding offloaded" if strategy.host_table else ""
+    layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
+    return f"{bits}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
+
+
+def _as_overrides(values: dict[str, Any]) -> str:
+    """The values as overrides on a command line."""
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

@@ -1,0 +1,106 @@
+"""Measurements of earlier runs on a card, kept in the cache: step time vs the speed model, bytes vs the forecast."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.files import cache_dir, write_text
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
+
+
+#: Runs kept for each card; older ones are dropped.
+KEPT = 20
+#: A speed factor outside these bounds has another cause, such as a shared card; it is clamped.
+LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
+
+
+@dataclass(frozen=True)
+class History:
+    """`speed_factor`: median of measured / modelled step time, None when never measured.
+
+    `memory_errors`: measured / forecast allocated bytes - 1 of each run, oldest first; `reserved_errors`: of reserved bytes.
+    """
+
+    runs: int = 0
+    speed_factor: float | None = None
+    memory_errors: tuple[float, ...] = ()
+    reserved_errors: tuple[float, ...] = ()
+
+    @property
+    def worst_excess(self) -> float:
+        """Largest relative excess of a run over its forecast; 0 when there was none."""
+        return max((*self.memory_errors, 0.0))
+
+
+def record_run(
+    plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None,
+    segments: int | None = None,
+) -> None:  # fmt: skip
+    """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
+
+    `step_s` is the median step time without the first steps. Figures that the plan does not have are null.
+    """
+    forecast = plan.forecast
+    row = {
+        "card": plan.card.name, "model": plan.settings.model_name_or_path, "load_in_4bit": plan.settings.load_in_4bit,
+        "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
+        "forecast_allocated_bytes": forecast.allocated_bytes if forecast else None, "measured_allocated_bytes": allocated_bytes,
+        "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,
+        "measured_reserved_bytes": reserved_bytes,
+        "forecast_segments": forecast.segments.get("train") if forecast else None, "measured_segments": segments,
+    }  # fmt: skip
+    rows = _rows()
+    mine = [old for old in rows if old["card"] == plan.card.name]
+    forgotten = mine[: max(0, len(mine) - KEPT + 1)]
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    retained = [*(old for old in rows if old not in forgotten), row]
+    write_text(path, "".join(json.dumps(old) + "\n" for old in retained))
+
+
+def read_history(card_name: str) -> History:
+    """The measurements of earlier runs on this card; empty when there were none."""
+    rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
+    factors = [
+        row["measured_step_s"] / row["modelled_step_s"]
+        for row in rows
+        if row.get("measured_step_s") and row.get("modelled_step_s")
+    ]
+    allocated, reserved = (
+        tuple(
+            row[f"measured_{name}_bytes"] / row[f"forecast_{name}_bytes"] - 1
+            for row in rows
+            if row.get(f"measured_{name}_bytes") and row.get(f"forecast_{name}_bytes")
+        )
+        for name in ("allocated", "reserved")
+    )
+    factor = statistics.median(factors) if factors else None
+    bounded = None if factor is None else min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+    return History(len(rows), bounded, allocated, reserved)
+
+
+def _path() -> Path:
+    return cache_dir() / "history.jsonl"
+
+
+def _rows() -> list[dict[str, Any]]:
+    """All valid rows; a damaged line is skipped."""
+    try:
+        text = _path().read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("card"), str):
+            rows.append(row)
+    return rows

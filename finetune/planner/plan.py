@@ -1,0 +1,342 @@
+"""Plan: every setting resolved, with its reason, the forecast and the verdict. A frozen value.
+
+`as_json` is the content of plan.json and of `finetune plan --json`; docs/plan-json.md is made from these types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from finetune.card.card import Card
+from finetune.errors import CommandError, DataError, DoesNotFit
+from finetune.memory.forecast import Forecast
+from finetune.memory.row_shape import RowShape
+from finetune.recipe import Settings
+from finetune.serialise import from_json, to_json
+from finetune.units import format_bytes, format_seconds
+
+#: Version of plan.json. The first version had no such key.
+VERSION = 1
+
+
+class Verdict(StrEnum):
+    """Whether the plan fits its budget."""
+
+    FITS = "fits"
+    AT_LIMIT = "at the limit"
+    TIGHT = "tight"
+    NO_FIT = "does not fit"
+    UNKNOWN = "unknown"
+    NOT_POSSIBLE = "not possible"
+
+
+def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
+    """Fits when the forecast's upper end is within the budget, tight when only its lower end is. At the limit: when torch can
+    stay within it by giving cached blocks back, also at the upper end of what is allocated."""
+    if forecast.peak_high_bytes <= budget_bytes:
+        return Verdict.FITS
+    if forecast.at_limit is not None:
+        return Verdict.AT_LIMIT
+    return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
+
+
+#: Rows of which DataStatistics knows the trained tokens; no micro-batch of one GPU has more.
+MOST_ROWS = 256
+
+
+@dataclass(frozen=True)
+class DataStatistics:
+    """Statistics of the tokenised rows. Lengths in tokens, after the recipe's handling of long rows."""
+
+    rows: int
+    eval_rows: int
+    total_tokens: int
+    trained_tokens: int
+    lengths: tuple[int, ...] = ()  # sorted, one per row; empty: rows not read, max_length is assumed
+    most_trained: tuple[int, ...] = ()  # trained tokens of the MOST_ROWS rows with most of them, from the largest
+    densest_trained_share: float = 1.0  # largest share of trained tokens in a row
+    eval_total_tokens: int = 0
+    eval_longest: int = 0  # tokens of the longest held-out row
+    eval_most_trained: tuple[int, ...] = ()  # as most_trained, of the held-out rows
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row; None when no rows were read."""
+        return self.lengths[-1] if self.lengths else None
+
+    def row_shape(self, settings: Settings, tokens: int) -> RowShape:
+        """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
+        packed = settings.packing is True
+        share = self.trained_share_of(settings.per_device_train_batch_size, tokens, packed=packed)
+        if not self.eval_longest:
+            return RowShape(tokens, share)
+        longest = min(settings.max_length, self.eval_total_tokens if packed else self.eval_longest)
+        if packed or not self.eval_most_trained:
+            return RowShape(tokens, share, longest, share)
+        rows = min(settings.per_device_eval_batch_size, self.eval_rows)
+        return RowShape(tokens, share, longest, _share(self.eval_most_trained, self.eval_rows, rows, longest))
+
+    def trained_share_of(self, rows: int, tokens: int, *, packed: bool) -> float:
+        """Largest share of `rows` x (`tokens` - 1) positions that count in the loss of a micro-batch; 1 when it is unknown."""
+        if packed or not self.most_trained:
+            return self.densest_trained_share if self.lengths else 1.0
+        return _share(self.most_trained, self.rows, rows, tokens)
+
+    @cached_property
+    def cumulative_lengths(self) -> list[tuple[int, int]]:
+        """Each length once, in order, with the number of rows up to it: far fewer than a million rows."""
+        counts = sorted(Counter(self.lengths).items())
+        return list(zip((length for length, _ in counts), accumulate(count for _, count in counts), strict=True))
+
+
+def _share(most_trained: tuple[int, ...], of_rows: int, rows: int, tokens: int) -> float:
+    """Share of `rows` x (`tokens` - 1) positions that are trained in those of `of_rows` rows which have most of them."""
+    if rows > len(most_trained) < of_rows or tokens < 2:  # noqa: PLR2004 - the first token is never predicted
+        return 1.0
+    return sum(min(count, tokens - 1) for count in most_trained[:rows]) / (rows * (tokens - 1))
+
+
+@dataclass(frozen=True)
+class DataProblem:
+    """Why a run would refuse the rows, and the fix. The plan uses the valid rows."""
+
+    problems: tuple[str, ...]
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A strategy that was forecast. `overrides` give exactly this plan (every setting the recipe leaves open); `differs` are
+    those that differ from the chosen plan."""
+
+    plan: str
+    peak_bytes: int
+    peak_high_bytes: int
+    step_s: float | None
+    tokens_per_s: float | None
+    verdict: Verdict
+    overrides: str
+    differs: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change to the recipe that saves memory: override, bytes saved, the card's peak with it, and what it costs."""
+
+    override: str
+    saves_bytes: int
+    peak_bytes: int
+    cost: str
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Bytes missing at the forecast's upper end, the largest part, and the largest catalogue model that fits."""
+
+    missing_bytes: int
+    part: str
+    part_bytes: int
+    largest_model_that_fits: str | None
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """Another max_length: bytes it adds (negative: saves), rows and tokens it drops."""
+
+    max_length: int
+    adds_bytes: int
+    dropped_rows: int
+    dropped_tokens: int
+
+
+@dataclass(frozen=True)
+class ResourceCheck:
+    """Host memory or disk: bytes needed, bytes free (None: unknown), and whether that is enough."""
+
+    what: str
+    needs_bytes: int
+    free_bytes: int | None
+    enough: bool | None
+
+
+@dataclass(frozen=True)
+class LayerCopies:
+    """What layer offloading holds and moves: `weight_bytes` of `layers` of `of_layers` decoder layers are in `place`, `cpu`
+    (host memory) or `nvme` (a file). `pinned_bytes`: pinned host memory of the step.
+
+    `moved_bytes_per_step` are copied to the card in an optimizer step, at `copied_bytes_per_s` (assumed of the card's link, for
+    nvme of the drive until a run has measured it). Seconds of arithmetic and of copies of a step's forward and backward passes,
+    which take place at the same time: the longer ones count, and the card waits for `waiting_s`. None where the rates of the
+    card are unknown.
+    """
+
+    place: str
+    layers: int
+    of_layers: int
+    weight_bytes: int
+    pinned_bytes: int
+    moved_bytes_per_step: int
+    copied_bytes_per_s: float
+    forward_computing_s: float | None = None
+    forward_copying_s: float | None = None
+    backward_computing_s: float | None = None
+    backward_copying_s: float | None = None
+
+    waiting_s: float | None = None
+
+    def at(self, bytes_per_s: float) -> LayerCopies:
+        """The same copied at another speed."""
+        copying = self.moved_bytes_per_step / 2 / bytes_per_s
+        seen = replace(self, copied_bytes_per_s=bytes_per_s)
+        if self.forward_computing_s is None or self.backward_computing_s is None:
+            return seen
+        waiting = max(0.0, copying - self.forward_computing_s) + max(0.0, copying - self.backward_computing_s)
+        return replace(seen, forward_copying_s=copying, backward_copying_s=copying, waiting_s=waiting)
+
+    @property
+    def computing_s(self) -> float | None:
+        """Seconds of arithmetic of a step; None where the card's rates are unknown."""
+        if self.forward_computing_s is None or self.backward_computing_s is None:
+            return None
+        return self.forward_computing_s + self.backward_computing_s
+
+    @property
+    def summary_per_token(self) -> str:
+        """Bytes that generating one token copies, and its seconds."""
+        return f"{format_bytes(self.weight_bytes)}: about {self.weight_bytes / self.copied_bytes_per_s:.1f} s"
+
+    @property
+    def generation_summary(self) -> str:
+        """The same as a sentence, shown before generation."""
+        return f"layer offloading: each token of an answer moves {self.summary_per_token}"
+
+    @property
+    def summary(self) -> str:
+        """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
+        moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
+        if self.computing_s is None or self.waiting_s is None:
+            return f"{moved}; for how long the card waits is not known"
+        moved = f"{moved} behind {format_seconds(self.computing_s)} of arithmetic"
+        return moved if self.waiting_s < 0.01 * self.computing_s else f"{moved}, and {format_seconds(self.waiting_s)} beyond"
+
+
+@dataclass(frozen=True)
+class CardNeeds:
+    """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes` are allocated peaks,
+    `peak_high_bytes` the upper end for the whole card, `host_bytes` per machine. None where the strategy can't be used; `cost`
+    says why."""
+
+    strategy: str
+    override: str
+    load_bytes: int | None = None
+    train_bytes: int | None = None
+    peak_high_bytes: int | None = None
+    host_bytes: int | None = None
+    verdict: Verdict = Verdict.NOT_POSSIBLE
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class ManyCards:
+    """Memory per card on `cards` cards with `budget_bytes` each, by launch strategy."""
+
+    cards: int
+    budget_bytes: int
+    rows: tuple[CardNeeds, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Recipe + card + dataset statistics. The same inputs give the same plan.
+
+    `budget_bytes`: the card's memory that the run may take. `headroom_bytes`: budget less the forecast's upper end, negative
+    when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs. `shortfall`: what
+    is missing when the plan does not fit. `length_costs`: costs of other max_lengths. `checks`: host memory and disk needed.
+    `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
+    refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it.
+    """
+
+    settings: Settings
+    reasons: Mapping[str, str]
+    card: Card
+    verdict: Verdict
+    total_steps: int | None = None
+    forecast: Forecast | None = None
+    data: DataStatistics | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
+    budget_bytes: int | None = None
+    headroom_bytes: int | None = None
+    modelled_step_s: float | None = None
+    shortfall: Shortfall | None = None
+    length_costs: tuple[LengthCost, ...] = ()
+    checks: tuple[ResourceCheck, ...] = ()
+    many_cards: ManyCards | None = None
+    data_problem: DataProblem | None = None
+    layer_copies: LayerCopies | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `finetune plan`: what a run would end with before it starts.
+
+        4 for rows that it would refuse; else 3 when the plan does not fit, or torch can't use this machine's card; else 0.
+        """
+        if self.data_problem:
+            return DataError.exit_code
+        return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT or self.card.problem else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of plan.json: settings under `plan`, without the lengths of the rows."""
+        values: dict[str, Any] = to_json(self)
+        settings = values.pop("settings")
+        if values["data"]:
+            for name in ("lengths", "most_trained", "eval_most_trained"):
+                del values["data"][name]
+        return {"version": VERSION, "verdict": values["verdict"], "plan": settings, **values}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
+        values = _upgraded(values) if "version" not in values else dict(values)
+        # a run from before there were any goes on without
+        before = {
+            "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
+            "offloaded_layers": 0,
+        }  # fmt: skip
+        settings = {**before, **values.pop("plan")}
+        return from_json(cls, {**values, "settings": settings})
+
+    def with_note(self, note: str) -> Plan:
+        """The same plan with one more note on its forecast."""
+        if not note or not self.forecast:
+            return self
+        return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, note)))
+
+
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """A plan.json of the first version: the chosen alternative had a word in place of its overrides."""
+    rows = [
+        {**row, "chosen": True, "overrides": "", "differs": ""} if row["overrides"] == "chosen" else row
+        for row in values["alternatives"]
+    ]
+    return {**values, "alternatives": rows}
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
+    try:
+        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CommandError(
+            f"{path} can't be read: {type(error).__name__}: {error}",
+            f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
+        ) from None

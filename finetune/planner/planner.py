@@ -1,0 +1,361 @@
+"""Make the plan: recipe + card + data statistics -> the fastest settings that fit, with reasons, forecast and verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.card.allocator import expandable_segments
+from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
+from finetune.memory.forecast import Forecast
+from finetune.memory.row_shape import RowShape
+from finetune.model.configuration import read_config
+from finetune.model.prequantised import stored_quantisation, trainable_bits
+from finetune.planner.advice import RANKS, advise_alpha
+from finetune.planner.budget import choose_budget
+from finetune.planner.choices import Choices
+from finetune.planner.compiling import explain_compiling
+from finetune.planner.defaults import choose_basics, choose_cadence, total_steps
+from finetune.planner.explain import alternatives, describe, explain_strategy
+from finetune.planner.history import read_history
+from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
+from finetune.planner.many_cards import needs_of_each_card
+from finetune.planner.plan import Plan, Verdict, verdict_of
+from finetune.planner.resources import check_resources, free_for_layers, layer_copies_of, offloading_error
+from finetune.planner.search import Search
+from finetune.planner.shape import shape_of
+from finetune.planner.speed import Job, knows_rates
+from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours, offloading_strategies, strategies
+from finetune.planner.suggest import largest_model, shortfall_of, suggest
+from finetune.recipe import AUTO
+from finetune.recipe.compatibility import is_sharded
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.planner.history import History
+    from finetune.planner.plan import DataStatistics, ManyCards
+    from finetune.planner.search import EvaluatedStrategy
+    from finetune.planner.shape import ModelShape
+    from finetune.planner.strategy import Strategy
+    from finetune.recipe import Recipe, Settings
+
+Progress = Callable[[str], None]
+#: `make_forecast`, or another with its signature.
+MakeForecast = Callable[..., Forecast]
+
+
+def make_plan(
+    recipe: Recipe,
+    card: Card,
+    data: DataStatistics | None,
+    *,
+    forecaster: MakeForecast | None = None,
+    progress: Progress | None = None,
+    compare: bool = False,
+) -> Plan:
+    """Resolve every `auto` of the recipe for this card and data. Raises RecipeError when the recipe can't be planned.
+
+    `progress` gets a line for each step; `forecaster` replaces the dry run. `compare`: unless the plan does not fit, also
+    forecast its neighbours (one setting changed). The same inputs, including earlier measurements on the card, give the
+    same settings.
+    """
+    report_progress = progress or (lambda _: None)
+    choices, budget = choose_budget(Choices(recipe), card)
+    report_progress("reading the model's configuration")
+    config = read_config(recipe)
+    planner = _Planner(
+        recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
+        forecaster or functools.partial(make_forecast, budget_bytes=budget), report_progress, replays_rows=forecaster is None,
+    )  # fmt: skip
+    attempt = planner.solve()
+    if attempt.verdict != Verdict.FITS and recipe.packing == AUTO and attempt.choices.value("packing"):
+        single_rows = planner.solve(unpacked=True)
+        attempt = single_rows if single_rows.verdict == Verdict.FITS else attempt
+    if attempt.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
+        attempt = planner.with_layers_offloaded(attempt) or attempt
+    if compare:
+        planner.compare(attempt)
+    return planner.plan(attempt)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One max_length and one rank: the choices so far, the search over strategies, and the strategy it chose."""
+
+    choices: Choices
+    search: Search
+    chosen: EvaluatedStrategy | None = None
+    offload_target: OffloadTarget = False
+
+    @property
+    def evaluated(self) -> EvaluatedStrategy:
+        """The chosen strategy with its forecast."""
+        assert self.chosen is not None
+        return self.chosen
+
+    @property
+    def verdict(self) -> Verdict:
+        """Verdict on the chosen strategy."""
+        return verdict_of(self.evaluated.forecast, self.search.budget_bytes)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """The inputs of one make_plan call, and its steps."""
+
+    recipe: Recipe
+    card: Card
+    data: DataStatistics | None
+    budgeted: Choices
+    budget: int
+    config: dict[str, Any]
+    shape: ModelShape
+    history: History
+    forecaster: MakeForecast
+    report_progress: Progress
+    replays_rows: bool = False
+    evaluated: dict[bool, list[EvaluatedStrategy]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def host_free(self) -> int | None:
+        """Host memory that layers can be offloaded to; None when this is not the machine, or without a card."""
+        return free_for_layers(self.card)
+
+    def solve(self, unpacked: bool = False) -> _Attempt:
+        """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the
+        strategy that takes least memory at the first length and rank. `unpacked`: packed sequences do not fit."""
+        target = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
+        attempts = list(self._attempts(unpacked, target))
+        first = attempts[0]
+        if target and not self._open_strategies(first):
+            raise offloading_error(self.recipe, self.shape, self.host_free)
+        fitting = self._first_fitting(attempts)
+        if fitting is not None:
+            return fitting
+        return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first)))
+
+    def with_layers_offloaded(self, resident: _Attempt) -> _Attempt | None:
+        """The same with decoder layers' weights in host memory, or in a file where this machine's is too small; None when the
+        recipe excludes that, or nothing fits."""
+        if self.recipe.layer_offloading != AUTO or self.card.is_cpu:
+            return None
+        may_unpack = self.recipe.packing == AUTO and resident.choices.value("packing")
+        least = self.shape.layers * self.shape.layer_bytes(4)
+        for target, unpacked in itertools.product(OFFLOAD_TARGETS, (False, True) if may_unpack else (False,)):
+            if target == "nvme" and (self.host_free is None or self.host_free >= least):
+                continue
+            fitting = self._first_fitting(self._attempts(unpacked, target))
+            if fitting is not None:
+                return fitting
+        return None
+
+    def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
+        for attempt in attempts:
+            search, options = attempt.search, self._open_strategies(attempt)
+            if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
+                search.smallest(options)
+            candidate = self._fastest_fitting(attempt.choices, search, options)
+            if candidate is not None and verdict_of(candidate.forecast, self.budget) == Verdict.FITS:
+                return dataclasses.replace(attempt, chosen=candidate)
+        return None
+
+    def _fastest_fitting(self, choices: Choices, search: Search, options: list[Strategy]) -> EvaluatedStrategy | None:
+        """The fastest strategy that fits also over steps of rows of uneven length; the smallest where none surely does."""
+        tried: set[Strategy] = set()
+        while True:
+            candidate = search.find(options)
+            if candidate is None and search.could_fit(options):
+                candidate = search.smallest(options)
+            if candidate is None or candidate.strategy in tried or verdict_of(candidate.forecast, self.budget) != Verdict.FITS:
+                return candidate
+            tried.add(candidate.strategy)
+            raised = self._with_uneven_rows(choices, search, candidate)
+            if verdict_of(raised.forecast, self.budget) == Verdict.FITS:
+                return raised
+
+    def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
+        """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
+        if not self.replays_rows or self.card.is_cpu or not self._lengths or not expandable_segments():
+            return candidate
+        self.report_progress("replaying the allocator over rows of uneven length")
+        settings = self._settings_of(choices, candidate.strategy)
+        forecast = self._replay_rows(candidate.forecast, self.config, settings, candidate.width)
+        raised = dataclasses.replace(candidate, forecast=forecast)
+        search.evaluated[search.evaluated.index(candidate)] = raised
+        return raised
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        return self.data.lengths if self.data else ()
+
+    def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
+        return with_row_lengths(
+            forecast, config, settings, self.card, rows=self._rows(settings, width), lengths=self._lengths,
+            budget_bytes=self.budget, lowers=not expandable_segments(),
+        )  # fmt: skip
+
+    def compare(self, attempt: _Attempt) -> None:
+        """Forecast the neighbours of the chosen strategy, unless it does not fit."""
+        if attempt.verdict != Verdict.NO_FIT:
+            search, chosen = attempt.search, attempt.evaluated
+            reference = self._with_excess(chosen.forecast, -1)
+            search = dataclasses.replace(search, forecaster=self._forecasts(attempt.choices, search.job, reference))
+            for strategy in neighbours(chosen.strategy, search.within_budget(self._open_strategies(attempt))):
+                search.forecast(strategy)
+
+    def plan(self, attempt: _Attempt) -> Plan:
+        """The plan with reasons, forecast and alternatives."""
+        search, chosen, factor = attempt.search, attempt.evaluated, self.history.speed_factor or 1.0
+        choices = explain_strategy(attempt.choices, search, chosen)
+        steps = self._total_steps(choices, chosen.strategy)
+        choices = explain_compiling(choose_cadence(choices, steps, self.data), search, chosen.strategy, steps)
+        settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
+        forecast = dataclasses.replace(
+            chosen.forecast,
+            step_s=timing.step_s * factor if rates_known else None,
+            tokens_per_s=timing.tokens_per_s / factor if rates_known else None,
+            notes=(*chosen.forecast.notes, *_drive_notes(chosen.strategy, search.job), *_notes_of(self.history, self.card)),
+        )
+        return Plan(
+            settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
+            forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
+            budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
+            modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search, chosen),
+            checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
+            layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast),
+            **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
+        )  # fmt: skip
+
+    def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
+        """Every open max_length with every open rank, preferred ones first; they share forecasts."""
+        basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, unpacked)
+        shared = self.evaluated.setdefault(unpacked, [])
+        for length, rank in itertools.product(open_lengths(basics, self.data), self._ranks(basics)):
+            choices = _with_rank(with_length(basics, length, self.data), rank)
+            job = Job(
+                shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
+                batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
+                compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
+                lean=choices.value("lean_layers"),
+            )  # fmt: skip
+            yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
+
+    def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
+        stored = trainable_bits(stored_quantisation(self.config, self.recipe.model_name_or_path))
+        table = self.shape.table > 0
+        if not attempt.offload_target:
+            return strategies(attempt.choices, self.card, stored, table)
+        options = offloading_strategies(attempt.choices, self.card, self.shape.layers, attempt.offload_target, stored, table)
+        if attempt.offload_target == "cpu" and self.host_free is not None:
+            options = [option for option in options if option.offloaded * self.shape.layer_bytes(option.bits) <= self.host_free]
+        return options
+
+    def _ranks(self, basics: Choices) -> list[int]:
+        """The advised rank, then lower ones if the recipe leaves it open."""
+        advised: int = basics.value("lora_r")
+        return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
+
+    def _forecasts(self, choices: Choices, job: Job, reference: Forecast | None = None) -> Callable[[Strategy], Forecast]:
+        """Forecasts a strategy by dry run, with the widest row of the attempt. `reference`: the chosen one's forecast."""
+
+        def forecast(strategy: Strategy) -> Forecast:
+            width = job.batches.longest
+            self.report_progress(f"forecasting {describe(strategy, job.batch, job.world)}, rows of {width:,} tokens")
+            return self._forecast(self.config, self._settings_of(choices, strategy), width, reference)
+
+        return forecast
+
+    def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
+        """The settings that a strategy is forecast with."""
+        values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
+        every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
+        more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
+        return choices.settings(**choices.open({**values, **more}))
+
+    def _total_steps(self, choices: Choices, strategy: Strategy) -> int | None:
+        values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
+        micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+        return total_steps(choices, micro, accumulation, self.data)
+
+    def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
+        if not self.replays_rows or self.card.is_cpu or expandable_segments():
+            return self._with_excess(self.forecaster(config, settings, self.card, rows=self._rows(settings, width)))
+        return self._with_excess(self._in_segments(config, settings, width, reference))
+
+    def _in_segments(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None) -> Forecast:
+        """A forecast where segments can't expand: steps of uneven rows decide the upper end, so each strategy has them from
+        the start; one that is only compared with `reference` is scaled from it, as they take time."""
+        if reference is not None:
+            quick = self.forecaster(config, settings, self.card, rows=self._rows(settings, width), quick=True)
+            return with_margin_of(quick, reference, self.card)
+        forecast = self.forecaster(config, settings, self.card, rows=self._rows(settings, width))
+        return self._replay_rows(forecast, config, settings, width)
+
+    def _rows(self, settings: Settings, width: int) -> RowShape:
+        return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
+
+    def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
+        """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again."""
+        more = sign * round(self.history.worst_excess * forecast.allocated_bytes)
+        high = forecast.peak_high_bytes + more
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)
+
+    def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
+        """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
+        launch, verdict = settings.launch, attempt.verdict
+        wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
+        if self.card.is_cpu or not wanted:
+            return None
+        self.report_progress("forecasting several cards")
+        width = min(settings.max_length, attempt.search.job.batches.longest)
+        forecast = functools.partial(self._forecast, self.config, width=width)
+        return needs_of_each_card(self.recipe, settings, self.budget, forecast)
+
+    def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
+        """Shortfall, suggestions, and the largest model that fits."""
+        longest = attempt.search.job.batches.longest
+
+        def forecast_of(changed: Settings) -> Forecast:
+            self.report_progress("forecasting a smaller setting")
+            return self._forecast(self.config, changed, min(changed.max_length, longest))
+
+        def forecast_model(config: dict[str, Any], changed: Settings) -> Forecast:
+            self.report_progress(f"forecasting {changed.model_name_or_path}")
+            return self._forecast(config, changed, longest)
+
+        suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
+        if attempt.verdict != Verdict.NO_FIT:
+            return {"suggestions": suggestions}
+        largest = largest_model(self.recipe, settings, self.budget, forecast_model)
+        return {"suggestions": suggestions, "shortfall": shortfall_of(forecast, self.budget, largest)}
+
+
+def _with_rank(choices: Choices, rank: int) -> Choices:
+    """The choices with a rank below the advised one, and its alpha."""
+    advised = choices.value("lora_r")
+    if rank == advised:
+        return choices
+    choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
+    return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
+
+
+def _drive_notes(strategy: Strategy, job: Job) -> tuple[str, ...]:
+    if strategy.offload_target != "nvme":
+        return ()
+    return (f"a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s is assumed; a run measures it before it starts",)
+
+
+def _notes_of(history: History, card: Card) -> tuple[str, ...]:
+    if not history.runs:
+        return ()
+    notes = [f"{history.runs} earlier run(s) on {card.name}"]
+    if history.speed_factor is not None:
+        notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
+    for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):
+        if errors:
+            notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
+    return ("; ".join(notes),)

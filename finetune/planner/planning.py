@@ -1,0 +1,176 @@
+"""From a recipe to its plan, for every caller: command line, page, docs and the start of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from finetune.card.allocator import expandable_segments
+from finetune.data.report import printable
+from finetune.errors import DataError, ModelError, RecipeError
+from finetune.memory.cache import LIBRARIES
+from finetune.model.configuration import named_model, read_config, vocabulary_size
+from finetune.planner.base_adapter import inherit_settings
+from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
+from finetune.planner.planner import make_plan
+from finetune.planner.speed import Batches
+from finetune.recipe import AUTO, Recipe
+from finetune.recipe.compatibility import address_problems
+from finetune.requirements import refuse_other_versions
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike
+
+    from finetune.card.card import Card
+    from finetune.data import EncodedRows, SelectedRows
+    from finetune.memory.forecast import Forecast
+    from finetune.planner.plan import Plan
+    from finetune.planner.planner import Progress
+
+Encode = Callable[[Recipe], "EncodedRows"]
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """Result of reading the rows: their statistics, why a run would refuse them, or why they were not read."""
+
+    statistics: DataStatistics | None = None
+    problem: DataProblem | None = None
+    note: str = ""
+
+
+def plan_recipe(
+    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False
+) -> Plan:
+    """The plan of a recipe for a card, present or from the catalogue. `rows` reads the data, after the cheaper checks.
+
+    `compare`: also forecast the neighbours of the chosen plan. Raises PackagesError and RecipeError.
+    """
+    refuse_other_versions(LIBRARIES)
+    if problems := address_problems(recipe.launch):
+        raise RecipeError(problems)
+    recipe, renamed = named_model(recipe)
+    recipe, reasons = inherit_settings(recipe)
+    read = rows(recipe)
+    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare).with_note(renamed).with_note(read.note)
+    return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
+
+
+def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
+    """The forecast of a plan whose settings have changed since, for these rows. Raises RecipeError."""
+    from finetune.memory.device_peak import make_forecast, with_row_lengths
+
+    settings, card, config = plan.settings, plan.card, read_config(plan.settings)
+    rows = data.row_shape(settings, Batches(settings.max_length, settings.packing is True, data).longest)
+    forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
+    if card.is_cpu or not expandable_segments():
+        return forecast
+    return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths, budget_bytes=plan.budget_bytes)
+
+
+def without_rows(_recipe: Recipe) -> RowsRead:
+    """No statistics: the plan assumes rows of max_length."""
+    return RowsRead()
+
+
+def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
+    """Read the recipe's rows if they are on this machine; rows that a run would refuse become `problem`.
+
+    `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: it has those of a hub dataset.
+    """
+    missing = [] if downloaded else _missing_paths(recipe)
+    if missing:
+        return RowsRead(note=f"planned for full rows of max_length: {', '.join(missing)} is not on this machine")
+    try:
+        selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
+    except DataError as error:
+        return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
+    except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
+        return RowsRead(note=f"planned for full rows of max_length: {error.problems[0]}")
+    problem = None
+    try:
+        selected.raise_problems()
+    except DataError as error:
+        problem = DataProblem(tuple(error.problems), error.fix)
+    return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem)
+
+
+def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
+    """The recipe's rows as tokens, by its model's tokenizer. `say` receives progress messages."""
+    from finetune import data
+    from finetune.data.row_progress import RowProgress
+
+    say("reading the data")
+    from finetune.data.preparation import file_infos
+
+    with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
+        infos_future = pool.submit(file_infos, recipe.dataset)
+        tokenizer = data.load_tokenizer(recipe)
+        infos = infos_future.result()
+    rows = data.encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
+    _refuse_other_vocabulary(rows, recipe)
+    return rows
+
+
+def _refuse_other_vocabulary(rows: EncodedRows, recipe: Recipe) -> None:
+    """Raise DataError for tokens that the model lacks: training would end at the first of them."""
+    try:
+        size, tokenizer = vocabulary_size(recipe), rows.encoder.tokenizer
+    except ModelError:  # rows can be read without a model; a plan says what is wrong with it
+        return
+    if size is None or max(tokenizer.get_vocab().values()) < size:
+        return
+    highest = max(split.stored.highest_token() for split in rows.splits)
+    if highest >= size:
+        token = tokenizer.convert_ids_to_tokens(highest)
+        raise DataError(
+            f"the rows have the token {highest} ({printable(str(token))}), and {recipe.model_name_or_path} has {size:,} tokens",
+            "Its tokenizer is of another model, or tokens were added to it: put back the base model's own tokenizer files.",
+        )
+
+
+def limit_of(recipe: Recipe) -> int | None:
+    """The recipe's max_length; None when it is `auto`."""
+    return None if recipe.max_length == AUTO else recipe.max_length
+
+
+def statistics_of(selected: SelectedRows) -> DataStatistics:
+    """The planner's statistics of the rows."""
+    training, held_out = selected.splits[0], selected.splits[1] if selected.eval_rows else None
+    return statistics_of_lengths(
+        training.lengths, training.trained_lengths,
+        held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
+    )  # fmt: skip
+
+
+def statistics_of_lengths(
+    lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = ()
+) -> DataStatistics:
+    """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss."""
+    import numpy as np
+
+    tokens, counts, eval_tokens, eval_counts = (
+        np.asarray(values, dtype=np.int64) for values in (lengths, trained, eval_lengths, eval_trained)
+    )
+    return DataStatistics(
+        len(tokens), len(eval_tokens), int(tokens.sum()), int(counts.sum()), tuple(np.sort(tokens).tolist()),
+        most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
+        eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
+        eval_most_trained=_largest(eval_counts),
+    )  # fmt: skip
+
+
+def _largest(counts: np.ndarray) -> tuple[int, ...]:
+    return tuple(sorted(counts.tolist(), reverse=True)[:MOST_ROWS])
+
+
+def _missing_paths(recipe: Recipe) -> list[str]:
+    """Dataset paths of the recipe that are not on this machine."""
+    from finetune.data.sources import is_local
+
+    paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
+    return [path for path in paths if not is_local(path)]

@@ -1,0 +1,83 @@
+"""Host memory and disk that a run needs, and whether this machine has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.card.host import free_for_run, host_card
+from finetune.errors import FinetuneError, MachineError, RecipeError
+from finetune.files import free_disk_bytes
+from finetune.planner.plan import LayerCopies, ResourceCheck
+from finetune.planner.speed import knows_rates
+from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.memory.forecast import Forecast
+    from finetune.planner.shape import ModelShape
+    from finetune.planner.speed import Job, Timing
+    from finetune.planner.strategy import Strategy
+    from finetune.recipe import Recipe, Settings
+
+
+def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
+    """Host memory and disk: needed, free, and whether that is enough.
+
+    A catalogue card is in another machine: there `free_bytes` and `enough` are None.
+    """
+    here = card.source != "catalogue"
+    return (
+        _check("host memory", forecast.host_bytes, host_card().free_bytes if here and not card.is_cpu else None),
+        _check("disk", forecast.disk_bytes, free_disk_bytes(Path(settings.output_dir)) if here else None),
+    )
+
+
+def _check(what: str, needed: int, free: int | None) -> ResourceCheck:
+    return ResourceCheck(what, needed, free, None if free is None else needed <= free)
+
+
+def free_for_layers(card: Card) -> int | None:
+    """Host memory that this machine has for offloaded layers, beside the process; None for another machine, or a CPU."""
+    return free_for_run() if card.source == "measured" else None
+
+
+def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
+    """Why the layers of this model can't be offloaded as the recipe asks."""
+    least = shape.layer_bytes(16 if recipe.load_in_4bit is False else 4)
+    count = shape.layers if recipe.offloaded_layers == "auto" else recipe.offloaded_layers
+    if host_free is not None and count * least > host_free:
+        return too_little_host_memory("cpu", count, count * least, host_free)
+    return RecipeError(
+        f"layer_offloading {recipe.layer_offloading}: the weights of {recipe.model_name_or_path} are stored in int8, "
+        "whose layers keep copies of them outside the buffers",
+        "Give a 16-bit or 4-bit model.",
+    )
+
+
+def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> MachineError:
+    """The error of a machine that can't hold the offloaded layers."""
+    instead = "Set layer_offloading=nvme, which reads them from a file; or close" if target == "cpu" else "Close"
+    return MachineError(
+        f"layer_offloading {target}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
+        f"{format_bytes(max(0, free))} are free for it",
+        f"{instead} programs, give a container or WSL more memory, or take a smaller model.",
+    )
+
+
+def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Forecast) -> LayerCopies | None:
+    """What layer offloading moves and holds in a plan; None without."""
+    copies = timing.copies
+    if copies is None or not strategy.offload_target:
+        return None
+    seconds = {
+        "forward_computing_s": copies.forward_computing_s, "forward_copying_s": copies.forward_copying_s,
+        "backward_computing_s": copies.backward_computing_s, "backward_copying_s": copies.backward_copying_s,
+        "waiting_s": copies.waiting_s,
+    } if knows_rates(job.card) else {}  # fmt: skip
+    return LayerCopies(
+        place=strategy.offload_target, layers=strategy.offloaded, of_layers=job.shape.layers,
+        weight_bytes=strategy.offloaded * job.shape.layer_bytes(strategy.bits),
+        pinned_bytes=forecast.pinned_bytes, moved_bytes_per_step=copies.bytes_per_step, copied_bytes_per_s=copies.bytes_per_s,
+        **seconds,
+    )  # fmt: skip

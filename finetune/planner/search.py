@@ -1,0 +1,232 @@
+"""Find the fastest strategy whose forecast fits, with few forecasts.
+
+Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from finetune.memory.forecast import Forecast
+from finetune.planner.speed import BUFFERS, SAVED_BYTES, saved_bytes, time_step
+from finetune.planner.strategy import Strategy
+from finetune.units import GIB
+
+if TYPE_CHECKING:
+    from finetune.planner.shape import ModelShape
+    from finetune.planner.speed import Job, Timing
+
+#: Device bytes of optimizer state per trained fp32 parameter at the optimizer step.
+STATE_BYTES = {
+    "adamw_torch_fused": 8.0, "adamw_torch": 8.0, "adamw_8bit": 2.1, "paged_adamw_8bit": 2.1, "paged_adamw_32bit": 8.0,
+    "adamw_cpu_offload": 0.0, "adafactor": 0.1,
+}  # fmt: skip
+#: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: 2.3 in a dry run of
+#: Llama-3.1-8B, 3.1 with dropout.
+USUAL_SAVED_BYTES = 2.4
+#: Loss tile, workspace, CUDA context and allocator overhead, before any forecast.
+USUAL_REST_BYTES = 1.2 * GIB
+
+
+@dataclass(frozen=True)
+class EvaluatedStrategy:
+    """A strategy with its forecast, for adapters of `rank` and rows of `width` tokens."""
+
+    strategy: Strategy
+    width: int
+    rank: int
+    forecast: Forecast
+
+
+def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[EvaluatedStrategy], job: Job) -> int:
+    """Upper end of the card's peak in bytes, scaled from the nearest evaluated strategy, or guessed when there is none."""
+    if not evaluated:
+        return _guess_bytes(strategy, width, job)
+    nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, width))
+    forecast = nearest.forecast
+    context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
+    share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
+    alike = (strategy.bits, strategy.offloaded) == (nearest.strategy.bits, nearest.strategy.offloaded)
+    load = forecast.peaks.get("load", 0) if alike else 0
+    return round(max(load, sum(_parts(strategy, width, nearest, job).values())) * share + context)
+
+
+def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
+    shape, tokens = job.shape, strategy.micro * width
+    usual = USUAL_SAVED_BYTES * saved_bytes(strategy.bits, job.lean) / SAVED_BYTES
+    activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
+    adapters = (8 + STATE_BYTES[strategy.optim]) * job.rank * shape.adapter_per_rank
+    return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
+
+
+def least_bytes(strategy: Strategy, job: Job) -> int:
+    """Lower bound for any plan with this strategy: weights and CUDA context. Bytes."""
+    return _layers_on_card(strategy, job.shape) + (job.card.context_bytes or 0)
+
+
+def _layers_on_card(strategy: Strategy, shape: ModelShape) -> int:
+    """Bytes of the base weights without offloaded layers, and with their buffers."""
+    return shape.weight_bytes(strategy.bits) - max(0, strategy.offloaded - BUFFERS) * shape.layer_bytes(strategy.bits)
+
+
+def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
+    """Bytes of the base weights on the card in a step; while loading, the input embedding is there, too."""
+    table = shape.table * (4 if strategy.bits == 32 else 2) if strategy.host_table else 0
+    return _layers_on_card(strategy, shape) - table
+
+
+def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job) -> dict[str, float]:
+    parts = {name: float(count) for name, count in nearest.forecast.parts.items()}
+    shape, reference, growth = job.shape, nearest.strategy, strategy.micro * width / (nearest.strategy.micro * nearest.width)
+    parts["weights"] = parts.get("weights", 0.0) + _weight_bytes(strategy, shape) - _weight_bytes(reference, shape)
+    for name in ("adapters", "gradients", "optimizer"):
+        parts[name] = parts.get(name, 0.0) * job.rank / nearest.rank
+    states = (STATE_BYTES[strategy.optim] - STATE_BYTES[reference.optim]) * job.rank * shape.adapter_per_rank
+    parts["optimizer"] = max(0.0, parts["optimizer"] + states)
+    parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
+    activation_bytes = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
+    tokens = strategy.micro * width
+    ratio = saved_bytes(strategy.bits, job.lean) / saved_bytes(reference.bits, job.lean)
+    layer = _layer_bytes(reference, activation_bytes, tokens, shape) * ratio
+    parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
+    return parts
+
+
+def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: ModelShape) -> float:
+    """Activations of all layers when one layer saves `layer` bytes; recomputed layers keep only their input."""
+    recomputed = strategy.recomputed_layers(shape.layers)
+    kept_input = 0 if strategy.checkpointing == "offload" else 2 * shape.hidden * tokens
+    if strategy.checkpointing == "selective":
+        kept_input += 2 * shape.attention_width * tokens
+    return (shape.layers - recomputed) * layer + recomputed * kept_input + (layer if recomputed else 0)
+
+
+def _layer_bytes(reference: Strategy, activation_bytes: float, tokens: int, shape: ModelShape) -> float:
+    """Inverse of `_activation_bytes`: bytes one layer saves, from the bytes `kept` by all layers."""
+    recomputed = reference.recomputed_layers(shape.layers)
+    whole = shape.layers - recomputed + (1 if recomputed else 0)
+    fixed = _activation_bytes(reference, 0.0, tokens, shape)
+    return max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens)
+
+
+def _distance(candidate: EvaluatedStrategy, strategy: Strategy, width: int) -> tuple:
+    reference = candidate.strategy
+    return (
+        reference.bits != strategy.bits,
+        (reference.offloaded == 0) != (strategy.offloaded == 0),
+        (reference.checkpointing is False) != (strategy.checkpointing is False),
+        reference.checkpointing != strategy.checkpointing or reference.every_n != strategy.every_n,
+        abs(reference.micro * candidate.width - strategy.micro * width),
+        reference.optim != strategy.optim,
+        reference.host_table != strategy.host_table,
+        abs(reference.offloaded - strategy.offloaded),
+        reference.micro,
+    )
+
+
+#: Forecasts in one search; each costs up to a second.
+MOST_FORECASTS = 10
+#: Estimates are off by about this factor at most.
+ESTIMATE_ERROR = 1.05
+Forecaster = Callable[[Strategy], Forecast]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A job, its budget, the forecaster, and the forecasts made so far (shared between attempts)."""
+
+    job: Job
+    budget_bytes: int
+    forecaster: Forecaster
+    evaluated: list[EvaluatedStrategy] = field(default_factory=list)
+    _timings: dict[Strategy, Timing] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the widest row."""
+        return self.job.batches.longest
+
+    def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
+        """The fastest strategy (by time x price) that is forecast to fit; None when none is."""
+        loadable = self.within_budget(strategies)
+        for _ in range(MOST_FORECASTS):
+            fitting = [strategy for strategy in loadable if self.high_bytes(strategy) <= self.budget_bytes]
+            if not fitting:
+                return None
+            best = min(fitting, key=self._rank)
+            candidate = self.lookup(best)
+            if candidate is not None:
+                return candidate
+            self.forecast(best)
+        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self._fits(candidate)]
+        return min(evaluated, key=lambda candidate: self._rank(candidate.strategy), default=None)
+
+    def smallest(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy:
+        """The strategy with the lowest peak, with its forecast.
+
+        Estimates decide within one weight format; another format is forecast, too, unless its weights alone are larger.
+        """
+        choices = list(strategies)
+        least = self._smallest(choices)
+        for bits in {strategy.bits for strategy in choices} - {least.strategy.bits}:
+            others = [strategy for strategy in choices if strategy.bits == bits]
+            if min(least_bytes(strategy, self.job) for strategy in others) < least.forecast.peak_high_bytes:
+                least = min(least, self._smallest(others), key=lambda candidate: candidate.forecast.peak_high_bytes)
+        return least
+
+    def _smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
+        for _ in range(MOST_FORECASTS):
+            least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
+            candidate = self.lookup(least)
+            if candidate is not None:
+                return candidate
+            self.forecast(least)
+        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in choices]
+        return min(evaluated, key=lambda candidate: candidate.forecast.peak_high_bytes)
+
+    def within_budget(self, strategies: Iterable[Strategy]) -> list[Strategy]:
+        """Strategies whose weights and CUDA context alone are within the budget."""
+        return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
+
+    def could_fit(self, strategies: Iterable[Strategy]) -> bool:
+        """Whether some strategy's estimate is so close to the budget that only a forecast can decide."""
+        return any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies)
+
+    def forecast(self, strategy: Strategy) -> EvaluatedStrategy:
+        """The strategy with its forecast, which is computed once."""
+        candidate = self.lookup(strategy)
+        if candidate is None:
+            candidate = EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy))
+            self.evaluated.append(candidate)
+        return candidate
+
+    def lookup(self, strategy: Strategy, width: int | None = None) -> EvaluatedStrategy | None:
+        """This strategy with its earlier forecast, at `width` or the job's own; None when there is none."""
+        wanted = (strategy, width or self.width, self.job.rank)
+        return next((row for row in self.evaluated if (row.strategy, row.width, row.rank) == wanted), None)
+
+    def high_bytes(self, strategy: Strategy, width: int | None = None) -> int:
+        """Upper end of the peak: the forecast if there is one, else scaled from the nearest one."""
+        candidate = self.lookup(strategy, width)
+        if candidate is not None:
+            return candidate.forecast.peak_high_bytes
+        return estimate_high_bytes(strategy, width or self.width, self.evaluated, self.job)
+
+    def timing(self, strategy: Strategy) -> Timing:
+        """The speed model's step time for this strategy."""
+        if strategy not in self._timings:
+            self._timings[strategy] = time_step(self.job, strategy)
+        return self._timings[strategy]
+
+    def _of_this_job(self) -> list[EvaluatedStrategy]:
+        return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]
+
+    def _fits(self, candidate: EvaluatedStrategy) -> bool:
+        return candidate.forecast.peak_high_bytes <= self.budget_bytes
+
+    def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:
+        """Time x price; of equals the one with more layers offloaded, as copies that nobody waits for leave headroom."""
+        score = self.timing(strategy).step_s * strategy.price
+        return (score, -strategy.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)

@@ -1,0 +1,282 @@
+"""Step time from FLOPs, bytes moved and dequantisation at the card's rates.
+
+Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090, good to about 15 %; earlier runs on a
+card correct them (history.py). Nothing here decides whether a plan fits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.planner.plan import DataStatistics
+    from finetune.planner.shape import ModelShape
+    from finetune.planner.strategy import Strategy
+
+
+#: Lengths that stand for all rows where the longest of sorted micro-batches is expected.
+_QUANTILES = 200
+
+
+def _longest_below(share: float, rows: int, batch: int) -> float:
+    """Mean probability that the longest row of a micro-batch is below a length that `share` of the rows are below.
+
+    The longest of the i-th of the sorted micro-batches is below when at least i x `rows` of `batch` draws are.
+    """
+    if rows == batch or share >= 1:
+        return share**rows
+    if rows == 1:
+        return share
+    expected_batches = 0.0
+    for drawn in range(rows, batch + 1):
+        ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
+        chance = math.exp(ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
+        expected_batches += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
+    return expected_batches * rows / batch
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Widths of micro-batches in tokens; without data, max_length."""
+
+    max_length: int
+    packed: bool
+    data: DataStatistics | None
+    _widths: dict[tuple[int, int | None], float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def longest(self) -> int:
+        """Width of the worst micro-batch: padded to its longest row, or packed up to max_length."""
+        if self.packed or self.data is None or not self.data.longest:
+            return self.max_length
+        return min(self.data.longest, self.max_length)
+
+    def mean_width(self, rows: int, batch: int | None = None) -> float:
+        """Mean padded width of a micro-batch of `rows` rows of a step of `batch` rows, which are sorted by length: the mean of
+        the expected longest of each micro-batch. Without `batch`, of a step of one micro-batch."""
+        if self.packed or self.data is None or not self.data.lengths:
+            return float(self.max_length)
+        if (rows, batch) not in self._widths:  # hundreds of strategies ask for a few
+            self._widths[rows, batch] = self._expected_width(self.data, rows, batch)
+        return self._widths[rows, batch]
+
+    def _expected_width(self, data: DataStatistics, rows: int, batch: int | None) -> float:
+        lengths, count = data.lengths, len(data.lengths)
+        every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
+        quantiles = ((lengths[n_rows - 1], n_rows) for n_rows in (*range(every, count, every), count))
+        total, below = 0.0, 0.0
+        for length, n_rows in data.cumulative_lengths if every == 1 else quantiles:
+            upto = _longest_below(n_rows / count, rows, batch or rows)
+            total += min(length, self.max_length) * (upto - below)
+            below = upto
+        return total
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean tokens of a row without padding; max_length for packed rows."""
+        return self.mean_width(1)
+
+    @property
+    def attended_tokens(self) -> float:
+        """Mean tokens that a token of a packed sequence attends over: those of its own row."""
+        if not self.packed or self.data is None or not self.data.lengths:
+            return float(self.max_length)
+        return sum(length * length for length in self.data.lengths) / max(1, self.data.total_tokens)
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens that the loss is computed on."""
+        return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
+
+    def dropped_above(self, limit: int) -> tuple[int, int]:
+        """Number of rows longer than `limit`, and their tokens beyond it."""
+        over = [length for length in (self.data.lengths if self.data else ()) if length > limit]
+        return len(over), sum(over) - limit * len(over)
+
+
+#: Share of the dense rate that large matrix products reach (140 of 165 TFLOP/s on a 4090).
+MATMUL_SHARE = 0.85
+#: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
+#: model on a 4090 without recomputation, and 30 more when every layer is recomputed. Compiled layers move about a third.
+ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
+#: Bytes to turn one weight into 16 bit: read it, write it (17.3 ms for 8B on a 4090).
+DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
+#: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers, by lean ones, and by lean ones on
+#: int8 weights, whose adapters are not lean (dry run of Llama-3.1-8B).
+SAVED_BYTES, LEAN_SAVED_BYTES, LEAN_INT8_SAVED_BYTES = 45.4, 23.1, 41.3
+#: int8 products also quantise their inputs and handle outliers separately: extra bytes per element of a linear layer.
+#: Not priced: the host waits for the card in every int8 layer (outliers.any()), so that launching overlaps with less.
+INT8_EXTRA_BYTES = 16.0
+#: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
+LAYER_KERNELS, LAUNCH_S = 210, 5e-6
+#: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
+#: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
+SELECTIVE_DISPATCH = 1.7
+#: Seconds per tensor for bitsandbytes' synchronisation, and per parameter for AdamW on two CPU cores.
+BITSANDBYTES_TENSOR_S, CPU_ADAMW_S = 2e-5, 0.5e-9
+#: Assumed when the card's rates are unknown: they order strategies; no time is reported.
+ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
+#: Layers whose buffers are on the card with layer offloading (finetune/model/layer_offloading.py). A pass ends with so many
+#: that the next one begins with, and needs not fetch.
+BUFFERS = 2
+#: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
+ASSUMED_DRIVE = 3e9
+#: The same for a processor, which also computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a
+#: token and 16 ms a micro-batch).
+CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank`."""
+
+    shape: ModelShape
+    card: Card
+    batches: Batches
+    batch: int
+    world: int
+    rank: int
+    compiled: bool = False
+    offloading: bool = False
+    lean: bool = False
+    drive_bytes_s: float = ASSUMED_DRIVE
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What layer offloading does in an optimizer step: bytes copied to the card at `bytes_per_s`, and the seconds of arithmetic
+    and of copies of its forward and backward passes. They take place at the same time: the longer ones count."""
+
+    bytes_per_step: int
+    bytes_per_s: float
+    forward_computing_s: float
+    forward_copying_s: float
+    backward_computing_s: float
+    backward_copying_s: float
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of arithmetic."""
+        return self.forward_computing_s + self.backward_computing_s
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which the card waits for copies."""
+        forward = max(0.0, self.forward_copying_s - self.forward_computing_s)
+        return forward + max(0.0, self.backward_copying_s - self.backward_computing_s)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of an optimizer step, in all and by part, and its copies of offloaded layers. `tokens_per_s`: without padding."""
+
+    step_s: float
+    tokens_per_s: float
+    parts: dict[str, float]
+    copies: Copies | None = None
+
+
+def knows_rates(card: Card) -> bool:
+    """Whether the card's rates are known; if not, times only order strategies."""
+    return card.bf16_flops is not None and card.bandwidth_bytes_s is not None
+
+
+def saved_bytes(bits: int, lean: bool) -> float:
+    """Bytes that a layer saves for the backward pass per hidden element and token, with weights of so many bits."""
+    if not lean:
+        return SAVED_BYTES
+    return LEAN_INT8_SAVED_BYTES if bits == 8 else LEAN_SAVED_BYTES
+
+
+def time_step(job: Job, strategy: Strategy) -> Timing:
+    """Seconds of one optimizer step, before any correction by measured runs."""
+    shape, card, batches, rank = job.shape, job.card, job.batches, job.rank
+    overhead = COMPILED_SHARE if job.compiled else 1.0
+    usual_flops, usual_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
+    flops = (card.bf16_flops or usual_flops) * MATMUL_SHARE
+    bandwidth, pcie = card.bandwidth_bytes_s or usual_bandwidth, card.pcie_bytes_s or ASSUMED_PCIE
+    width = batches.mean_width(strategy.micro, job.batch // job.world)
+    tokens = strategy.micro * width
+    recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
+    passes = 2 + recomputed_share
+    quantised = shape.linear + (shape.expert_4bit if strategy.bits == 4 else 0)
+    micro = {
+        "matmul": max(
+            _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, rank) / flops,
+            passes * 2 * (shape.linear + shape.expert) / bandwidth,
+        ),
+        "loss": 6 * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
+        "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share) * overhead / bandwidth,
+        "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
+        "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
+    }
+    if strategy.host_table:
+        micro["transfer"] += 2 * shape.hidden * tokens / pcie
+    if job.offloading:
+        saved = saved_bytes(strategy.bits, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
+        micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
+    dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
+    launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch
+    micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
+    steps = job.batch // (job.world * strategy.micro)
+    copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
+    parts = {name: seconds * steps for name, seconds in micro.items()}
+    if copies:
+        parts["transfer"] += copies.waiting_s
+    parts["optimizer"] = _optimizer_s(strategy.optim, shape, rank, bandwidth, pcie)
+    step_s = sum(parts.values())
+    return Timing(step_s, job.batch * batches.tokens_per_row / step_s, parts, copies)
+
+
+def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, rank: int) -> float:
+    """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8.
+
+    Causal attention: 2 x layers x width of the heads x length a token forward, 2.5 times that backward.
+    """
+    recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
+    recomputed_attention = 0.0 if strategy.checkpointing == "selective" else recomputed_share
+    weights = (4 + 2 * recomputed_share) * shape.computed + (6 + 2 * recomputed_share) * rank * shape.adapter_per_rank
+    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention)
+    return (weights + attention) * tokens
+
+
+def _exposed_transfer_s(one_way_s: float, computing_s: float, passes: float) -> float:
+    """Transfers take place beside the computation, out in the forward pass and back in the rest: what is longer than these."""
+    forward_s = computing_s / passes
+    return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - (computing_s - forward_s))
+
+
+def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> Copies:
+    """Copies of the offloaded layers in a step of `steps` micro-batches, each with `layers_s` seconds of work in all layers.
+
+    Offloaded layers are spread evenly: each is fetched while the one before it computes, and those between.
+    """
+    fetched = max(0, strategy.offloaded - BUFFERS)
+    moved = steps * fetched * job.shape.layer_bytes(strategy.bits)
+    link = job.card.pcie_bytes_s or ASSUMED_PCIE
+    rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link
+    computing = steps * layers_s * fetched / strategy.offloaded
+    return Copies(2 * moved, rate, computing / passes, moved / rate, computing * (1 - 1 / passes), moved / rate)
+
+
+def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, recomputed_share: float) -> float:
+    token_bytes = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * recomputed_share
+    if strategy.bits == 8:
+        token_bytes += INT8_EXTRA_BYTES * (1 + recomputed_share)
+    return token_bytes * shape.layer_width * shape.layers * tokens
+
+
+def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:
+    """AdamW reads and writes weight, gradient and two moments in fp32; other optimizers add synchronisation or transfers."""
+    parameters, tensors = rank * shape.adapter_per_rank, 2 * shape.adapters
+    if optim == "adamw_cpu_offload":
+        return 2 * 4 * parameters / pcie + CPU_ADAMW_S * parameters
+    base = 28 * parameters / bandwidth
+    if optim in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
+        return base + tensors * BITSANDBYTES_TENSOR_S * (2 if optim.startswith("paged") else 1)
+    if optim == "adafactor":
+        return 2 * base + tensors * 15 * LAUNCH_S
+    return base

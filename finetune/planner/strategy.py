@@ -1,0 +1,226 @@
+"""Strategies: the settings that trade memory for time, those open to a recipe, and the price of each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from finetune.errors import RecipeError
+from finetune.recipe import AUTO
+from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_sharded, is_zero3, layer_offloading_conflict
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.planner.choices import Choices
+
+#: Gradient checkpointing in order of time cost: (activation_checkpointing, every n-th layer). n above 3 gains little, and its
+#: dry run takes 3 n layers.
+CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
+    (False, 1), (True, 3), (True, 2), ("selective", 1), (True, 1), ("offload", 1),
+)  # fmt: skip
+#: Where the weights of offloaded layers are: not offloaded, in host memory, or in a file.
+OffloadTarget = Literal[False, "cpu", "nvme"]
+OFFLOAD_TARGETS: tuple[OffloadTarget, ...] = ("cpu", "nvme")
+OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_cpu_offload", "adafactor")
+
+#: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
+BITS_PRICE = {32: 1.0, 16: 1.0, 8: 1.08, 4: 1.10}
+OPTIMIZER_PRICE = {
+    "adamw_torch_fused": 1.0, "adamw_torch": 1.0, "adamw_8bit": 1.02, "paged_adamw_8bit": 1.04, "paged_adamw_32bit": 1.04,
+    "adamw_cpu_offload": 1.06, "adafactor": 1.10,
+}  # fmt: skip
+HOST_TABLE_PRICE = 1.02
+CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.02, "offload": 1.05}
+#: Numbers of offloaded layers that are tried: so many, from all down.
+LAYER_COUNTS = 8
+#: The same for a doubled micro-batch: a smaller one leaves headroom and pads less.
+DOUBLING_PRICE = 1.01
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
+    embedding is in host memory. `offloaded`: decoder layers whose weights are in `offload_target`, `cpu` (host) or `nvme`."""
+
+    bits: int
+    checkpointing: bool | str
+    every_n: int
+    optim: str
+    micro: int
+    host_table: bool = False
+    offloaded: int = 0
+    offload_target: OffloadTarget = False
+
+    @property
+    def price(self) -> float:
+        """Factor on step time that weighs departures from the simplest settings."""
+        kinds = BITS_PRICE[self.bits] * OPTIMIZER_PRICE[self.optim] * CHECKPOINTING_PRICE[self.checkpointing]
+        return kinds * DOUBLING_PRICE ** math.log2(self.micro) * (HOST_TABLE_PRICE if self.host_table else 1.0)
+
+    def recomputed_layers(self, layers: int) -> int:
+        """Layers whose forward pass is recomputed: those whose index is a multiple of n."""
+        return 0 if self.checkpointing is False else math.ceil(layers / self.every_n)
+
+    def settings(self, batch: int, world: int) -> dict[str, Any]:
+        """Recipe settings of this strategy for an effective batch of `batch` at world size `world`."""
+        return {
+            "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
+            "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
+            "offload_embeddings": self.host_table, "layer_offloading": self.offload_target, "offloaded_layers": self.offloaded,
+            "per_device_train_batch_size": self.micro, "gradient_accumulation_steps": batch // (world * self.micro),
+        }  # fmt: skip
+
+    @property
+    def checkpointing_summary(self) -> str:
+        """Gradient checkpointing in a few words."""
+        if self.checkpointing is True and self.every_n > 1:
+            return f"1 layer in {self.every_n} recomputed"
+        return {
+            False: "nothing recomputed", True: "every layer recomputed", "selective": "recomputed except attention",
+            "offload": "recomputed, layer inputs offloaded",
+        }[self.checkpointing]  # fmt: skip
+
+
+def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = (), has_table: bool = False) -> list[Strategy]:
+    """Every strategy that the recipe leaves open on this card. `stored_bits`: all that a quantised checkpoint allows.
+    `has_table`: the model's input embedding can be in host memory."""
+    micros, tables = list(_micro_batches(choices)), _host_tables(choices, card, has_table)
+    return [
+        Strategy(bits, checkpointing, every_n, optim, micro, host_table)
+        for bits, (checkpointing, every_n), optim, micro, host_table in itertools.product(
+            _bits(choices, card, stored_bits), _checkpointing(choices, card), _optimizers(choices, card), micros, tables
+        )
+        if checkpointing == "offload" or not host_table or len(tables) == 1
+    ]
+
+
+def offloading_strategies(
+    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored_bits: tuple[int, ...] = (), has_table: bool = False
+) -> list[Strategy]:  # fmt: skip
+    """The same with the weights of some or all decoder layers in `target`, where the recipe allows that: the fewest bits, as
+    they are moved in every step, and every layer recomputed."""
+    if layer_offloading_conflict(choices.recipe):
+        return []
+    bits = min((bits for bits in _bits(choices, card, stored_bits) if bits != 8), default=None)
+    kinds = [kind for kind in _checkpointing(choices, card) if kind[0] is not False and kind[1] == 1]
+    combinations = itertools.product(
+        kinds, _optimizers(choices, card), _micro_batches(choices), _host_tables(choices, card, has_table),
+        _counts(choices, layers),
+    )  # fmt: skip
+    return [
+        Strategy(bits, checkpointing, every_n, optim, micro, host_table, count, target)
+        for (checkpointing, every_n), optim, micro, host_table, count in combinations
+        if bits
+    ]
+
+
+def _counts(choices: Choices, layers: int) -> list[int]:
+    """Numbers of layers to offload: the recipe's, or all and by eighths fewer. Raises RecipeError for more than there are."""
+    wanted = choices.recipe.offloaded_layers
+    if wanted == AUTO:
+        return sorted({max(1, layers * part // LAYER_COUNTS) for part in range(1, LAYER_COUNTS + 1)}, reverse=True)
+    if wanted > layers:
+        raise RecipeError(
+            f"offloaded_layers is {wanted}, the model has {layers} decoder layers",
+            f"Set offloaded_layers to at most {layers}, or leave it out.",
+        )
+    return [wanted]
+
+
+def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
+    """The `candidates` that differ from the chosen one in one setting, by the nearest step.
+
+    Other weight bits; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
+    micro-batch and number of offloaded layers. The chosen one need not be among them: the smallest is planned when no forecast
+    fits.
+    """
+    every = [chosen, *candidates]
+    kinds = sorted({(strategy.checkpointing, strategy.every_n) for strategy in every}, key=_checkpointing_order)
+    micros, counts = sorted({strategy.micro for strategy in every}), sorted({strategy.offloaded for strategy in every})
+    wanted = [
+        *(replace(chosen, bits=bits) for bits in sorted({strategy.bits for strategy in every})),
+        *(
+            replace(chosen, checkpointing=kind, every_n=steps)
+            for kind, steps in [*_adjacent((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
+        ),
+        *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
+        *(replace(chosen, micro=micro) for micro in _adjacent(chosen.micro, micros)),
+        replace(chosen, host_table=not chosen.host_table),
+        *(replace(chosen, offloaded=count) for count in _adjacent(chosen.offloaded, counts)),
+    ]
+    return [strategy for strategy in dict.fromkeys(wanted) if strategy in candidates and strategy != chosen]
+
+
+def _adjacent(value: Any, ordered: list[Any]) -> list[Any]:
+    index = ordered.index(value)
+    return ordered[max(0, index - 1) : index + 2]
+
+
+def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
+    """Sort key: gradient checkpointing from none to most, for any n."""
+    kinds = [name for name, _ in CHECKPOINTING]
+    return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
+
+
+def _bits(choices: Choices, card: Card, stored_bits: tuple[int, ...]) -> tuple[int, ...]:
+    recipe, plain = choices.recipe, 32 if choices.value("dtype") == "float32" else 16
+    if recipe.load_in_4bit is True:
+        return (4,)
+    if recipe.load_in_8bit is True:
+        return (8,)
+    if stored_bits:
+        return stored_bits if len(stored_bits) == 1 or recipe.load_in_4bit == AUTO else (plain,)
+    if card.is_cpu:
+        return (plain,)
+    can_be_8 = recipe.load_in_8bit == AUTO and not is_sharded(recipe.launch)
+    return (plain, *([8] if can_be_8 else []), *([4] if recipe.load_in_4bit == AUTO else []))
+
+
+def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:
+    wanted, every = choices.recipe.activation_checkpointing, choices.recipe.activation_checkpointing_every_n_layers
+    kinds = CHECKPOINTING
+    if choices.recipe.activation_offloading:  # all saved tensors are offloaded already: other kinds gain nothing
+        kinds = ((False, 1), (True, 1))
+    if is_zero3(choices.recipe.launch):
+        kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
+    if card.is_cpu or (choices.recipe.torch_compile and every not in (AUTO, 1)):
+        # offloading pins memory, which needs an accelerator; compiled layers offload the inputs of all layers or of none
+        kinds = tuple(kind for kind in kinds if kind[0] != "offload")
+    if wanted != AUTO:
+        steps = (3, 2, 1) if wanted is True else (1,)
+        kinds = tuple((wanted, step) for step in steps)
+    if every != AUTO:
+        kinds = tuple(dict.fromkeys((kind, every if kind is True else 1) for kind, _ in kinds))
+    return kinds
+
+
+def _host_tables(choices: Choices, card: Card, has_table: bool) -> tuple[bool, ...]:
+    """Whether the input embedding is in host memory. Left open, it may be where the layers' inputs are: a card that needs
+    neither is spared the copies."""
+    wanted = choices.recipe.offload_embeddings
+    if wanted != AUTO:
+        return (wanted,)
+    return (False, True) if has_table and not card.is_cpu and not is_sharded(choices.recipe.launch) else (False,)
+
+
+def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
+    if choices.is_set("optim"):
+        return (choices.recipe.optim,)
+    if card.is_cpu:
+        return ("adamw_torch",)
+    return tuple(optim for optim in OPTIMIZERS if optim in SHARDED_OPTIMIZERS or not is_sharded(choices.recipe.launch))
+
+
+def _micro_batches(choices: Choices) -> Iterator[int]:
+    """Micro-batches that divide the effective batch at the recipe's world size and respect its accumulation."""
+    recipe = choices.recipe
+    rows = choices.value("effective_batch_size") // recipe.launch.num_processes
+    if recipe.per_device_train_batch_size != AUTO:
+        yield recipe.per_device_train_batch_size
+    elif recipe.gradient_accumulation_steps != AUTO:
+        yield rows // recipe.gradient_accumulation_steps
+    else:
+        yield from (micro for micro in range(1, rows + 1) if rows % micro == 0)

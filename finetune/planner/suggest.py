@@ -1,0 +1,135 @@
+"""When nothing fits: the shortfall and its largest part, changes that save memory, and the largest model that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import FinetuneError
+from finetune.memory.forecast import Forecast
+from finetune.model.catalogue import entries
+from finetune.planner.plan import Shortfall, Suggestion
+from finetune.planner.shape import shape_of
+from finetune.recipe import AUTO, Settings, resolved
+from finetune.units import format_count
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import DataStatistics
+    from finetune.recipe import Recipe
+
+Forecasts = Callable[[Settings], Forecast]
+#: At most this many catalogue models are forecast, from the largest down.
+MOST_MODELS = 4
+#: Families that are suggested.
+_FAMILIES = (
+    "HuggingFaceTB/", "Qwen/Qwen2.5-", "Qwen/Qwen3-", "google/gemma-", "meta-llama/Llama-3", "microsoft/", "mistralai/Mistral-",
+)  # fmt: skip
+
+
+def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> Shortfall:
+    """The shortfall at the forecast's upper end, with its largest part."""
+    part = max(forecast.parts, key=lambda name: forecast.parts[name])
+    return Shortfall(forecast.peak_high_bytes - budget_bytes, part, forecast.parts[part], largest_model)
+
+
+def suggest(
+    recipe: Recipe, settings: Settings, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
+) -> tuple[Suggestion, ...]:
+    """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
+    rows = []
+    for override, changes, cost in _changes(recipe, settings, data):
+        try:
+            changed = resolved(settings, **changes, **_all_layers(changes, forecast))
+        except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
+            continue
+        lower = forecasts(changed)
+        saved = forecast.peak_high_bytes - lower.peak_high_bytes
+        if saved > 0:
+            rows.append(Suggestion(override, saved, lower.peak_bytes, cost))
+    return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
+
+
+def _all_layers(changes: dict[str, Any], forecast: Forecast) -> dict[str, int]:
+    """The number of layers to offload, where they are: all that the forecast has."""
+    return {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
+
+
+def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
+    """(override, the settings it changes, its cost); settings the planner chose take least memory already."""
+    offers: list[tuple[str, dict[str, Any], str]] = []
+
+    def offer(changes: dict[str, Any], cost: str) -> None:
+        offers.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
+
+    if recipe.load_in_4bit != AUTO and settings.load_in_4bit is False and not settings.load_in_8bit:
+        offer({"load_in_4bit": True}, "NF4 weights: dequantisation takes a few percent of time")
+    if settings.load_in_8bit:
+        offer({"load_in_8bit": False, "load_in_4bit": True}, "NF4 weights instead of int8")
+    if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
+        steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
+        offer(
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps},
+            "same effective batch, smaller micro-batches: slower on short rows",
+        )
+    asked = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
+    if asked and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
+        every = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+        offer(every, "forward pass runs twice: up to 45 % more time")
+    if recipe.optim != AUTO and settings.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"):
+        offer({"optim": "adamw_8bit"}, "8-bit optimizer states")
+    for length in (settings.max_length // 2, settings.max_length // 4):
+        if length >= 256:
+            offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
+    if recipe.layer_offloading is False:
+        every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
+        offer(
+            {"layer_offloading": "cpu", **every},
+            "the layers' weights in host memory, copied to the card beside the computation",
+        )
+    if settings.lora_r > 8:
+        offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data")
+    if settings.lora_dropout > 0:
+        offer({"lora_dropout": 0.0}, "no dropout")
+    if settings.use_dora:
+        offer({"use_dora": False}, "plain LoRA")
+    return offers
+
+
+def _drop(settings: Settings) -> dict[str, Any]:
+    return {"excess_length": "drop"} if settings.excess_length == "raise" else {}
+
+
+def _length_cost(length: int, data: DataStatistics | None) -> str:
+    if data is None or not data.lengths:
+        return "longer rows are dropped"
+    over = [row for row in data.lengths if row > length]
+    share = sum(over) / data.total_tokens if data.total_tokens else 0.0
+    return f"{len(over):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
+
+
+def largest_model(
+    recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
+) -> str | None:
+    """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
+    models = [item for item in entries().items() if item[1].first and item[0].startswith(_FAMILIES)]
+    ranked = [item for item in sorted(models, key=lambda item: -item[1].parameters) if "text_config" not in item[1].config]
+    tried = 0
+    for name, entry in ranked:
+        values = entry.config
+        own_code = {"model_revision": None, "trust_remote_code": False}
+        other = resolved(settings, model_name_or_path=name, **own_code, load_in_4bit=True, load_in_8bit=False)
+        if 0.5 * entry.parameters > budget_bytes or name == recipe.model_name_or_path:
+            continue
+        try:
+            shape = shape_of(values, other)
+            if shape.weight_bytes(4) > 0.95 * budget_bytes:
+                continue
+            tried += 1
+            forecast = forecaster(values, other)
+        except FinetuneError:  # e.g. layers named in target_modules that this model doesn't have
+            continue
+        if forecast.peak_high_bytes <= budget_bytes:
+            return f"{name} ({format_count(shape.parameters)} parameters)"
+        if tried >= MOST_MODELS:
+            break
+    return None

@@ -1,0 +1,272 @@
+"""A real run on the CPU, by the worker itself, with its memory tracked phase by phase; and the dry run of the same plan."""
+
+import json
+import signal
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+
+import bitsandbytes.functional
+import bitsandbytes.nn
+import pytest
+import torch
+from tiny_models import config_values
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_iter
+
+import finetune.model.build
+import finetune.model.cpu_adamw
+import finetune.model.host_memory
+import finetune.model.lean_layers
+import finetune.model.offload
+from finetune.memory.fake_model import ADAPTERS, CASTS
+from finetune.memory.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
+from finetune.memory.tracker import StorageTracker, block_bytes
+from finetune.model.transformers_config import load_config
+from finetune.recipe import recipe_from
+
+#: Tokens of the longest rows and of a pack.
+TOKENS = 128
+WORDS = 200
+
+
+def save_model(kind: str, folder: Path) -> str:
+    """A small model of this kind with its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    many = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32} if kind == "qwen3_moe" else {}
+    values = config_values(kind, num_hidden_layers=3, vocab_size=2048, **many)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def save_rows(path: Path, lengths: tuple[int, ...], count: int) -> str:
+    """Rows that have, with EOS, these numbers of tokens by turns."""
+    texts = [
+        " ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % len(lengths)] - 1)) for row in range(count)
+    ]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS), **more):
+    """The run directory of a small recipe, and its plan."""
+    from finetune.run.prepare import create_run, prepare
+
+    rows = save_rows(folder / "rows.jsonl", lengths, 8)
+    held_out = save_rows(folder / "held-out.jsonl", (TOKENS, TOKENS), 2)
+    recipe = recipe_from(
+        {
+            "model_name_or_path": model, "dataset": {"path": rows, "eval_path": held_out}, "gpu": "cpu", "dtype": "bfloat16",
+            "attn_implementation": "sdpa", "max_length": TOKENS, "packing": False, "load_in_4bit": False, "load_in_8bit": False,
+            "lora_r": 8, "lora_alpha": 16, "target_modules": "all-linear", "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 2, "effective_batch_size": "auto", "max_steps": 2, "learning_rate": 1e-3,
+            "optim": "adamw_torch", "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1,
+            "eval_steps": 2, "per_device_eval_batch_size": 1, "save_steps": 2, "sample_answers": 0,
+            "output_dir": str(folder / "run"), **more,
+        }
+    )  # fmt: skip
+    prepared = prepare(recipe)
+    return create_run(prepared), prepared.plan
+
+
+def forecast(plan) -> dict[str, int]:
+    """Peak bytes of each phase of the plan's dry run at full depth."""
+    settings = plan.settings
+    micro, tokens = settings.per_device_train_batch_size, settings.max_length
+    batch = Batch(
+        rows=micro, tokens=tokens, trained_tokens=micro * (tokens - 1), padded=micro > 1,
+        documents=2 if settings.packing else 1, eval_rows=settings.per_device_eval_batch_size,
+    )  # fmt: skip
+    return by_phase(simulate(load_config(settings), settings, batch, None))
+
+
+def by_phase(tracked) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+    for (phase, _), peak in tracked.peaks.items():
+        phase = {AUXILIARY: "loss", ADAPTERS: "load", CASTS: "load"}.get(phase, phase)  # in a real run these are one
+        peaks[phase] = max(peaks.get(phase, 0), peak.total_bytes)
+    return peaks
+
+
+class RealTracker(StorageTracker):
+    """Sees tensors that no operator made, such as those read from a file, when they are first used."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self.track(leaf)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    on_host = False
+
+    def track(self, tensor, *, layer=None):
+        if isinstance(tensor, FakeTensor):  # of code that tries a layer without its values
+            return
+        super().track(tensor, layer=layer)
+        key = tensor.untyped_storage()._cdata
+        size, tag = self._sizes[key]
+        if self.on_host and size:
+            self._released(key)
+            self._sizes[key] = (0, tag)
+
+    def size_of(self, tensor) -> int | None:
+        """Bytes that a tensor counts with: 0 in host memory, None when it has not been seen."""
+        return self._sizes.get(tensor.untyped_storage()._cdata, (None,))[0]
+
+    def arrives(self, tensor):
+        """Count a tensor from now on, also one that was made as host memory."""
+        self.track(tensor)
+        key = tensor.untyped_storage()._cdata
+        size, tag = self._sizes[key]
+        if size == 0:
+            size = block_bytes(tensor.untyped_storage().nbytes())
+            self._sizes[key] = (size, tag)
+            self.live_bytes += size
+            self.live[tag] += size
+
+    @contextmanager
+    def making_host_memory(self):
+        """Inside, new tensors are never counted."""
+        self.on_host = True
+        try:
+            yield
+        finally:
+            self.on_host = False
+
+
+@contextmanager
+def host_memory_apart(tracker: RealTracker):
+    """Inside, what is in host memory also when a card trains is not counted; on a CPU it can't be told from the rest.
+
+    That is what the project moves there, the small values that layers are recognised by, and what bitsandbytes saves beside
+    each quantised weight.
+    """
+
+    def on_host(function):
+        @wraps(function)
+        def tagged(*arguments, **named):
+            with tracker.making_host_memory():
+                return function(*arguments, **named)
+
+        return tagged
+
+    with pytest.MonkeyPatch.context() as patch:
+        for home, name in (
+            (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
+            (finetune.model.host_memory, "host_empty"), (finetune.model.host_memory, "host_buffer"),
+            (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
+            (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
+        ):  # fmt: skip
+            patch.setattr(home, name, on_host(getattr(home, name)))
+        yield
+
+
+@contextmanager
+def weights_seen(tracker: RealTracker):
+    """Inside, the weights count from when they are loaded, also those that no operator has read yet."""
+    loaded = finetune.model.build.build_base
+
+    def build_base(*arguments, **named):
+        model = loaded(*arguments, **named)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.arrives(tensor)
+        tracker.record("loaded")
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune.model.build, "build_base", build_base)
+        yield
+
+
+@contextmanager
+def experts_merged_on_host(tracker: RealTracker):
+    """Inside, experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+    def on_host(convert):
+        @wraps(convert)
+        def converted(*arguments, **named):
+            with tracker.making_host_memory():
+                return convert(*arguments, **named)
+
+        return converted
+
+    def to_card(convert):
+        @wraps(convert)
+        def converted(operation, values, *arguments, **named):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and tracker.size_of(value) == 0:
+                    values[name] = value.clone()
+            return convert(operation, values, *arguments, **named)
+
+        return converted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Concatenate, MergeModulelist, Mxfp4Dequantize):
+            patch.setattr(kind, "convert", on_host(kind.convert))
+        patch.setattr(Bnb4bitQuantize, "convert", to_card(Bnb4bitQuantize.convert))
+        yield
+
+
+def watch(trainer, tracker: RealTracker) -> None:
+    """Tell the tracker the phase, at the same places as in the dry run."""
+
+    def around(name, before, after):
+        inner = getattr(trainer, name)
+
+        @wraps(inner)
+        def method(*arguments, **named):
+            enter(before)
+            try:
+                return inner(*arguments, **named)
+            finally:
+                enter(after)
+
+        setattr(trainer, name, method)
+
+    def enter(phase):
+        if callable(phase):
+            phase = phase()
+        tracker.phase, tracker.layer = phase, None
+
+    def training():
+        return "forward" if trainer.model.training else "eval"
+
+    around("compute_loss", training, lambda: "loss backward" if trainer.model.training else "eval")
+    around("training_step", "fetch", "optimizer")
+    around("_save_checkpoint", "save", "fetch")
+    around("evaluate", "eval", "fetch")
+    observe(trainer.model, tracker)
+
+
+def measured(run) -> dict[str, int]:
+    """Peak bytes of each phase of a run that the worker makes in this process."""
+    from finetune.run.worker import Worker
+
+    tracker, handlers = RealTracker(), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with ExitStack() as stack:
+        stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
+        stack.enter_context(garbage_collection_paused())
+        stack.enter_context(host_memory_apart(tracker))
+        stack.enter_context(weights_seen(tracker))
+        stack.enter_context(tracker)
+        worker = Worker(run)
+        if worker.plan.settings.load_in_4bit:
+            stack.enter_context(experts_merged_on_host(tracker))
+        trainer, callback = worker._build()
+        for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+            tracker.track(tensor)
+        watch(trainer, tracker)
+        trainer.train()
+        trainer.finish_sealing()
+    return by_phase(tracker)

@@ -1,0 +1,59 @@
+"""Between fits and tight: the allocator, replayed with the budget as its limit, returns cached blocks and continues."""
+
+import dataclasses
+
+import pytest
+from tiny_models import config_values, settings
+
+from finetune.card import find_card
+from finetune.memory import device_peak
+from finetune.memory.device_peak import make_forecast
+from finetune.memory.forecast import AtLimit
+from finetune.memory.row_shape import RowShape
+from finetune.planner.plan import verdict_of
+from finetune.units import GIB, MIB
+
+#: From nothing that could fit to what surely does.
+ORDER = ["does not fit", "tight", "at the limit", "fits"]
+CARD = dataclasses.replace(find_card("rtx-4090"), context_bytes=200 * MIB, context_uncertainty_bytes=0)
+
+
+@pytest.fixture(params=[True, False], ids=["expandable", "segments"])
+def forecast_of(request, monkeypatch, tmp_path):
+    """forecast_of(budget) for packed rows: the same length in every micro-batch."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda: request.param)
+    values = config_values(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, vocab_size=8192)
+    recipe = settings(packing=True, per_device_train_batch_size=1)
+    return lambda budget=None, **more: make_forecast(
+        values, recipe.model_copy(update=more), CARD, rows=RowShape(2048), budget_bytes=budget
+    )
+
+
+def test_more_budget_never_gives_a_worse_verdict_and_the_limit_is_one_of_them(forecast_of):
+    free = forecast_of()
+    least, most = free.peak_low_bytes, free.peak_high_bytes
+    budgets = [round(least - MIB + (most - least + 2 * MIB) * part / 16) for part in range(17)]
+    verdicts = [verdict_of(forecast_of(budget), budget) for budget in budgets]
+    assert verdicts == sorted(verdicts, key=ORDER.index)
+    assert verdicts[0] == "does not fit" and verdicts[-1] == "fits" and "at the limit" in verdicts
+
+
+def test_the_cost_is_what_goes_back_to_the_driver_in_each_step(forecast_of):
+    free = forecast_of()
+    budgets = range(free.peak_low_bytes, free.peak_high_bytes, 2 * MIB)
+    at_limits = [at_limit for budget in budgets if (at_limit := forecast_of(budget).at_limit) is not None]
+    assert not device_peak.expandable_segments() or at_limits[0].returns_per_step > 0
+    assert at_limits[-1].returns_per_step == 0 and "if fragmentation grows" in at_limits[-1].summary
+    assert all((at_limit.returns_per_step > 0) == (at_limit.returned_bytes_per_step > 0) for at_limit in at_limits)
+
+
+def test_the_words_say_how_often_and_how_much():
+    assert "3 times in a step, 1.50 GiB in all" in AtLimit(20 * GIB, 3, 3 * GIB // 2).summary
+    assert "once in a step" in AtLimit(20 * GIB, 1, GIB).summary
+
+
+def test_rows_of_uneven_length_without_expandable_segments_stay_tight(forecast_of, request):
+    free = forecast_of(packing=False)
+    at_limit = forecast_of(free.peak_high_bytes - 1, packing=False).at_limit
+    assert (at_limit is not None) is device_peak.expandable_segments()

@@ -1,0 +1,323 @@
+"""The replayed caching allocator: its rules by hand, and what must hold after any sequence of requests."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from finetune.card.allocator import AllocatorSettings
+from finetune.memory import allocator_replay
+from finetune.memory.caching_allocator import CachingAllocator, OutOfMemory, rounded, segment_bytes
+from finetune.units import GIB, KIB, MIB
+
+BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+
+
+def chains(allocator):
+    """Every segment as its blocks in order of address."""
+    blocks = {id(block): block for block in allocator.live.values() if block is not None}
+    for pool in allocator.pools.values():
+        blocks |= {id(entry[-1]): entry[-1] for entry in (*pool.free, *pool.unmapped)}
+    for block in blocks.values():
+        if block.prev is None:
+            chain = [block]
+            while chain[-1].next is not None:
+                chain.append(chain[-1].next)
+            yield chain
+
+
+def assert_sound(allocator):
+    live = [block for block in allocator.live.values() if block is not None]
+    pooled = [entry[-1] for pool in allocator.pools.values() for entry in (*pool.free, *pool.unmapped)]
+    assert not any(block.free for block in live) and all(block.free for block in pooled)
+    segments = list(chains(allocator))
+    assert sum(map(len, segments)) == len(live) + len(pooled)
+    for chain in segments:
+        for before, after in zip(chain, chain[1:], strict=False):
+            assert before.address + before.size == after.address  # no overlap, no gap
+            assert after.prev is before
+            assert not (before.free and after.free and before.mapped == after.mapped)  # else they would have been merged
+    assert allocator.allocated == sum(block.size for block in live)
+    assert allocator.reserved == sum(block.size for chain in segments for block in chain if block.mapped)
+    assert all(pool.free == sorted(pool.free, key=lambda entry: entry[:2]) for pool in allocator.pools.values())
+
+
+def random_requests(allocator, seed, count=600, least=1):
+    """Sizes over five orders of magnitude, three streams, now and then an empty cache. Returns the names still live."""
+    rng, live, requested = random.Random(seed), [], {}
+    for name in range(count):
+        if live and rng.random() < 0.48:
+            allocator.release(live.pop(rng.randrange(len(live))))
+            continue
+        size = int(10 ** rng.uniform(1, 7.9))
+        allocator.allocate(name, size, stream=rng.choice((0, 0, 0, 1)))
+        requested[name] = size
+        live.append(name)
+        block = allocator.live[name]
+        assert block.size >= size
+        if rng.random() < 0.01:
+            allocator.empty_cache()
+        if name % 20 == 0:
+            assert_sound(allocator)
+    return live
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_tile_their_segments_and_sums_agree(expandable, seed):
+    allocator = CachingAllocator(AllocatorSettings(expandable))
+    for name in random_requests(allocator, seed):
+        allocator.release(name)
+    assert_sound(allocator)
+    assert allocator.allocated == 0
+    assert expandable or all(len(chain) == 1 for chain in chains(allocator))  # every segment is one free block again
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(4))
+def test_with_a_limit_never_more_is_reserved(expandable, seed):
+    free = CachingAllocator(AllocatorSettings(expandable))
+    random_requests(free, seed)
+    limit = int(0.97 * free.peak_reserved)
+    capped = CachingAllocator(AllocatorSettings(expandable), limit=limit)
+    try:
+        random_requests(capped, seed)
+    except OutOfMemory as error:
+        assert error.reserved + segment_bytes(error.requested) > limit
+    assert capped.peak_reserved <= limit
+    assert capped.retries > 0
+    assert_sound(capped)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_reserved_is_never_less_than_allocated(seed):
+    allocators = [CachingAllocator(AllocatorSettings(expandable)) for expandable in (False, True)]
+    for allocator in allocators:
+        random_requests(allocator, seed)
+        assert allocator.peak_reserved >= allocator.peak_allocated
+    # A large block with at most 1 MiB to spare is not split, except in an expandable segment.
+    assert allocators[1].peak_allocated <= allocators[0].peak_allocated
+
+
+def test_sizes_of_segments():
+    sizes = (1, MIB, MIB + 512, 10 * MIB - 512, 10 * MIB, 33 * MIB + 1)
+    assert [segment_bytes(size) // MIB for size in sizes] == [2, 2, 20, 20, 10, 34]
+
+
+def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains():
+    for spare, allocated in ((MIB, 12 * MIB), (MIB + 512, 11 * MIB - 512)):
+        allocator = CachingAllocator(AllocatorSettings(False))
+        allocator.allocate(0, 12 * MIB)
+        allocator.release(0)
+        allocator.allocate(1, 12 * MIB - spare)
+        assert (allocator.allocated, allocator.reserved) == (allocated, 12 * MIB)
+
+
+def test_the_smallest_block_that_fits_is_taken():
+    allocator = CachingAllocator(AllocatorSettings(False))
+    for name, size in enumerate((40, 20, 30)):
+        allocator.allocate(name, size * MIB)
+    for name in range(3):
+        allocator.release(name)
+    allocator.allocate(3, 25 * MIB)
+    assert allocator.live[3].base == allocator.pools[(0, False)].free[0][2].base  # 25 of 30, 5 remain
+    assert [size // MIB for size, _, _ in allocator.pools[(0, False)].free] == [5, 20, 40]
+
+
+def test_expandable_segments_grow_by_pages_and_split_to_the_byte():
+    allocator = CachingAllocator(AllocatorSettings(True))
+    allocator.allocate(0, 33 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (33 * MIB, 40 * MIB)
+    allocator.allocate(1, 20 * MIB)  # 7 MiB are there, one page more
+    assert allocator.reserved == 60 * MIB
+    allocator.allocate(2, 100 * KIB)
+    assert allocator.reserved == 62 * MIB  # the small pool has a segment of its own
+    allocator.release(0)
+    allocator.empty_cache()  # 33 MiB have one whole page
+    assert allocator.reserved == 42 * MIB
+    assert_sound(allocator)
+
+
+def test_a_request_at_the_limit_is_met_after_cached_blocks_are_freed():
+    allocator = CachingAllocator(AllocatorSettings(False), limit=50 * MIB)
+    allocator.allocate(0, 30 * MIB)
+    allocator.release(0)
+    allocator.allocate(1, 40 * MIB)
+    assert (allocator.retries, allocator.reserved) == (1, 40 * MIB)
+    with pytest.raises(OutOfMemory, match="requested"):
+        allocator.allocate(2, 30 * MIB)
+
+
+def test_sizes_are_rounded_up_to_parts_of_a_power_of_two():
+    assert [rounded(size, 4) for size in (1, 1200, 2100, 2048, 5000, 7 * MIB, 7 * MIB + 1)] == [
+        512, 1536, 2560, 2048, 5120, 7 * MIB, 8 * MIB,
+    ]  # fmt: skip
+    allocator = CachingAllocator(AllocatorSettings(roundup_power2_divisions=4))
+    allocator.allocate(0, 33 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (40 * MIB, 40 * MIB)
+
+
+def test_oversize_blocks_are_not_split_and_go_back_before_all_do():
+    allocator = CachingAllocator(AllocatorSettings(max_split_size_mb=64), limit=250 * MIB)
+    for name, size in enumerate((100, 80, 30)):
+        allocator.allocate(name, size * MIB)
+        allocator.release(name)
+    allocator.allocate(3, 70 * MIB)  # of 80: at most 20 MiB are left over
+    assert (allocator.allocated, allocator.reserved) == (80 * MIB, 210 * MIB)
+    allocator.allocate(4, 20 * MIB)  # of 30, split; the oversize block of 100 is not for small requests
+    allocator.allocate(5, 25 * MIB)
+    assert allocator.reserved == 236 * MIB
+    allocator.allocate(6, 60 * MIB)  # the block of 100 goes back, the 10 that are left of 30 stay
+    assert (allocator.reserved, allocator.returned, allocator.retries) == (196 * MIB, 100 * MIB, 0)
+    assert_sound(allocator)
+
+
+def test_above_the_threshold_the_oldest_segments_are_freed_before_one_is_made():
+    allocator = CachingAllocator(AllocatorSettings(garbage_collection_threshold=0.5), limit=200 * MIB)
+    for name in range(3):
+        allocator.allocate(name, 30 * MIB + name * 2 * MIB)
+    for name in range(3):
+        allocator.release(name)
+        allocator.allocate(10 + name, 10 * MIB)  # a search: what was freed before it is older
+        allocator.release(10 + name)
+    allocator.allocate(3, 40 * MIB)
+    assert allocator.returned == 0 and allocator.reserved == 136 * MIB  # 96 MiB are below half of the limit
+    allocator.allocate(4, 50 * MIB)  # 36 MiB above it: the two segments older than the mean
+    assert (allocator.returned, allocator.reserved, allocator.retries) == (66 * MIB, 120 * MIB, 0)
+    assert_sound(allocator)
+
+
+OTHERS = [
+    AllocatorSettings(roundup_power2_divisions=8), AllocatorSettings(max_split_size_mb=21),
+    AllocatorSettings(garbage_collection_threshold=0.6), AllocatorSettings(True, roundup_power2_divisions=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=str)
+def test_invariants_hold_with_other_settings(settings):
+    free = CachingAllocator(settings)
+    random_requests(free, seed=5)
+    allocator = CachingAllocator(settings, limit=int(0.98 * free.peak_reserved))
+    for name in random_requests(allocator, seed=5):
+        allocator.release(name)
+    assert_sound(allocator)
+    assert allocator.allocated == 0 < allocator.returned
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+
+
+def test_streams_do_not_share_blocks():
+    allocator = CachingAllocator(AllocatorSettings(False))
+    allocator.allocate(0, 30 * MIB)
+    allocator.release(0)
+    allocator.allocate(1, 30 * MIB, stream=1)
+    assert allocator.reserved == 60 * MIB
+
+
+class Recorder(CachingAllocator):
+    """Writes down what it is asked, and its sums after that."""
+
+    def __init__(self, settings, **more):
+        super().__init__(settings, **more)
+        self.asked, self.sums = [], []
+
+    def allocate(self, name, requested, stream=0):
+        super().allocate(name, requested, stream)
+        self._note([name, requested], requested > 0)
+
+    def release(self, name):
+        was = self.live.get(name)
+        super().release(name)
+        self._note([name, -1], was is not None)
+
+    def empty_cache(self):
+        super().empty_cache()
+        self._note(None, True)
+
+    def _note(self, event, counts):
+        if counts:
+            self.asked.append(event)
+            self.sums.append([self.allocated, self.reserved])
+
+    def segments_as_torch_shows_them(self):
+        """Sizes of the blocks with whether they are free; of an expandable segment, each run of mapped blocks is one."""
+        runs = (run for chain in chains(self) for mapped, run in groupby(chain, key=lambda block: block.mapped) if mapped)
+        return sorted([[block.size, block.free] for block in run] for run in runs)
+
+
+def noted_random(settings, seed, **more):
+    allocator, rng, live = Recorder(settings, **more), random.Random(seed), []
+    for name in range(2000):
+        if live and rng.random() < 0.48:
+            allocator.release(live.pop(rng.randrange(len(live))))
+        else:
+            allocator.allocate(name, int(10 ** rng.uniform(1, 7.9)))
+            live.append(name)
+        if rng.random() < 0.005:
+            allocator.empty_cache()
+    return allocator
+
+
+def recorded_run(expandable, monkeypatch):
+    """The whole replay of a small model's dry run."""
+    from test_trace import both_ways
+
+    allocators = []
+    monkeypatch.setattr(
+        allocator_replay,
+        "CachingAllocator",
+        lambda settings, **more: allocators.append(Recorder(settings, **more)) or allocators[-1],
+    )
+    allocator_replay.replay(both_ways()[0], expandable=expandable)
+    return allocators[0]
+
+
+@BOTH
+def test_the_recorded_requests_are_those_of_the_replay(expandable, monkeypatch):
+    noted = recorded_run(expandable, monkeypatch)
+    second = CachingAllocator(AllocatorSettings(expandable))
+    for event, sums in zip(noted.asked, noted.sums, strict=True):
+        if event is None:
+            second.empty_cache()
+        elif event[1] < 0:
+            second.release(event[0])
+        else:
+            second.allocate(*event)
+        assert [second.allocated, second.reserved] == sums
+    assert len(noted.asked) > 1000 and sum(size for run in noted.segments_as_torch_shows_them() for size, _ in run) == sums[1]
+
+
+def on_torchs_allocator(asked, settings, limit=None):
+    """What torch's own allocator makes of the requests."""
+    process = subprocess.run(
+        [sys.executable, Path(__file__).with_name("torch_allocator.py"), str(limit or 0)], input=json.dumps(asked), text=True,
+        env={**os.environ, **settings.environment()}, capture_output=True, check=True,
+    )  # fmt: skip
+    return json.loads(process.stdout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", OTHERS, ids=str)
+def test_torchs_own_allocator_does_the_same_with_other_settings(settings):
+    limit = 2 * GIB if settings.garbage_collection_threshold else None
+    noted = noted_random(settings, 1, limit=limit)
+    theirs = on_torchs_allocator(noted.asked, settings, limit)
+    assert theirs["sums"] == noted.sums and theirs["segments"] == noted.segments_as_torch_shows_them()
+
+
+@pytest.mark.gpu
+@BOTH
+@pytest.mark.parametrize("what", ["run", 0, 1, 2])
+def test_torchs_own_allocator_does_the_same(expandable, what, monkeypatch):
+    settings = AllocatorSettings(expandable)
+    noted = recorded_run(expandable, monkeypatch) if what == "run" else noted_random(settings, what)
+    theirs = on_torchs_allocator(noted.asked, settings)
+    assert theirs["sums"] == noted.sums
+    assert theirs["segments"] == noted.segments_as_torch_shows_them()

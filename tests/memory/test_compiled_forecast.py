@@ -1,0 +1,140 @@
+"""What compiled layers keep by the forecast, against real compiled layers on the CPU."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_models import config_values, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.memory.compiled_layers import SplitLayers
+from finetune.memory.fake_model import materialise
+from finetune.memory.ledger import dry_run
+from finetune.memory.row_shape import RowShape
+from finetune.memory.tracker import StorageTracker
+from finetune.model.adapters import attach_adapters, prepare_for_training
+from finetune.model.build import build_base
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.compiled import Compilations, compile_layers
+from finetune.model.transformers_config import config_from
+
+TOKENS = 192
+BITS = {"nf4": {"load_in_4bit": True}, "bf16": {"load_in_4bit": False}}
+COMPILED = {"torch_compile": True, "activation_checkpointing": False}
+
+
+def a_model(bits, folder=None):
+    """A tiny llama with adapters in NF4 or bf16: without data or, with `folder`, with it."""
+    wanted = settings(**BITS[bits], activation_checkpointing=False, lora_r=16)
+    config = config_from(config_values(num_hidden_layers=2, vocab_size=64), wanted)
+    if folder is not None:
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        wanted = wanted.model_copy(update={"model_name_or_path": str(folder)})
+    base = build_base(wanted, config, device="cpu", weights=folder is not None)
+    model = attach_adapters(base, wanted)
+    prepare_for_training(model, wanted)
+    return model
+
+
+def saved_bytes(model, layer):
+    """Bytes of all storages that the layer saves for backward, without its weights, by the hooks on saved tensors."""
+    run = a_pass(model, layer, TOKENS)
+    run().sum().backward()  # compiles
+    seen = {}
+    weights = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *states_of(layer))}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            seen[storage._cdata] = storage  # alive, so that no other gets its number
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    assert out.requires_grad
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+def a_pass(model, layer, tokens):
+    """The layer's forward pass on a row of so many tokens."""
+    x = torch.randn(1, tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    places = model.get_base_model().model.rotary_emb(x, torch.arange(tokens)[None])
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x, position_embeddings=places, attention_mask=None, use_cache=False)
+
+    return run
+
+
+def states_of(layer):
+    """The tensors of the quantised weights' states."""
+    for parameter in layer.parameters():
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+            state = state.state2
+
+
+@contextmanager
+def split_layer(bits, budget):
+    """A layer without data, as the forecast lets it run."""
+    model = a_model(bits)
+    with own_quantisation_maps(), FakeTensorMode(allow_non_fake_inputs=True):
+        materialise(model, StorageTracker(), dtype=torch.bfloat16)
+        layer, split = decoder_layers(model)[1], SplitLayers(budget)
+        split.replace([layer])
+        yield model, layer
+        assert not split.problem
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("budget", [1.0, 0.8])
+@pytest.mark.parametrize("bits", BITS)
+def test_the_forecast_of_a_compiled_layer_is_what_a_real_one_saves(tmp_path, bits, budget):
+    torch._dynamo.reset()
+    compilations = Compilations()
+    with split_layer(bits, budget) as (model, layer):
+        forecast = saved_bytes(model, layer)
+    model = a_model(bits, tmp_path)
+    layer = decoder_layers(model)[1]
+    uncompiled = saved_bytes(model, layer)
+    compile_layers([layer], budget)
+    real = saved_bytes(model, layer)
+    compilations.update()
+    assert forecast == pytest.approx(real, rel=0.01)
+    assert real < 0.9 * uncompiled
+    assert compilations.graphs >= 1 and not compilations.graph_breaks and compilations.compile_s > 0
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_rows_of_many_lengths_are_compiled_for_once_more_than_for_one(tmp_path):
+    torch._dynamo.reset()
+    model = a_model("bf16", tmp_path)
+    layer = decoder_layers(model)[1]
+    compile_layers([layer], 1.0)
+    compilations, seen = Compilations(), []
+    compilations.update()
+    before = compilations.graph_breaks
+    for tokens in (64, 128, 320, 192, 256):
+        a_pass(model, layer, tokens)().sum().backward()
+        compilations.update()
+        seen.append(compilations.recompiles)
+    assert seen == [0, 1, 1, 1, 1] and compilations.graphs == 2 and compilations.graph_breaks == before
+
+
+@pytest.mark.slow
+def test_a_smaller_budget_saves_less_in_every_layer():
+    runs = [
+        dry_run(config_values(), settings(**COMPILED, compile_activation_budget=budget), micro_batch=1, rows=RowShape(TOKENS))
+        for budget in (1.0, 0.8, 0.5)
+    ]
+    assert all("repeated" in run.method and not any("can't be forecast" in note for note in run.notes) for run in runs)
+    assert runs[0].parts["activations"] > runs[1].parts["activations"] > runs[2].parts["activations"]
+    plain = dry_run(config_values(), settings(activation_checkpointing=False), micro_batch=1, rows=RowShape(TOKENS))
+    assert runs[0].parts["activations"] < 0.9 * plain.parts["activations"]

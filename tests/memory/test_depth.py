@@ -1,0 +1,163 @@
+"""A dry run of few layers gives the peaks of the full model, to the byte."""
+
+from collections import Counter
+
+import pytest
+from tiny_models import TYPES, config_values, settings
+
+from finetune.memory.depth import Depth, at_depth, count_parameters, layer_kinds, plan_depth, simulate_deep
+from finetune.memory.simulate import AUXILIARY, Batch, simulate
+from finetune.model.transformers_config import config_from
+
+AMPERE = (8, 6)
+#: Types whose layers save other tensors than each other or than Llama's, and how they are checkpointed here.
+FEW = [("llama", False), ("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
+
+
+def phase_peaks(simulation):
+    peaks = Counter()
+    for (phase, _), peak in simulation.peaks.items():
+        peaks[phase] = max(peaks[phase], peak.total_bytes)
+    return dict(peaks)
+
+
+def assert_same_peaks(deep, full):
+    """To the byte, but for the list of gradient norms (4 bytes per adapter), which belongs to no layer."""
+    few, all_of_them = phase_peaks(deep), phase_peaks(full)
+    assert few.keys() == all_of_them.keys()
+    assert {phase: few[phase] - all_of_them[phase] for phase in few if abs(few[phase] - all_of_them[phase]) > 2048} == {}
+    assert few["backward"] == all_of_them["backward"] and few["loss"] == all_of_them["loss"]
+    assert few.get(AUXILIARY) == all_of_them.get(AUXILIARY)
+
+
+def both_ways(kind, layers, eval_rows=1, values=None, **more):
+    """Simulations from a few layers and from all of them, and the first one's method. `values`: more of the config.json."""
+    recipe = settings(kind, **more)
+    config = config_from(config_values(kind, num_hidden_layers=layers, **(values or {})), recipe)
+    batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=eval_rows)
+    deep, method = simulate_deep(
+        config,
+        lambda shallow: simulate(shallow, recipe, batch, AMPERE),
+        recipe.activation_checkpointing_every_n_layers,
+        first_differs=recipe.activation_checkpointing is False,
+    )
+    full = simulate(config, recipe, batch, AMPERE)
+    return deep, full, method
+
+
+def test_which_layers_stand_for_all():
+    assert plan_depth(["a"] * 32) == Depth(32, 3, 1, 1, 29)
+    assert plan_depth(["a"] * 3) == Depth(3, 3)
+    assert plan_depth(["a", "b"] * 13) == Depth(26, 6, 2, 2, 10)
+    assert plan_depth(["d"] + ["a"] * 26) == Depth(27, 4, 2, 1, 23)  # a first layer of its own
+    assert plan_depth((["s"] * 5 + ["f"]) * 5) == Depth(30, 18, 6, 6, 2)
+    assert plan_depth((["s"] * 5 + ["f"]) * 5 + ["s"] * 4) == Depth(34, 22, 6, 6, 2)  # not 33, though the last four are equal
+    assert plan_depth(["a", "b", "c", "d"]) == Depth(4, 4)
+    assert plan_depth(["a"] * 32, every=3) == Depth(32, 11, 3, 3, 7)
+    assert plan_depth(["a"] * 32, lead=1) == Depth(32, 4, 2, 1, 28)
+
+
+def test_tensors_on_their_way_to_the_host_are_of_the_last_layers_only():
+    more = {"activation_checkpointing": False, "activation_offloading": True, "lean_layers": True, "load_in_4bit": False}
+    deep, full, method = both_ways("llama", 12, values={"intermediate_size": 8192}, **more)
+    assert "of 12 layers" in method
+    assert deep.peaks[("forward", 10)].total_bytes == pytest.approx(full.peaks[("forward", 10)].total_bytes, rel=0.01)
+
+
+def test_layers_that_differ_are_seen_to_differ():
+    recipe = settings()
+    assert len(set(layer_kinds(config_from(config_values("llama"), recipe)))) == 1
+    assert len(set(layer_kinds(config_from(config_values("gemma2"), recipe)))) == 2
+    no_rope = layer_kinds(config_from(config_values("smollm3", no_rope_layer_interval=4), recipe))
+    assert no_rope[3] == no_rope[7] != no_rope[0] == no_rope[4]
+
+
+def test_fewer_layers_cut_the_lists_of_layers_too():
+    config = config_from(config_values("gemma2"), settings())
+    assert at_depth(config, 4).layer_types == config.layer_types[:4]
+    assert config.num_hidden_layers == 8
+
+
+def test_parameters_are_counted_on_the_full_model():
+    config = config_from(config_values("llama"), settings())
+    layer = 256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512 + 2 * 256
+    assert count_parameters(config) == 8 * layer + 2 * 1024 * 256 + 256
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_few_layers_give_the_full_models_peaks_and_ledger(checkpointing):
+    deep, full, method = both_ways("llama", 7, activation_checkpointing=checkpointing)
+    assert "of 7 layers" in method
+    assert_same_peaks(deep, full)
+    assert deep.host == full.host
+    top = max(full.peaks, key=lambda phase: full.peaks[phase].total_bytes)
+    assert {tag: size for tag, size in deep.peaks[top].by_tag.items() if size > 512} == {
+        tag: size for tag, size in full.peaks[top].by_tag.items() if size > 512
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_every_phase_and_layer_is_as_in_the_full_model(checkpointing):
+    deep, full, _ = both_ways("llama", 9, activation_checkpointing=checkpointing)
+    assert {phase for phase, _ in deep.peaks} >= {"forward", "backward", "eval", "save"}
+    differences = {key: peak.total_bytes - full.peaks[key].total_bytes for key, peak in deep.peaks.items()}
+    assert {key: more for key, more in differences.items() if abs(more) > 9 * 1024} == {}  # a code book for each layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        pytest.param(kind, checkpointing, marks=() if (kind, checkpointing) in FEW else pytest.mark.exhaustive)
+        for kind in TYPES
+        for checkpointing in (True, False)
+    ],
+)
+def test_every_model_type_few_layers_and_all(kind, checkpointing):
+    layers = {"gemma2": 8, "gpt_oss": 8, "smollm3": 8, "gemma3_text": 4}.get(kind, 5) + (not checkpointing)
+    deep, full, method = both_ways(kind, layers, eval_rows=int(checkpointing), activation_checkpointing=checkpointing)
+    assert f"of {layers} layers" in method
+    assert_same_peaks(deep, full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"activation_checkpointing_every_n_layers": 2}, marks=pytest.mark.exhaustive),
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "offload"},
+        {"activation_checkpointing": False, "activation_offloading": True},
+        {"activation_checkpointing": False, "int8_activations": True},
+        {"load_in_4bit": False, "load_in_8bit": True},
+        pytest.param({"load_in_4bit": False, "optim": "adamw_torch"}, marks=pytest.mark.exhaustive),
+        {"optim": "adamw_cpu_offload"},
+        pytest.param({"optim": "paged_adamw_8bit", "lora_r": 256}, marks=pytest.mark.exhaustive),
+        {"use_dora": True},
+        pytest.param({"lora_dropout": 0.1, "activation_checkpointing": False}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_every_technique_few_layers_and_all(more):
+    deep, full, method = both_ways("llama", 8, **more)
+    assert "of 8 layers" in method
+    assert_same_peaks(deep, full)
+    assert deep.host.total_bytes == full.host.total_bytes
+
+
+@pytest.mark.slow
+def test_layers_that_end_amid_a_period_few_and_all():
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 4 + ["sliding_attention"] * 4
+    deep, full, method = both_ways("gemma3_text", len(kinds), values={"layer_types": kinds})
+    assert "19 of 24 layers" in method
+    assert_same_peaks(deep, full)
+
+
+def test_adafactor_is_run_at_full_depth():
+    recipe = settings(optim="adafactor")
+    config = config_from(config_values("llama", num_hidden_layers=4), recipe)
+    batch = Batch(rows=1, tokens=64, trained_tokens=32, eval_rows=1)
+    deep, method = simulate_deep(config, lambda shallow: simulate(shallow, recipe, batch, AMPERE), full_depth=True)
+    assert method == "dry run, full depth (4 layers)"
+    assert phase_peaks(deep) == phase_peaks(simulate(config, recipe, batch, AMPERE))

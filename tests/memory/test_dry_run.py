@@ -1,0 +1,252 @@
+"""The parts of a dry run by arithmetic and by properties; its cache; what can't be forecast."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from bitsandbytes.functional import quantize_4bit
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from tiny_models import TYPES, config_values, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.card.allocator import expandable_segments
+from finetune.card.card import Card
+from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.errors import RecipeError
+from finetune.memory import cache
+from finetune.memory.device_peak import make_forecast
+from finetune.memory.fake_model import _packed_8bit
+from finetune.memory.forecast import PARTS
+from finetune.memory.ledger import dry_run
+from finetune.memory.row_shape import RowShape
+from finetune.memory.tracker import StorageTracker, block_bytes
+from finetune.units import GIB, MIB
+
+CARD = Card("a card", 12 * GIB, 11 * GIB, (8, 6), context_bytes=300 * MIB, context_uncertainty_bytes=100 * MIB)
+#: Width in and out of q, k, v, o, gate, up and down in the small Llama.
+WIDTHS = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256)]
+
+
+def run(kind="llama", micro_batch=1, tokens=128, layers=3, capability=(8, 6), **more):
+    values = config_values(kind, num_hidden_layers=layers)
+    return dry_run(values, settings(kind, **more), micro_batch=micro_batch, rows=RowShape(tokens), capability=capability)
+
+
+def test_adapters_gradients_and_optimizer_by_arithmetic():
+    dry = run(lora_r=16)
+    adapters = 3 * sum(block_bytes(4 * 16 * i) + block_bytes(4 * 16 * o) for i, o in WIDTHS)
+    assert adapters == 3 * sum(4 * 16 * (i + o) for i, o in WIDTHS)  # r x (in + out) x 4 bytes
+    assert dry.parts["adapters"] == dry.parts["gradients"] == adapters
+    steps = 2 * 3 * len(WIDTHS) * 512  # a step count for each tensor
+    assert dry.parts["optimizer"] == 2 * adapters + steps
+
+
+def test_nf4_weights_by_arithmetic():
+    dry = run()
+    linear = 0
+    for i, o in WIDTHS:
+        count = i * o
+        scales, outer = count // 64, -(-(count // 64) // 256) * 4  # one byte for 64 weights, a float for 256 scales
+        # packed codes, scales, their scales, the mean of the scales, the 16 values of NF4 and the 256 of the scales' code
+        linear += count // 2 + block_bytes(scales) + block_bytes(outer) + 512 + 512 + 1024
+    norms, embedding, rotary, code_book = 7 * 512, 2 * 1024 * 256 * 2, 2 * 512, 1024
+    assert dry.parts["weights"] == 3 * linear + norms + embedding + rotary + code_book
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_fake_weight_is_quantised_into_the_tensors_of_a_real_one(double):
+    taken = []
+    for fake in (True, False):
+        with own_quantisation_maps() if fake else nullcontext(), FakeTensorMode() if fake else nullcontext():
+            quantize_4bit(torch.zeros(64, 64), quant_type="nf4", compress_statistics=double)  # makes the shared code book
+            tracker = StorageTracker()
+            with tracker:
+                packed = quantize_4bit(torch.zeros(256, 512), quant_type="nf4", compress_statistics=double)
+            taken.append((tracker.live_bytes, tracker.peaks[("load", None)].total_bytes))
+            del packed
+    assert taken[0] == taken[1]
+
+
+def test_the_parts_sum_to_the_peak_and_the_layers_too():
+    dry = run(layers=6)
+    assert set(dry.parts) == set(PARTS)
+    assert dry.allocated_bytes == sum(dry.parts.values()) == dry.peaks["train"] == sum(dry.per_layer_bytes.values())
+    assert list(dry.per_layer_bytes) == [*(f"layers.{i}" for i in range(6)), "outside the layers"]
+    assert dry.peaks["train"] > dry.peaks["eval"] > dry.peaks["save"] > 0
+    assert dry.peaks["load"] > 0
+    assert dry.parameters == 6 * (sum(i * o for i, o in WIDTHS) + 512) + 2 * 1024 * 256 + 256
+
+
+def test_fewer_trained_tokens_take_less():
+    values = config_values(num_hidden_layers=2)
+    some, all_of_them = (
+        dry_run(values, settings(), micro_batch=1, rows=RowShape(2048, share)).allocated_bytes for share in (0.05, 1.0)
+    )
+    assert some < all_of_them
+
+
+def test_the_techniques_save_what_they_say():
+    plain = run(tokens=512, activation_checkpointing=False)
+    every_layer, offloaded = run(tokens=512), run(tokens=512, activation_checkpointing="offload")
+    rounded = run(tokens=512, activation_checkpointing=False, int8_activations=True)
+    moved = run(tokens=512, activation_checkpointing=False, activation_offloading=True)
+    activations = [dry.parts["activations"] for dry in (plain, rounded, every_layer, offloaded)]
+    assert activations == sorted(activations, reverse=True) and len(set(activations)) == 4
+    assert moved.parts["activations"] < offloaded.parts["activations"]
+    assert moved.host_bytes > offloaded.host_bytes > 0 == plain.host_bytes
+    optimizers = [
+        run(optim=name).parts["optimizer"] for name in ("adamw_torch_fused", "adamw_8bit", "adafactor", "adamw_cpu_offload")
+    ]
+    assert optimizers == sorted(optimizers, reverse=True) and optimizers[-1] == 0
+
+
+def test_a_padded_batch_takes_no_more_than_its_rows():
+    single, double = (run(tokens=512, micro_batch=rows, activation_checkpointing=False) for rows in (1, 2))
+    assert 1.9 * single.parts["activations"] < double.parts["activations"] <= 2 * single.parts["activations"]
+
+
+def test_packed_rows_are_forecast_for_a_cpu_too():
+    packed = run(capability=None, tokens=256, packing=True, attn_implementation="torch_varlen")
+    assert packed.parts["activations"] > 0
+
+
+def test_a_run_on_the_cpu_has_no_cuda_workspace():
+    dry = run(capability=None, dtype="float32", load_in_4bit=False, optim="adamw_torch")
+    assert dry.parts["weights"] == 4 * dry.parameters + 2 * 512  # rotary frequencies
+    assert dry.parts["loss"] > 0
+
+
+def test_attention_dropout_takes_nothing_on_a_card():
+    peaks = [
+        dry_run(config_values(num_hidden_layers=2, attention_dropout=p), settings(), micro_batch=1, rows=RowShape(128)).peaks
+        for p in (0.1, 0.0)
+    ]
+    assert peaks[0] == peaks[1]
+
+
+def test_quantising_to_int8_holds_the_loaded_weight_its_copy_through_the_host_and_the_codes():
+    tracker = StorageTracker()
+    with FakeTensorMode(), tracker:
+        weight = _packed_8bit(torch.nn.Parameter(torch.empty(256, 512, device="meta")), torch.bfloat16)
+    count, scales = 256 * 512, 4 * 256
+    assert tracker.peaks[("load", None)].total_bytes == (2 + 2 + 1) * count + scales
+    assert weight.nbytes + weight.SCB.nbytes == count + scales
+
+
+def test_int8_weights_are_forecast_for_a_cpu_too():
+    plain = {"capability": None, "dtype": "float32", "load_in_4bit": False, "optim": "adamw_torch"}
+    assert run(**plain, load_in_8bit=True).parts["weights"] < run(**plain).parts["weights"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_model_type_is_forecast(kind):
+    dry = run(kind, layers=4)
+    assert dry.allocated_bytes > 0
+    assert not any("experts stay 16-bit" in note for note in dry.notes)
+    assert any("FalconLinear" in note for note in dry.notes) == (kind == "falcon")
+
+
+@pytest.mark.slow
+@hypothesis_settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    tokens=st.integers(16, 1200), rank=st.integers(1, 64), layers=st.integers(1, 9), micro=st.integers(1, 4),
+    checkpointing=st.sampled_from([True, False, "selective"]), four=st.booleans(),
+    more=st.sampled_from(["tokens", "rank", "layers", "micro"]), by=st.integers(1, 300),
+)  # fmt: skip
+def test_more_of_anything_never_takes_less(tokens, rank, layers, micro, checkpointing, four, more, by):
+    given_values = {"tokens": tokens, "rank": rank, "layers": layers, "micro": micro}
+    larger = {**given_values, more: given_values[more] + (by if more == "tokens" else 1 + by % 4)}
+
+    def peaks(values):
+        return run(
+            tokens=values["tokens"], layers=values["layers"], micro_batch=values["micro"], lora_r=values["rank"],
+            activation_checkpointing=checkpointing, load_in_4bit=four,
+        ).peaks  # fmt: skip
+
+    before, after = peaks(given_values), peaks(larger)
+    assert all(after[phase] >= before[phase] for phase in before)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"model_type": "unheard_of"}, "does not know"),
+        ({"model_type": "own", "auto_map": {}}, "needs code"),
+        ({"model_type": "llama"}, "has no hidden_size"),
+    ],
+)
+def test_what_can_not_be_forecast_says_why(values, problem):
+    with pytest.raises(RecipeError) as caught:
+        dry_run(values, settings(), micro_batch=1, rows=RowShape(64))
+    assert problem in "\n".join(caught.value.problems)
+
+
+def test_a_second_forecast_is_read_without_torch():
+    dry = run()
+    script = (
+        "import sys, json; sys.path.insert(0, sys.argv[1]); from tiny_models import config_values, settings\n"
+        "from finetune.memory.ledger import dry_run; from finetune.memory.row_shape import RowShape\n"
+        "run = dry_run(config_values(num_hidden_layers=3), settings(), micro_batch=1, rows=RowShape(128), capability=(8, 6))\n"
+        "print(json.dumps([run.parts, 'torch' in sys.modules]))"
+    )
+    folder = str(pytest.importorskip("tiny_models").__file__).rpartition("/")[0]
+    out = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout) == [dry.parts, False]
+
+
+def test_a_damaged_cache_is_recomputed(home):
+    dry = run()
+    for file in (home / "cache" / "forecasts").glob("*.json"):
+        file.write_text("{")
+    assert run() == dry
+
+
+def test_the_key_depends_on_versions_and_settings(monkeypatch):
+    key = cache.key_of(kind="x", settings={"lora_r": 8})
+    assert key == cache.key_of(settings={"lora_r": 8}, kind="x")
+    assert key != cache.key_of(kind="x", settings={"lora_r": 9})
+    monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "0"})
+    assert key != cache.key_of(kind="x", settings={"lora_r": 8})
+
+
+def test_settings_that_hold_no_memory_do_not_make_a_new_forecast(home):
+    run()
+    before = len(list((home / "cache" / "forecasts").glob("*.json")))
+    run(lora_alpha=64, learning_rate=3e-5, seed=7)
+    assert len(list((home / "cache" / "forecasts").glob("*.json"))) == before
+
+
+def test_the_device_peak_is_an_interval_around_allocated_and_context():
+    forecast = make_forecast(config_values(num_hidden_layers=3), settings(), CARD, rows=RowShape(128))
+    assert forecast.allocated_bytes <= forecast.reserved_bytes < forecast.peak_bytes
+    assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
+    assert forecast.peak_high_bytes > forecast.allocated_bytes + CARD.context_bytes + CARD.context_uncertainty_bytes
+    assert forecast.parts == run().parts and forecast.versions and "layers" in forecast.method
+    adapter, merged = forecast.parts["adapters"], 2 * run().parameters
+    assert forecast.host_bytes > 0 and forecast.disk_bytes == 14 * adapter + merged  # 4 x (fp32, moments), 2 adapters
+    plain = make_forecast(config_values(num_hidden_layers=3), settings(eval_steps=0), CARD, rows=RowShape(128))
+    assert plain.disk_bytes == 10 * adapter + merged  # no best checkpoint and adapter beside the last
+
+
+def test_a_cpu_has_no_reserve_and_no_cuda_context():
+    card = Card("cpu", 8 * GIB, 8 * GIB, source="cpu", context_bytes=0)
+    recipe = settings(dtype="float32", load_in_4bit=False, optim="adamw_torch")
+    forecast = make_forecast(config_values(num_hidden_layers=2), recipe, card, rows=RowShape(64))
+    assert forecast.reserved_bytes == max(forecast.peaks.values())
+
+
+def test_data_parallel_training_keeps_buckets_of_the_gradients():
+    values = config_values(num_hidden_layers=2)
+    many = settings(launch={"num_processes": 2})
+    single, parallel = (make_forecast(values, recipe, CARD, rows=RowShape(64)) for recipe in (settings(), many))
+    assert parallel.peak_low_bytes - single.peak_low_bytes == pytest.approx(0.98 * single.parts["adapters"], abs=2)
+
+
+def test_where_segments_expand():
+    assert not expandable_segments("win32")

@@ -1,0 +1,114 @@
+"""A small model of each family trains in 16 and in 4 bit; its memory is what the forecast says, its packed rows stay apart."""
+
+import pytest
+import torch
+from real_run import planned
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from families import BITS, FAMILIES, PHASES, bundled_tokenizer, config_values, table, trained
+from finetune.errors import RecipeError
+from finetune.model.catalogue import entries
+from finetune.model.configuration import default_attention
+from finetune.model.language_model import attention_by_part, model_class
+from finetune.model.packed_rows import MOST_CHANGE, change_with_other_row
+from finetune.model.transformers_config import config_from
+from finetune.model.varlen_attention import register
+from finetune.planner.attention import KEPT_APART, VARLEN
+from finetune.recipe import recipe_from
+from finetune.run.worker import Worker
+
+PACK = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+#: Three of different kinds in the ordinary run: all together take minutes.
+USUAL = {("gemma4", 4), ("qwen3_5_moe", 16), ("gpt_oss", 4)}
+CASES = [
+    pytest.param(family, bits, id=f"{family}-{bits}", marks=[] if (family, bits) in USUAL else pytest.mark.exhaustive)
+    for family in FAMILIES
+    for bits in BITS
+]
+
+
+def test_every_family_of_the_catalogue_is_here():
+    assert {entry.config["model_type"] for entry in entries().values()} <= FAMILIES.keys()
+    assert len(FAMILIES) >= 30
+
+
+def test_the_table_has_every_family_and_no_error_over_half_a_percent():
+    rows = table()
+    assert [(row.family, row.bits) for row in rows] == [(family, bits) for family in sorted(FAMILIES) for bits in BITS]
+    assert all(abs(row.worst_error) <= 0.005 and row.last_loss < row.first_loss for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "bits"), CASES)
+def test_a_family_trains_and_every_phase_needs_what_its_dry_run_says(tmp_path, family, bits):
+    expected, seen, losses = trained(family, bits, tmp_path)
+    far = {phase: (expected[phase], seen[phase]) for phase in PHASES if abs(expected[phase] / seen[phase] - 1) > 0.005}
+    assert not far
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(9, 2000, (length,), generator=generator).tolist()} for length in (40, 70)]
+
+
+def model_of(family, attention):
+    """A small model with random weights, large enough that what a token sees changes its loss."""
+    register()
+    values = config_values(family)
+    config = config_from(values, recipe_from({"model_name_or_path": family, "dataset": "rows.jsonl"}))
+    torch.manual_seed(0)
+    kind = model_class(config)
+    model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention_by_part(config, attention)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    return model
+
+
+@torch.no_grad()
+def losses(model, rows):
+    """The loss of each token of rows packed by the run's collator."""
+    batch = PACK(rows)
+    labels = batch.pop("labels")[0]
+    by_token = torch.nn.functional.cross_entropy(model(**batch, use_cache=False).logits[0, :-1], labels[1:], reduction="none")
+    return by_token[labels[1:] != -100]
+
+
+def packed_and_alone(family, attention, rows):
+    """How far the losses of packed rows are from those of rows alone, and what the check before a run finds."""
+    model = model_of(family, attention)
+    alone = torch.cat([losses(model, [row]) for row in rows])
+    return (losses(model, rows) - alone).abs().max().item(), change_with_other_row(model, PACK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(KEPT_APART & FAMILIES.keys()))
+def test_packed_rows_have_the_losses_of_rows_alone_where_the_planner_packs(family, rows):
+    apart, change = packed_and_alone(family, VARLEN, rows)
+    assert apart < 1e-4 and change < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_family_trains_on_packed_rows_that_see_each_other(family, rows):
+    """With the attention of a recipe that asks for packing: as rows alone, or refused before the run."""
+    try:
+        apart, change = packed_and_alone(family, default_attention(config_values(family)), rows)
+    except ValueError as error:  # a state that transformers itself can't keep apart here
+        assert "packed sequences" in str(error) and family not in KEPT_APART
+        return
+    assert apart < 1e-4 if change < MOST_CHANGE else apart > 1e-2
+
+
+@pytest.mark.slow
+def test_a_run_whose_packed_rows_see_each_other_ends_before_its_first_step(tmp_path):
+    row = tmp_path / "row.jsonl"
+    row.write_text('{"text": "one two three"}\n' * 4)
+    model_of("falcon", "sdpa").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    bundled_tokenizer().save_pretrained(tmp_path / "model")
+    run, _ = planned(str(tmp_path / "model"), tmp_path, dataset={"path": str(row), "eval_path": str(row)}, packing=True)
+    with pytest.raises(RecipeError, match="sees the row before it in this falcon model") as caught:
+        Worker(run)._train()
+    assert caught.value.fix == "Set packing=false."

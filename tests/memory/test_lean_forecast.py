@@ -1,0 +1,87 @@
+"""What lean layers keep in the forecast of a large model, and what the plan says of them."""
+
+import dataclasses
+
+import pytest
+from tiny_models import config_values, settings
+
+from finetune.card import find_card
+from finetune.errors import RecipeError
+from finetune.memory.depth import at_depth
+from finetune.memory.ledger import dry_run
+from finetune.memory.row_shape import RowShape
+from finetune.memory.simulate import Batch, simulate
+from finetune.model.configuration import catalogue
+from finetune.model.transformers_config import config_from
+from finetune.planner.plan import Plan
+from finetune.planner.planner import make_plan
+from finetune.recipe import recipe_from
+
+TOKENS = 2048
+#: Bytes kept for backward per hidden element, token and layer, NF4 with rank 16 (45 to 59 with ordinary layers).
+MOST = {"Qwen/Qwen2.5-7B-Instruct": 30.0, "meta-llama/Llama-3.1-8B-Instruct": 23.5, "Qwen/Qwen3-8B": 24.0}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_layer_of_a_large_model_saves_about_half_the_bytes(name):
+    values = catalogue()[name]
+    wanted = settings(lora_r=16, activation_checkpointing=False, max_length=TOKENS, lean_layers=True)
+    few = at_depth(config_from(values, wanted), 3)
+    by_tag = simulate(few, wanted, Batch(1, TOKENS, TOKENS - 1), (8, 9)).peaks[("loss", None)].by_tag
+    saved = sum(size for (part, layer), size in by_tag.items() if layer == 1 and part in ("activations", "workspace"))
+    assert 0.9 * MOST[name] < saved / TOKENS / values["hidden_size"] <= MOST[name]
+    assert by_tag.get(("workspace", 1), 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "lean_note"),
+    [
+        ("llama", "lean layers: 8 of 8 with 1 RoPE, 4 linear layers, 1 MLP, 2 norms"),
+        ("falcon", "lean layers: 8 of 8 with 1 RoPE (as before: 4 adapter on FalconLinear, 1 LayerNorm)"),
+    ],
+)
+def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, lean_note):
+    dry = dry_run(config_values(kind), settings(kind, lean_layers=True), micro_batch=1, rows=RowShape(64))
+    assert lean_note in dry.notes and "repeated" in dry.method
+    assert not any(
+        "lean" in note for note in dry_run(config_values(kind), settings(kind), micro_batch=1, rows=RowShape(64)).notes
+    )
+
+
+RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_length": 512}
+WITHOUT = {
+    "torch_compile": {"torch_compile": True},
+    "use_dora": {"use_dora": True},
+    "lora_dropout": {"lora_dropout": 0.1},
+    "ZeRO-3": {"launch": {"num_processes": 2, "strategy": "deepspeed", "zero_stage": 3}},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_they_are_off_where_they_do_not_work_with_the_reason(name, new_plan):
+    plan = new_plan(WITHOUT[name])
+    assert plan.settings.lean_layers is False and name in plan.reasons["lean_layers"]
+    with pytest.raises(RecipeError, match=f"lean_layers does not work with .*{name}"):
+        recipe_from({**RECIPE, **WITHOUT[name], "lean_layers": True})
+
+
+def test_a_plan_from_before_there_were_any_goes_on_without(new_plan):
+    plan = new_plan({})
+    assert plan.settings.lean_layers is True
+    stored = plan.as_json()
+    assert Plan.from_json(stored) == dataclasses.replace(plan, data=None)
+    del stored["plan"]["lean_layers"]
+    assert Plan.from_json(stored).settings.lean_layers is False
+
+
+@pytest.fixture
+def new_plan():
+    """new_plan(changes) -> the plan of a recipe with these, by a forecaster that finds that all fits."""
+    dry = dry_run(config_values(), settings(), micro_batch=1, rows=RowShape(64))
+
+    def forecaster(_config, _settings, _card, *, rows):
+        from finetune.memory.forecast import Forecast
+
+        return Forecast(2**30, 2**30, 2**30, 2**30, 2**30, parts=dry.parts, peaks=dry.peaks)
+
+    return lambda changes: make_plan(recipe_from({**RECIPE, **changes}), find_card("rtx-4090"), None, forecaster=forecaster)

@@ -1,0 +1,167 @@
+"""Kernel workspaces by arithmetic, and CUDA's code paths on CPU tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from finetune.compat.torch import backward
+from finetune.memory.card_semantics import card_semantics
+from finetune.memory.rules import RULES, cublas_workspace_bytes, rules_for, uses_flash
+from finetune.memory.tracker import StorageTracker
+from finetune.units import MIB
+
+AMPERE, TURING = (8, 6), (7, 5)
+
+
+def peak_of(work, capability=AMPERE, phase="backward"):
+    """The peak while `work` runs."""
+    tracker = StorageTracker(rules_for(capability))
+    with card_semantics(5), FakeTensorMode(), tracker:
+        values = work(tracker)
+    del values
+    return tracker.peaks[(phase, None)]
+
+
+def test_every_rule_has_a_source_and_operators_that_exist():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.what and rule.source and rule.operators for rule in RULES)
+    assert len(rules_for(AMPERE)) == sum(len(rule.operators) for rule in RULES)
+
+
+def test_cublas_workspaces():
+    assert cublas_workspace_bytes(TURING) == cublas_workspace_bytes(AMPERE) == 8_519_680
+    assert cublas_workspace_bytes((9, 0)) == cublas_workspace_bytes((12, 0)) == 32 * MIB
+
+
+def test_softmax_backward_takes_one_more_tensor_of_scores():
+    scores = 2 * 64 * 64 * 4
+
+    def work(tracker):
+        values = torch.empty(2, 64, 64, requires_grad=True)
+        probabilities = F.softmax(values, dim=-1)
+        grad = torch.empty(2, 64, 64)
+        tracker.phase = "backward"
+        return torch.autograd.grad(probabilities, values, grad)
+
+    assert peak_of(work).total_bytes == 3 * scores + scores + scores  # values, result, gradient; new gradient, scratch
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "heads", "scratch"),
+    [
+        # softmax_d (rows rounded to 128) and dq in fp32; with grouped queries dk and dv of every head
+        (AMPERE, torch.bfloat16, 4, 4 * 256 * 4 + 4 * 256 * 64 * 4),
+        (AMPERE, torch.bfloat16, 2, 4 * 256 * 4 + 4 * 256 * 64 * 4 + 2 * 200 * 4 * 64 * 2),
+        # delta and tiles of dq (16 bytes and 64 x 64 floats each)
+        (TURING, torch.float16, 4, 4 * 200 * 4 + 4 * 4 * (16 + 64 * 64 * 4)),
+        (AMPERE, torch.float32, 4, 4 * 200 * 4 + 4 * 4 * (16 + 64 * 64 * 4)),
+    ],
+)
+def test_attention_backward_scratch_by_hand(capability, dtype, heads, scratch):
+    def work(tracker):
+        query = torch.empty(1, 4, 200, 64, dtype=dtype, requires_grad=True)
+        key = torch.empty(1, heads, 200, 64, dtype=dtype, requires_grad=True)
+        out = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=heads != 4)
+        grad = torch.empty_like(out)
+        tracker.phase = "before"
+        tracker.record()
+        before = tracker.live_bytes
+        tracker.phase = "backward"
+        grads = torch.autograd.grad(out, (query, key), grad)
+        work.before = before
+        return grads
+
+    peak = peak_of(work, capability)
+    size = dtype.itemsize
+    grads_bytes = 4 * 200 * 64 * size + 2 * heads * 200 * 64 * size  # dq, dk, dv
+    assert abs(peak.total_bytes - work.before - grads_bytes - scratch) <= 6 * 512  # each buffer is rounded up
+
+
+def test_which_attention_kernel():
+    assert uses_flash(torch.bfloat16, 128, False, AMPERE)
+    assert not uses_flash(torch.bfloat16, 128, True, AMPERE)  # a mask
+    assert not uses_flash(torch.float32, 128, False, AMPERE)
+    assert not uses_flash(torch.float16, 128, False, TURING)
+    assert uses_flash(torch.bfloat16, 256, False, (8, 9))
+    assert not uses_flash(torch.bfloat16, 224, False, (8, 9))
+
+
+def test_a_4bit_matmul_dequantises_the_whole_weight():
+    from bitsandbytes.functional import quantize_4bit
+
+    def work(tracker):
+        packed, state = quantize_4bit(torch.empty(1024, 512, dtype=torch.bfloat16), quant_type="nf4", compress_statistics=False)
+        values = torch.empty(600, 512, dtype=torch.bfloat16)
+        tracker.phase = "backward"
+        work.before = tracker.live_bytes
+        return torch.ops.bitsandbytes.gemm_4bit.default(values, packed, [1024, 512], state.absmax, 64, "nf4")
+
+    assert peak_of(work).total_bytes - work.before == 1024 * 512 * 2 + 600 * 1024 * 2
+
+
+def test_softmax_to_fp32_reads_16_bit_directly():
+    def work(tracker):
+        values = torch.empty(64, 64, dtype=torch.bfloat16)
+        tracker.phase = "backward"
+        return F.softmax(values, dim=-1, dtype=torch.float32)
+
+    assert peak_of(work).total_bytes == 64 * 64 * (2 + 4)
+
+
+def test_dropout_keeps_a_mask_of_one_byte():
+    def work(tracker):
+        values = torch.empty(64, 64, requires_grad=True)
+        out = F.dropout(values, 0.1)
+        tracker.phase = "backward"
+        tracker.record()
+        return out
+
+    assert peak_of(work).total_bytes == 64 * 64 * (4 + 4 + 1)
+
+
+def test_autocast_computes_in_fp32_what_cuda_does():
+    with card_semantics(0), torch.autocast("cpu", torch.bfloat16):
+        values = torch.ones(4, 4, dtype=torch.bfloat16)
+        weight = torch.ones(4, dtype=torch.bfloat16)
+        assert torch.is_autocast_enabled()
+        assert F.layer_norm(values, (4,), weight).dtype == torch.float32
+        assert values.sum().dtype == (values**2).dtype == torch.float32
+        assert (values @ values).dtype == torch.bfloat16
+    with card_semantics(0):
+        assert not torch.is_autocast_enabled()
+        assert F.layer_norm(torch.ones(4, 4, dtype=torch.bfloat16), (4,)).dtype == torch.bfloat16
+
+
+def test_a_fake_mask_selects_the_trained_tokens():
+    with card_semantics(5), FakeTensorMode():
+        hidden, mask = torch.empty(2, 8, 16, requires_grad=True), torch.empty(2, 8, dtype=torch.bool)
+        selected = hidden[mask]
+        assert selected.shape == (5, 16)
+        backward(selected.sum())
+        assert hidden.grad.shape == hidden.shape
+
+
+def test_recomputation_takes_the_same_paths_as_the_first_time():
+    seen = []
+
+    def layer(values):
+        out = F.layer_norm(values, (4,))
+        seen.append(out.dtype)
+        return out * out  # keeps `out`, so the recomputation comes this far
+
+    with card_semantics(0):
+        values = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = checkpoint(layer, values, use_reentrant=False).sum()
+        backward(loss)
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_all_patches_are_undone():
+    before = (torch.is_autocast_enabled, F.softmax)
+    with card_semantics(0):
+        pass
+    assert (torch.is_autocast_enabled, F.softmax) == before
+    assert not torch.is_autocast_enabled()

@@ -1,0 +1,91 @@
+"""The events of all layers from a dry run of a few, replayed through the caching allocator."""
+
+import pytest
+from tiny_models import config_values, settings
+
+from finetune.memory.allocator_replay import replay
+from finetune.memory.depth import simulate_deep
+from finetune.memory.ledger import _first_layer_saves_less, _shape, replayed
+from finetune.memory.row_shape import RowShape
+from finetune.memory.simulate import Batch, simulate
+from finetune.model.transformers_config import config_from
+
+AMPERE = (8, 6)
+BATCH = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
+
+
+def both_ways(kind="llama", layers=7, **more):
+    """Traces from a few layers and from all."""
+    recipe = settings(kind, **more)
+    config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
+    every, differs = recipe.activation_checkpointing_every_n_layers, _first_layer_saves_less(recipe)
+    deep, method = simulate_deep(config, lambda few: simulate(few, recipe, BATCH, AMPERE), every, first_differs=differs)
+    assert f"of {layers} layers" in method
+    return deep.trace(), simulate(config, recipe, BATCH, AMPERE).trace()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": False},
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in (
+                {"gradient_accumulation_steps": 1},
+                {"activation_checkpointing": "selective"},
+                {"activation_checkpointing": False, "int8_activations": True},
+                {"load_in_4bit": False, "load_in_8bit": True},
+                {"load_in_4bit": False, "optim": "adamw_torch"},
+                {"optim": "adamw_8bit", "lora_r": 64},
+                {"use_dora": True},
+                {"layer_offloading": "cpu", "offloaded_layers": 7},
+                {"kind": "gemma2", "layers": 8},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_few_layers_reserve_what_all_do(more):
+    deep, full = both_ways(**more)
+    assert deep.warm_up == full.warm_up
+    for expandable in (True, False):
+        assert replay(deep, expandable=expandable) == replay(full, expandable=expandable)
+
+
+@pytest.mark.slow
+def test_every_nth_layer_checkpointed_is_replayed_as_all_layers_run_where_segments_cannot_expand(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    values, recipe = config_values(num_hidden_layers=8), settings(activation_checkpointing_every_n_layers=2)
+    shape = {"micro_batch": 1, "rows": RowShape(192), "capability": AMPERE}
+    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, RowShape(192))), AMPERE).trace()
+    assert replayed(values, recipe, expandable=False, **shape) == replay(full, expandable=False)
+    assert replayed(values, recipe, expandable=True, **shape) is None
+
+
+def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
+    deep, full = both_ways()
+    assert {part: len(events) for part, events in deep.parts.items()}.keys() == full.parts.keys()
+    for trace in (deep, full):
+        live = set()
+        for events in trace.parts.values():
+            for number, size in events:
+                assert (number in live) is (size < 0)
+                live ^= {number}
+        assert trace.persistent <= live
+
+
+def test_a_limit_below_the_reserved_peak_is_met_by_freeing_cached_blocks_or_not_at_all():
+    deep, _ = both_ways()
+    free = replay(deep, expandable=False)
+    assert free.retries == 0
+    assert replay(deep, expandable=False, limit=free.reserved_bytes) == free
+
+
+def test_what_cannot_be_replayed_is_not_guessed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    shape = {"micro_batch": 1, "rows": RowShape(64), "capability": AMPERE, "expandable": False}
+    assert replayed(config_values(), settings(activation_checkpointing="offload"), **shape) is None
+    assert replayed(config_values(num_hidden_layers=4), settings(), **shape) == replayed(
+        config_values(num_hidden_layers=4), settings(), **shape
+    )

@@ -1,0 +1,162 @@
+"""Steps of many widths from traces at two: exact against a traced one, and what their order does to reserved memory."""
+
+import dataclasses
+import functools
+
+import pytest
+from tiny_models import config_values, settings
+
+from finetune.card import find_card
+from finetune.card.allocator import AllocatorSettings
+from finetune.memory import device_peak
+from finetune.memory.allocator_choice import candidates, choose
+from finetune.memory.allocator_replay import replay
+from finetune.memory.device_peak import make_forecast, with_row_lengths
+from finetune.memory.ledger import _shape
+from finetune.memory.row_shape import RowShape
+from finetune.memory.simulate import Batch, simulate
+from finetune.memory.trace import RELEASED, NotRepeated, Trace
+from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
+from finetune.model.transformers_config import config_from
+from finetune.units import MIB
+
+VALUES = config_values(num_hidden_layers=4, vocab_size=8192, hidden_size=512, intermediate_size=2048)
+CARD = dataclasses.replace(find_card("rtx-4090"), context_bytes=200 * MIB, context_uncertainty_bytes=0)
+LENGTHS = [60 + 11 * number % 1300 for number in range(0, 2000, 7)] + [1900, 2048]
+
+
+@functools.cache
+def _cached(key):
+    width, rows, more = key
+    recipe = settings(per_device_train_batch_size=rows, **dict(more))
+    return simulate(config_from(VALUES, recipe), recipe, Batch(**_shape(recipe, rows, RowShape(width))), (8, 6)).trace()
+
+
+def traced(width, rows=1, **more):
+    return _cached((width, rows, tuple(more.items())))
+
+
+def loaded_bytes(trace):
+    """What stays of loading."""
+    sizes = {}
+    for number, size in trace.parts["load"]:
+        sizes[number] = 0 if size == RELEASED else size
+    return sum(sizes.values())
+
+
+def sizes(events):
+    return [size for _, size in events if size != RELEASED]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"rows": 2}, marks=pytest.mark.slow),
+        pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_width_between_is_what_a_dry_run_of_it_gives(more):
+    batches = MicroBatchEvents(traced(2048, **more), 2048, traced(1024, **more), 1024)
+    assert sizes(batches.at(1536)) == sizes(traced(1536, **more).parts["micro-batch"])
+    odd, real = sizes(batches.at(777)), sizes(traced(777, **more).parts["micro-batch"])
+    assert len(odd) == len(real) and sum(map(abs, map(int.__sub__, odd, real))) < 2e-3 * sum(real)  # kernels round some up
+
+
+def test_traces_of_other_steps_are_not_taken_for_one_of_another_width():
+    events = [(1, 100), (2, 50), (1, RELEASED), (2, RELEASED)]
+    with pytest.raises(NotRepeated):
+        MicroBatchEvents(Trace({"micro-batch": events}), 2, Trace({"micro-batch": [events[1], events[3]]}), 1)
+    swapped = [(1, 50), (2, 50), (2, RELEASED), (1, RELEASED)]  # what is released at once has no order
+    batches = MicroBatchEvents(Trace({"micro-batch": events}), 2, Trace({"micro-batch": swapped}), 1)
+    assert batches.at(4)[:2] == [(1, 200), (2, 50)]
+
+
+def test_the_longest_rows_come_where_a_run_puts_them():
+    widths = micro_batch_widths(LENGTHS, rows=2, longest=2000, accumulation=4)
+    assert (widths[0], widths[7]) == (1900, 2000)
+    assert widths == micro_batch_widths(LENGTHS, rows=2, longest=2000, accumulation=4) and len(set(widths)) > 10
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+def test_rows_of_one_length_reserve_what_the_step_does(expandable):
+    wide = traced(2048)
+    batches = MicroBatchEvents(wide, 2048, traced(1024), 1024)
+    growth = replay_widths(wide, batches, [2048] * 6, 2, AllocatorSettings(expandable))
+    assert growth.reserved_bytes == replay(wide, expandable=expandable).reserved["train"]
+
+
+def test_growing_widths_fragment_segments_and_expandable_ones_hardly():
+    wide = traced(2048)
+    batches, rising = MicroBatchEvents(wide, 2048, traced(1024), 1024), sorted(micro_batch_widths(LENGTHS, 1, 2048, 4))
+    free, fixed = (replay_widths(wide, batches, rising, 4, AllocatorSettings(expandable)) for expandable in (True, False))
+    alone = replay(wide, expandable=False).reserved["train"]
+    falling = replay_widths(wide, batches, rising[::-1], 4, AllocatorSettings(False))
+    assert fixed.reserved_bytes > 1.5 * alone and list(fixed.by_step) == sorted(fixed.by_step)
+    assert falling.reserved_bytes < 1.05 * alone and free.reserved_bytes < 1.1 * alone
+
+
+def test_one_segment_for_the_steps_undoes_what_a_shorter_row_first_does_to_segments():
+    wide = traced(2048)
+    batches, widths = MicroBatchEvents(wide, 2048, traced(1024), 1024), [1500, *[300] * 6, 2048, *[700] * 8]
+    usual, *others = candidates(replay(wide, expandable=False).allocated_bytes - loaded_bytes(wide))
+    alone = replay(wide, expandable=False).reserved["train"]
+    before = replay_widths(wide, batches, widths, 4, usual)
+    after = min(replay_widths(wide, batches, widths, 4, setting).reserved_bytes for setting in others if setting.warm_up_bytes)
+    assert after < alone < 0.8 * before.reserved_bytes
+    assert replay_widths(wide, batches, widths, 4, others[0], most=before.reserved_bytes / 2) is None
+    assert replay_widths(wide, batches, widths, 4, usual, limit=before.allocated_bytes) is None
+    loaded = sum(size for _, size in wide.parts["load"] if size > 0)
+    assert replay_widths(wide, batches, widths, 4, usual, limit=loaded // 2) is None  # not even the weights fit
+
+
+def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
+    tried = candidates(1000 * MIB)
+    growths = [Growth(1, reserved * MIB, ()) for reserved in (1000, 985, 990, 983, 1100, 1000)]
+    assert choose(tried, growths) == (0, "no other setting of the allocator that was replayed saves more than 2% of it")
+    growths[2], growths[3], growths[4] = Growth(1, 900 * MIB, (), 0, 7), None, Growth(1, 910 * MIB, (), 0, 3)
+    index, why = choose(tried, growths)
+    assert index == 4 and "a block of 800 MiB" in why and "reserves 910 MiB with it and 1000 MiB without" in why
+    growths[4] = Growth(1, 930 * MIB, ())
+    assert choose(tried, growths)[1].startswith("the run gets max_split_size_mb:512: torch reserves 900 MiB")
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, monkeypatch, tmp_path):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda: expandable)
+    recipe = settings(per_device_train_batch_size=1)
+    before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
+    for _ in range(2):  # then from the cache
+        after = with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=LENGTHS)
+        assert after.reserved_bytes >= before.reserved_bytes and after.peak_high_bytes >= before.peak_high_bytes
+        (note,) = set(after.notes) - set(before.notes)
+        assert note.startswith("rows of uneven length") and ("expandable segments" in note) is expandable
+        assert ("setting" in note) is not expandable and (after.allocator is None) >= expandable
+    packed = recipe.model_copy(update={"packing": True})
+    assert with_row_lengths(before, VALUES, packed, CARD, rows=RowShape(2048), lengths=LENGTHS) is before
+    assert with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=[7, 7]) is before
+
+
+@pytest.mark.slow
+def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_covers_other_orders(monkeypatch, tmp_path):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda: False)
+    recipe = settings(per_device_train_batch_size=1)
+    before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
+    after, unread = (
+        with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=lengths, lowers=True)
+        for lengths in (LENGTHS, ())
+    )
+    assert "up to 14 %" in str(before.notes) and "14 %" not in str(after.notes) + str(unread.notes)
+    assert "rows were not read" in unread.notes[-1] and "rows were not read" not in after.notes[-1]
+    for forecast, lengths in ((after, LENGTHS), (unread, range(64, 2049))):
+        least = before.reserved_bytes * (1 + device_peak.DRY_RUN_ERROR) + CARD.context_bytes
+        assert least - 1 <= forecast.peak_high_bytes and "the upper end where segments can't expand" in forecast.notes[-1]
+        wide, steps, chosen = traced(2048), recipe.gradient_accumulation_steps, forecast.allocator or AllocatorSettings()
+        batches = MicroBatchEvents(wide, 2048, traced(1024), 1024)
+        for seed in (3, 4):
+            growth = replay_widths(wide, batches, micro_batch_widths(lengths, 1, 2048, steps, seed), steps, chosen)
+            assert growth.reserved_bytes + CARD.context_bytes <= forecast.peak_high_bytes

@@ -1,0 +1,322 @@
+"""What the planner chooses, keeps, explains and refuses. Memory comes from the arithmetic forecast of conftest.py."""
+
+import dataclasses
+import json
+
+import pytest
+
+from finetune.card import find_card
+from finetune.errors import RecipeError
+from finetune.planner.plan import DataStatistics, Plan, Verdict
+from finetune.planner.planner import make_plan
+from finetune.recipe import parse_recipe, unresolved
+from finetune.units import GIB
+
+QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
+
+
+@pytest.fixture
+def planned(new_forecaster):
+    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None, compare=False):
+        recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
+        card = find_card(gpu, free_bytes=free_bytes)
+        return make_plan(recipe, card, data, forecaster=forecaster or new_forecaster(), compare=compare)
+
+    return make
+
+
+def rows(*lengths, eval_rows=0):
+    ordered = tuple(sorted(lengths))
+    return DataStatistics(len(ordered), eval_rows, sum(ordered), sum(ordered) // 2, ordered)
+
+
+def test_every_setting_is_resolved_with_a_reason(planned):
+    plan = planned(QWEN_8B)
+    assert unresolved(plan.settings) == []
+    assert all(plan.reasons[name] for name in unresolved(parse_recipe("model_name_or_path: m\ndataset: d\n")))
+
+
+def test_an_8b_model_on_24_gb_is_nf4_with_nothing_recomputed(planned):
+    """16-bit weights would leave room only with recomputation, and that is slower than NF4 without."""
+    plan = planned(QWEN_8B)
+    assert plan.verdict == "fits"
+    assert (plan.settings.load_in_4bit, plan.settings.activation_checkpointing) == (True, False)
+    assert "do not fit" in plan.reasons["load_in_4bit"]
+
+
+def test_a_1b_model_on_24_gb_stays_16_bit(planned):
+    plan = planned(LLAMA_1B)
+    assert plan.settings.load_in_4bit is False and "no dequantisation" in plan.reasons["load_in_4bit"]
+
+
+def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(planned):
+    speeds, peaks = [], []
+    for gib in (22, 14, 10, 9):
+        plan = planned(QWEN_8B, "rtx-4090", free_bytes=gib * GIB)
+        assert plan.verdict == "fits", gib
+        speeds.append(plan.forecast.tokens_per_s)
+        peaks.append(plan.forecast.peak_high_bytes)
+    assert speeds == sorted(speeds, reverse=True) and peaks == sorted(peaks, reverse=True)
+    assert planned(QWEN_8B, free_bytes=5 * GIB).verdict == "does not fit"
+
+
+@pytest.mark.parametrize(("free_gib", "verdict"), [(13.56, "does not fit"), (25, "fits")])
+def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(planned, new_forecaster, free_gib, verdict):
+    """Adapters on int8 weights are not lean: they save 1.8 times the bytes, more than the weights take less."""
+
+    class Lean(new_forecaster):
+        def __call__(self, config, settings, card, *, rows):
+            saved = 47.6 * 1536 * 28 * rows.tokens * settings.per_device_train_batch_size
+            more = 0 if settings.load_in_8bit else round(-0.45 * saved)
+            whole = super().__call__(config, settings, card, rows=rows)
+            names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
+            parts = {**whole.parts, "activations": whole.parts["activations"] + more}
+            return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in names})
+
+    fixed = ("load_in_4bit=false", "activation_checkpointing=false", "per_device_train_batch_size=8", "max_length=2048")
+    plan = planned("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB), forecaster=Lean())
+    assert (plan.verdict, plan.settings.load_in_8bit) == (verdict, False)
+    assert plan.forecast.peak_high_bytes == min(row.peak_high_bytes for row in plan.alternatives)
+
+
+def test_offload_comes_only_when_nothing_else_fits(planned):
+    enough, little = planned(QWEN_8B, free_bytes=12 * GIB), planned(QWEN_8B, free_bytes=round(7.9 * GIB))
+    assert "offload" not in (enough.settings.activation_checkpointing, enough.settings.optim)
+    assert little.settings.activation_checkpointing == "offload" or little.settings.optim == "adamw_cpu_offload"
+
+
+def test_no_chosen_plan_is_slower_than_another_that_was_forecast_to_fit(planned):
+    plan = planned("Qwen/Qwen3-14B")
+    fitting = [row.step_s for row in plan.alternatives if row.verdict == "fits"]
+    assert plan.alternatives[0].chosen
+    assert plan.alternatives[0].step_s <= 1.15 * min(fitting)
+
+
+def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(planned):
+    alone, beside = planned(QWEN_8B), planned(QWEN_8B, compare=True)
+    assert beside.settings == alone.settings and beside.alternatives[0].chosen
+    differing = {row.differs for row in beside.alternatives[1:]}
+    assert {"load_in_4bit=false", "load_in_4bit=false load_in_8bit=true", "optim=adamw_8bit"} <= differing
+    assert "activation_checkpointing=true activation_checkpointing_every_n_layers=1" in differing
+    assert "per_device_train_batch_size=2 gradient_accumulation_steps=8" in differing
+
+
+@pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
+def test_the_overrides_of_an_alternative_give_it(planned, more):
+    plan = planned(QWEN_8B, "rtx-4090", *more, compare=True)
+    assert plan.alternatives[0].chosen and len(plan.alternatives) >= 4
+    for row in plan.alternatives[1:]:
+        typed = planned(QWEN_8B, "rtx-4090", *more, *row.overrides.split())
+        assert typed.alternatives[0].plan == row.plan
+        assert typed.alternatives[0].peak_bytes == row.peak_bytes
+
+
+def test_comparing_a_sharded_model_whose_weights_exceed_one_card(planned, new_forecaster):
+    class Split(new_forecaster):
+        def __call__(self, *inputs, **named):
+            whole = super().__call__(*inputs, **named)
+            names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
+            return dataclasses.replace(whole, **{name: getattr(whole, name) // 8 for name in names})
+
+    split = ("launch.strategy=fsdp", "launch.num_processes=8", "effective_batch_size=8", "load_in_4bit=true")
+    plan = planned("Qwen/Qwen3-32B", "rtx-4090", *split, free_bytes=10 * GIB, forecaster=Split(), compare=True)
+    assert plan.verdict == "fits" and plan.alternatives[0].chosen
+
+
+def test_comparing_leaves_out_weights_that_alone_exceed_the_card(planned):
+    plan = planned("Qwen/Qwen3-32B", compare=True)
+    assert len(plan.alternatives) > 3
+    assert not any(row.plan.startswith("16 bit") for row in plan.alternatives)
+
+
+@pytest.mark.parametrize("model", [LLAMA_1B, QWEN_8B, "Qwen/Qwen3-32B"])
+def test_a_search_needs_few_forecasts(planned, new_forecaster, model):
+    forecaster = new_forecaster()
+    planned(model, forecaster=forecaster)
+    assert forecaster.calls <= 6
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "load_in_4bit=true", "load_in_8bit=true", "activation_checkpointing=true", "activation_checkpointing=offload",
+        "optim=adafactor", "per_device_train_batch_size=2", "gradient_accumulation_steps=4", "max_length=512", "lora_r=8",
+        "learning_rate=1e-3", "eval_steps=7", "per_device_eval_batch_size=3", "output_dir=runs/mine", "dtype=float16",
+        "effective_batch_size=24", "activation_checkpointing_every_n_layers=2", "memory_budget=16GiB", "packing=false",
+    ],
+)  # fmt: skip
+def test_what_the_recipe_sets_is_kept(planned, override):
+    plan = planned(LLAMA_1B, "rtx-4090", override)
+    asked = parse_recipe(f"model_name_or_path: {LLAMA_1B}\ndataset: d\n", overrides=[override])
+    name = override.partition("=")[0]
+    assert getattr(plan.settings, name) == getattr(asked, name)
+    assert plan.reasons[name].startswith("as the recipe sets it")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro", "steps", "batch"),
+    [
+        (["effective_batch_size=12", "gradient_accumulation_steps=4"], 3, 4, 12),
+        (["per_device_train_batch_size=3"], 3, 6, 18),
+        (["per_device_train_batch_size=2", "gradient_accumulation_steps=5"], 2, 5, 10),
+    ],
+)
+def test_parts_of_the_batch_that_are_set_decide_the_rest(planned, overrides, micro, steps, batch):
+    settings = planned(LLAMA_1B, "rtx-4090", *overrides).settings
+    assert settings.per_device_train_batch_size == micro
+    assert (settings.gradient_accumulation_steps, settings.effective_batch_size) == (steps, batch)
+
+
+def test_the_effective_batch_is_divided_over_the_processes(planned):
+    settings = planned(LLAMA_1B, "rtx-4090", "launch.num_processes=4").settings
+    assert settings.per_device_train_batch_size * settings.gradient_accumulation_steps * 4 == 16
+    with pytest.raises(RecipeError, match="16 can't be divided over 3 processes"):
+        planned(LLAMA_1B, "rtx-4090", "launch.num_processes=3", "effective_batch_size=16")
+
+
+def test_memory_is_forecast_for_the_longest_row_and_not_for_the_limit(planned):
+    short = planned(QWEN_8B, "rtx-4090", "max_length=8192", data=rows(*[200] * 500, 700))
+    full = planned(QWEN_8B, "rtx-4090", "max_length=8192")
+    assert short.forecast.tokens_per_s > full.forecast.tokens_per_s
+    assert short.settings.per_device_train_batch_size * 700 >= full.settings.per_device_train_batch_size * 700
+
+
+def test_max_length_follows_the_rows_and_its_cost_is_shown(planned):
+    plan = planned(QWEN_8B, "rtx-4090", "packing=false", data=rows(*[100] * 900, *[900] * 100))
+    assert plan.settings.max_length == 960 and "900" in plan.reasons["max_length"]
+    costs = {row.max_length: row for row in plan.length_costs}
+    assert costs[128].dropped_rows == 100 and costs[128].dropped_tokens == 100 * (900 - 128)
+    assert costs[128].adds_bytes < 0 < costs[1920].adds_bytes
+
+
+def test_rows_that_must_be_kept_are_not_shortened_to_fit(planned):
+    data = rows(*[200] * 50, 40_000)
+    all_rows = planned(QWEN_8B, "rtx-4070", data=data)
+    dropped = planned(QWEN_8B, "rtx-4070", "excess_length=drop", data=data)
+    assert all_rows.settings.max_length >= 40_000 and all_rows.verdict != "fits"
+    assert (
+        dropped.settings.max_length < 40_000
+        and dropped.verdict == "fits"
+        and "1 rows are longer" in dropped.reasons["max_length"]
+    )
+
+
+def test_without_rows_a_limit_that_nobody_set_is_lowered_until_it_fits(planned):
+    plan = planned(QWEN_8B, "rtx-4090", free_bytes=round(7.75 * GIB))
+    assert plan.verdict == "fits" and plan.settings.max_length < 2048 and "do not fit" in plan.reasons["max_length"]
+
+
+def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(planned):
+    many = DataStatistics(100_000, 0, 10**9, 10**9)
+    assert planned(QWEN_8B, "rtx-4090", data=many).settings.lora_r == 256
+    lowered = planned(QWEN_8B, "rtx-4090", data=many, free_bytes=10 * GIB)
+    assert lowered.verdict == "fits" and lowered.settings.lora_r < 256 and "rank 256" in lowered.reasons["lora_r"]
+    assert planned(QWEN_8B, "rtx-4090", "lora_r=256", data=many, free_bytes=8 * GIB).settings.lora_r == 256
+
+
+def test_ranks_that_were_tried_in_vain_leave_no_reason_behind(planned):
+    """The advised rank is planned when none fits, and its reason is the advice."""
+    many = DataStatistics(100_000, 0, 10**9, 10**9)
+    plan = planned(LLAMA_70B, "rtx-4090", data=many)
+    assert plan.verdict == "does not fit" and plan.settings.lora_r == 64
+    assert "does not fit" not in plan.reasons["lora_r"] and "LoRA Without Regret" in plan.reasons["lora_r"]
+
+
+def test_what_does_not_fit_is_explained_with_what_would_help(planned):
+    plan = planned(LLAMA_70B)
+    assert plan.verdict == "does not fit" and plan.headroom_bytes < 0
+    assert plan.shortfall.missing_bytes == -plan.headroom_bytes and plan.shortfall.part == "weights"
+    assert "32B" in plan.shortfall.largest_model_that_fits
+    assert [row.saves_bytes for row in plan.suggestions] == sorted((row.saves_bytes for row in plan.suggestions), reverse=True)
+
+
+def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say(planned):
+    stubborn = [
+        "load_in_4bit=false",
+        "load_in_8bit=false",
+        "max_length=2048",
+        "optim=adamw_8bit",
+        "per_device_train_batch_size=8",
+        "activation_checkpointing=false",
+    ]
+    plan = planned(QWEN_8B, "rtx-4090", *stubborn)
+    assert plan.verdict == "does not fit"
+    offered = {row.override: row for row in plan.suggestions}
+    assert {"load_in_4bit=true", "per_device_train_batch_size=1 gradient_accumulation_steps=16"} <= set(offered)
+    four_bit = planned(QWEN_8B, "rtx-4090", *stubborn, "load_in_4bit=true")
+    saved = plan.forecast.peak_high_bytes - four_bit.forecast.peak_high_bytes
+    assert saved == offered["load_in_4bit=true"].saves_bytes
+
+
+def test_turing_trains_in_float16_and_ampere_in_bfloat16(planned):
+    turing = planned(LLAMA_1B, "t4")
+    assert turing.settings.dtype == "float16" and "7.5" in turing.reasons["dtype"]
+    assert planned(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"])
+def test_a_mixture_with_4_bit_experts_fits_a_24_gb_card(planned, model):
+    plan = planned(model, "rtx-4090", "max_length=2048")
+    assert plan.verdict == Verdict.FITS and plan.settings.load_in_4bit is True
+    assert plan.forecast.parts["weights"] <= 17 * GIB
+
+
+def test_a_mixtures_experts_stay_16_bit_with_int8_and_the_plan_says_so(planned):
+    plan = planned("Qwen/Qwen3-30B-A3B", "a100-80gb", "load_in_8bit=true")
+    assert plan.settings.load_in_8bit is True and "experts stay 16-bit" in plan.reasons["load_in_8bit"]
+
+
+def test_a_cpu_is_planned_in_float32_without_checkpointing_or_pinned_memory(planned):
+    plan = planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", data=rows(*[80] * 200, eval_rows=20))
+    settings = plan.settings
+    assert (settings.dtype, settings.load_in_4bit, settings.activation_checkpointing) == ("float32", False, False)
+    assert settings.optim == "adamw_torch" and plan.forecast.step_s is None
+    assert planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", "load_in_4bit=true").settings.load_in_4bit is True
+
+
+def test_steps_evaluations_and_checkpoints_follow_from_the_rows(planned):
+    plan = planned(LLAMA_1B, "rtx-4090", "packing=false", data=rows(*[100] * 330, eval_rows=30))
+    assert plan.total_steps == 2 * 21  # 330 rows are 20 batches of 16 and one of 10
+    assert plan.settings.eval_steps == plan.settings.save_steps == 5
+    assert planned(LLAMA_1B, "rtx-4090", data=rows(*[100] * 330)).settings.eval_steps == 0
+
+
+def test_the_same_inputs_give_the_same_plan_and_it_survives_json(planned):
+    first, second = planned(QWEN_8B), planned(QWEN_8B)
+    assert first == second
+    assert Plan.from_json(json.loads(json.dumps(first.as_json()))) == first
+
+
+def test_a_recipe_with_other_settings_gets_another_directory(planned):
+    names = {planned(LLAMA_1B, "rtx-4090", override).settings.output_dir for override in ("lora_r=8", "lora_r=16", "lora_r=16")}
+    assert len(names) == 2 and all(name.startswith("runs/Llama-3.2-1B-Instruct-") for name in names)
+
+
+def test_a_budget_below_the_context_is_refused(planned):
+    with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090, but the CUDA context alone may take"):
+        planned(LLAMA_1B, "rtx-4090", "memory_budget=200MiB")
+
+
+def test_a_budget_above_what_is_free_counts_only_what_is_free(planned):
+    plan = planned(LLAMA_1B, "rtx-4090", "memory_budget=100GiB")
+    assert plan.budget_bytes == find_card("rtx-4090").free_bytes and "are free" in plan.reasons["memory_budget"]
+
+
+def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(planned):
+    disk = next(row for row in planned(QWEN_8B).checks if row.what == "disk")
+    assert disk.needs_bytes > 0 and disk.free_bytes is None and disk.enough is None
+    here = next(row for row in planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu").checks if row.what == "disk")
+    assert here.enough is True
+
+
+def test_an_unknown_model_is_refused_before_anything_is_searched(planned):
+    with pytest.raises(RecipeError, match="nobody/nothing") as error:
+        planned("nobody/nothing")
+    assert error.value.fix == "Give the hub id in full, or a folder that holds its config.json."
+
+
+def test_a_card_that_is_known_to_hold_more_is_believed(new_forecaster):
+    recipe = parse_recipe(f"model_name_or_path: {QWEN_8B}\ndataset: d\n")
+    card = dataclasses.replace(find_card("rtx-4090"), context_bytes=4 * GIB)
+    usual = make_plan(recipe, find_card("rtx-4090"), None, forecaster=new_forecaster())
+    assert make_plan(recipe, card, None, forecaster=new_forecaster()).forecast.peak_bytes != usual.forecast.peak_bytes

@@ -1,0 +1,81 @@
+"""Properties for every recipe, card and dataset: headroom, validity, effective batch, determinism."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.card import catalogue, find_card
+from finetune.errors import RecipeError
+from finetune.planner.plan import DataStatistics
+from finetune.planner.planner import make_plan
+from finetune.recipe import recipe_from, unresolved
+from finetune.units import GIB
+
+MODELS = ["meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "google/gemma-2-2b-it"]
+SETTINGS = {
+    "load_in_4bit": st.booleans(), "lora_r": st.sampled_from([8, 16, 64, 256]), 
+    "max_length": st.sampled_from([256, 1024, 4096]),
+    "activation_checkpointing": st.sampled_from([True, False, "selective", "offload"]),
+    "activation_checkpointing_every_n_layers": st.sampled_from([1, 2, 5]),
+    "optim": st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adamw_cpu_offload", "adafactor"]),
+    "effective_batch_size": st.integers(1, 48), "per_device_train_batch_size": st.integers(1, 6),
+    "gradient_accumulation_steps": st.integers(1, 6), "excess_length": st.sampled_from(["drop", "truncate", "raise"]),
+}  # fmt: skip
+
+
+@st.composite
+def cases(draw):
+    names = draw(st.lists(st.sampled_from(sorted(SETTINGS)), max_size=4, unique=True))
+    values = {"model_name_or_path": draw(st.sampled_from(MODELS)), "dataset": {"path": "d.jsonl"}}
+    values |= {name: draw(SETTINGS[name]) for name in names}
+    values["launch"] = {"num_processes": draw(st.sampled_from([1, 1, 2]))}
+    card = find_card(draw(st.sampled_from(sorted(catalogue()))))
+    free = draw(st.integers(2 * GIB, card.total_bytes))
+    lengths = tuple(sorted(draw(st.lists(st.integers(8, 3000), max_size=40))))
+    data = DataStatistics(len(lengths), 0, sum(lengths), sum(lengths), lengths) if lengths else None
+    return values, find_card(card.name, free_bytes=free), data
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@settings(max_examples=100, deadline=None)
+@given(case=cases())
+def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(new_forecaster, case):
+    values, card, data = case
+    try:
+        recipe = recipe_from(values)
+        plan = make_plan(recipe, card, data, forecaster=new_forecaster())
+    except RecipeError as error:  # settings that disagree, or a batch that the processes can't share
+        assert error.problems
+        return
+    chosen = plan.settings
+    assert unresolved(chosen) == [] and type(chosen).model_validate(chosen.model_dump()) == chosen
+    world = chosen.launch.num_processes
+    assert chosen.per_device_train_batch_size * chosen.gradient_accumulation_steps * world == chosen.effective_batch_size
+    assert all(getattr(chosen, name) == getattr(recipe, name) for name in values)
+    assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes
+    assert (plan.verdict == "fits") == (plan.headroom_bytes >= 0)
+    assert plan.verdict != "does not fit" or plan.forecast.peak_low_bytes > plan.budget_bytes
+    assert make_plan(recipe, card, data, forecaster=new_forecaster()) == plan
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(model=st.sampled_from(MODELS), gib=st.floats(3, 23), more=st.floats(0.5, 8))
+def test_more_memory_never_makes_a_plan_worse(new_forecaster, model, gib, more):
+    recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": "d.jsonl"}, "max_length": 1024})
+    order = ["does not fit", "tight", "fits"]
+    less, enough = (
+        make_plan(recipe, find_card("rtx-4090", free_bytes=round(size * GIB)), None, forecaster=new_forecaster())
+        for size in (gib, min(23.5, gib + more))
+    )
+    assert order.index(enough.verdict) >= order.index(less.verdict)
+
+
+def test_the_trained_share_is_that_of_the_micro_batch_with_most_trained_tokens():
+    data = DataStatistics(3, 0, 300, 90, (50, 100, 150), most_trained=(60, 20, 10), densest_trained_share=0.4)
+    assert data.trained_share_of(1, 151, packed=False) == 60 / 150
+    assert data.trained_share_of(2, 151, packed=False) == 80 / 300
+    assert data.trained_share_of(2, 41, packed=False) == 60 / 80  # rows are cut at 41 tokens
+    assert data.trained_share_of(1, 151, packed=True) == 0.4
+    assert DataStatistics(3, 0, 300, 90).trained_share_of(2, 151, packed=False) == 1

@@ -1,0 +1,69 @@
+"""What the planner suggests, searches and retries never breaks a rule of the recipe."""
+
+import dataclasses
+
+import pytest
+
+from finetune.card import find_card
+from finetune.planner.planner import make_plan
+from finetune.recipe import recipe_from, resolved
+from finetune.run.retry import next_smaller
+
+QWEN_8B = "Qwen/Qwen3-8B"
+TWO = {"num_processes": 2}
+RECIPES = {
+    "a sharded model with a set optimizer": {
+        "optim": "adamw_torch", "launch": {**TWO, "strategy": "fsdp"}, "max_length": 32768,
+    },
+    "ZeRO-3": {"launch": {**TWO, "strategy": "deepspeed", "zero_stage": 3}, "max_length": 32768, "load_in_4bit": True},
+    "every second layer of a compiled model": {
+        "torch_compile": True, "activation_checkpointing_every_n_layers": 2, "max_length": 32768,
+    },
+    "int8 weights": {"load_in_8bit": True, "max_length": 32768},
+    "a model's own code": {"trust_remote_code": True, "model_revision": "a" * 40, "max_length": 65536},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def host_memory(monkeypatch):
+    """Sets the host memory that is free for offloaded layers."""
+
+    def has(free):
+        monkeypatch.setattr("finetune.run.retry.free_for_run", lambda: free)
+
+    has(2**40)
+    return has
+
+
+def retried(recipe, card, forecaster, phase="train"):
+    """The settings of every retry of this recipe."""
+    plan = make_plan(recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **recipe}), find_card(card), None,
+                     forecaster=forecaster)  # fmt: skip
+    tried = []
+    while changes := next_smaller(plan, phase):
+        plan = dataclasses.replace(plan, settings=resolved(plan.settings, **changes))
+        tried.append(plan.settings)
+    return tried
+
+
+def test_the_last_retry_moves_all_layers_to_host_memory(new_forecaster, host_memory):
+    forecaster = new_forecaster()
+    *others, last = retried({}, "rtx-4090", forecaster)
+    assert {settings.layer_offloading for settings in others} <= {False}
+    assert (last.layer_offloading, last.offloaded_layers, last.activation_checkpointing) == ("cpu", 36, "offload")
+    assert [settings.layer_offloading for settings in retried({}, "rtx-4090", forecaster, "load")] == ["cpu"]
+    assert retried({"layer_offloading": False}, "rtx-4090", forecaster, "load") == []
+    assert retried({"torch_compile": True}, "rtx-4090", forecaster, "load") == []
+    host_memory(2**30)
+    assert retried({}, "rtx-4090", forecaster, "load") == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_forecaster, name):
+    recipe = recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **RECIPES[name]})
+    plan = make_plan(recipe, find_card("rtx-3060"), None, forecaster=new_forecaster(), compare=True)
+    assert plan.verdict != "fits"
+    tried = 0
+    while changes := next_smaller(plan, "train"):  # raises when a change is not allowed
+        plan, tried = dataclasses.replace(plan, settings=resolved(plan.settings, **changes)), tried + 1
+    assert tried < 20
