@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.api.fake_copy import fake_copy
+from finetune.api.fake_copy import fake_copy, meta_copy
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward, fake_tensor_mode
-from finetune.compat.transformers import fake_experts, without_packing_detection
+from finetune.compat.transformers import enable_trainers_checkpointing, fake_experts, without_packing_detection
 from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
 from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
@@ -73,25 +73,26 @@ def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Iterator[Any]:
-    """TRL's trainer for a fake copy of `model`, or of the named model's configuration, with one row of so many tokens."""
+def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
+    """TRL's trainer for a copy of `model` without weights, or of the named model, with one row of so many tokens."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTTrainer
 
     from finetune.bundled import model_path
 
-    if isinstance(model, str):
-        model = _on_meta(model, args)
+    class OnMeta(type(args)):  # type: ignore[misc]
+        """The arguments of a trainer that leaves its model where it is, as TrainingArguments documents it."""
+
+        place_model_on_device = False
+
     args = copy.copy(args)
-    args.use_cpu, args.report_to, args.eval_strategy, args.do_eval = True, [], "no", False
+    args.__class__ = OnMeta
+    args.report_to, args.eval_strategy, args.do_eval = [], "no", False
     row = Dataset.from_dict({"input_ids": [[0] * tokens]})
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))  # the row has tokens already
-    with fake_tensor_mode():
-        copied: Any = fake_copy(model, StorageTracker())
-        trainer = SFTTrainer(model=copied, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
-    yield trainer
+    copied: Any = _on_meta(model, args) if isinstance(model, str) else meta_copy(model)
+    return SFTTrainer(model=copied, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
 
 
 def _on_meta(name: str, args: Any) -> Any:
@@ -167,8 +168,7 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
 def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
     args = shadow.args
     model.train()
-    if args.gradient_checkpointing and not model.is_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    enable_trainers_checkpointing(model, args)
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
         parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))

@@ -10,9 +10,8 @@ from rich.markup import escape
 
 from finetune.errors import CommandError, RecipeError
 from finetune.recipe import Recipe, find_recipe, load_source, parse_recipe
+from finetune.recipe.load import NO_DATASET
 
-#: The dataset of a plan that is made without one.
-NO_DATASET = "none"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
