@@ -21,7 +21,7 @@ from finetune.memory.card_semantics import card_semantics
 from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, paged_states_on_host, zero_gradients
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
-from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation
+from finetune.memory.simulate import Simulation, step_errors, garbage_collection_paused, observe, record_accumulation
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.build import build_on_meta
@@ -59,7 +59,8 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
     )
     inputs = dict(collator(examples))
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
-    trained = int((labels[..., 1:] != -100).sum()) if labels is not None else 0
+    tokens_in_all = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    trained = tokens_in_all if labels is None else int((labels[..., 1:] != -100).sum())
     uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then some batch of this size has a mask
     return LargestBatch(inputs, trained, mask is not None and uneven)
 
@@ -120,7 +121,7 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
     rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
-        with _fake_tensors(capability, batch), tracker:
+        with step_errors(trainer.model.config), _fake_tensors(capability, batch), tracker:
             model = fake_copy(trainer.model, tracker)
             observe(model, tracker)
             if not batch.padded:  # its values say so, and a fake mask has none
