@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 
 from finetune.errors import PackagesError
 
+#: The name to install: `finetune` on PyPI is another project.
+DISTRIBUTION = "finetune-forecast"
 #: The fix when a package that forecasts or trains has another version.
 _FIX = "Forecasts are valid only for supported versions. Type: "
 
@@ -43,7 +45,7 @@ def packages(requirements: list[str] | None = None) -> list[Package]:
 
     Raises importlib.metadata.PackageNotFoundError when finetune is run from its source and not installed.
     """
-    wanted = requirements if requirements is not None else metadata.requires("finetune") or []
+    wanted = requirements if requirements is not None else metadata.requires(DISTRIBUTION) or []
     parsed = [Requirement(text) for text in wanted]
     needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": ""})]
     return [Package(item, installed_version(item.name)) for item in needed]

@@ -40,7 +40,7 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
     try:
         wanted = packages(requirements)
     except PackageNotFoundError:
-        fix = "Install it: pip install -e . in the checkout, or uv tool install finetune."
+        fix = "Install it: pip install -e . in the checkout."
         return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
     installed = {package.requirement.name: package.installed for package in wanted}
     python = sys.version.split()[0]

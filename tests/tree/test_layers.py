@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,16 @@ FILES = {module_name(path): path for top in ("finetune", "app") for path in ROOT
 
 def imported(name, inside_functions):
     """Modules of the tree that a module imports when it runs; what is only for annotations does not run."""
-    modules = set()
+    modules, package = set(), name if FILES[name].stem == "__init__" else name.rpartition(".")[0]
 
     def visit(nodes):
         for node in nodes:
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 continue
             if isinstance(node, ast.ImportFrom):
-                parts = [f"{node.module}.{part.name}" for part in node.names]
-                modules.update(part if part in FILES else node.module for part in parts)
+                module = resolve_name("." * node.level + (node.module or ""), package)
+                parts = [f"{module}.{part.name}" for part in node.names]
+                modules.update(part if part in FILES else module for part in parts)
             elif isinstance(node, ast.Import):
                 modules.update(part.name for part in node.names)
             elif inside_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
