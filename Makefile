@@ -53,7 +53,7 @@ setup-card: $(CARD)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[ui]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

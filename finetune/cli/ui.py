@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from finetune.errors import PackagesError
+from finetune.requirements import refuse_missing_extra
 from finetune.system import exec_command
 
 
@@ -21,8 +21,7 @@ def page_command(module: str = "") -> list[str]:
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
     """Become the page's process."""
-    if find_spec("gradio") is None:
-        raise PackagesError("the page needs gradio, which is not installed", 'Install it: pip install "gradio>=6.24,<7"')
+    refuse_missing_extra("ui", "the page")
     command = [*page_command(), "--host", host, "--port", str(port), "--runs", runs]
     for name in allow_host:
         command += ["--allow-host", name]
