@@ -11,13 +11,11 @@ from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
-_VERDICTS = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
-
 
 def verdict(plan: Plan, price_per_hour: float) -> str:
     """The verdict: peak against budget, headroom, time and cost."""
     card, forecast = plan.card, plan.forecast
-    css = _VERDICTS.get(plan.verdict, "unknown")
+    css = plan.verdict.level
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p></div>'

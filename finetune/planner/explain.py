@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Verdict, verdict_of
-from finetune.planner.speed import BUFFERS, knows_rates
-from finetune.recipe.compatibility import layer_offloading_conflict
+from finetune.planner.speed import knows_rates
+from finetune.recipe.compatibility import BUFFERS, layer_offloading_conflict
 from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from finetune.recipe.compatibility import BUFFERS
 from finetune.recipe.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -119,9 +120,6 @@ LAYER_KERNELS, LAUNCH_S = 210, 5e-6
 SELECTIVE_DISPATCH = 1.7
 #: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
-#: Layers whose buffers are on the card with layer offloading (finetune/model/layer_offloading.py). A pass ends with so many
-#: that the next one begins with, and needs not fetch.
-BUFFERS = 2
 #: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
 ASSUMED_DRIVE = 3e9
 #: The same for a processor, which also computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a

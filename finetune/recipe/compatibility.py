@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 #: Kinds of gradient checkpointing that are not reentrant, as DeepSpeed ZeRO-3 needs it.
 NOT_REENTRANT = ("selective", "offload")
+#: Layers whose buffers are on the GPU with layer offloading: one that computes and one that arrives. A pass ends with so many
+#: that the next one begins with, and needs not fetch.
+BUFFERS = 2
 
 
 def is_sharded(launch: LaunchRecipe) -> bool:
