@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.card_cells import FORMATS, TECHNIQUES, USUAL
 from benchmarks.card_matrix import on_machine, restart_with_libraries, with_own_caches
+from finetune.errors import FINISHED, OutOfMemory
 from standin_gpu.machine import Machine, describe, read_catalogue
 from standin_gpu.sparse_model import write_sparse_model
 
@@ -52,8 +53,6 @@ CATALOGUE = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
 ABOVE, BETWEEN = 0.7, 0.9
 #: Tokens of the rows: shorter ones are cut, and may have no answer left to train on.
 LONGEST_ROW = 1024
-#: Exit statuses of a worker.
-FINISHED, OUT_OF_MEMORY = 0, 5
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def run_recipe(recipe: EdgeRecipe, machine: Machine, budget_of: BudgetOf | None 
             line |= json.loads(planned.read_text(encoding="utf-8"))
             status = in_fork(lambda: train_run(Path(run_folder) / "run"), output)
         messages = output.read_text(encoding="utf-8").strip()[-200:]
-    outcomes = {FINISHED: "finished", OUT_OF_MEMORY: "out of memory"}
+    outcomes = {FINISHED: "finished", OutOfMemory.exit_code: "out of memory"}
     return line | {
         "outcome": outcomes.get(status) or f"exit {status}: {messages}",
         "seconds": round(time.monotonic() - began, 1),

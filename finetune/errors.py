@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: Exit codes of what ended well, of any other error, and of what SIGINT or SIGTERM stopped.
+FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
+
 
 class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
@@ -9,7 +12,7 @@ class FinetuneError(Exception):
     `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status.
     """
 
-    exit_code = 1
+    exit_code = FAILED
     title = "Something went wrong"
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:

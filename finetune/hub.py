@@ -6,8 +6,6 @@ import os
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 
 from finetune.compat.hub import set_offline
 from finetune.errors import CommandError
@@ -15,7 +13,9 @@ from finetune.errors import CommandError
 #: Timeout of the check, and how long its result is valid, in seconds.
 DEADLINE_S, HOLDS_S = 3.0, 60.0
 
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = r"[A-Za-z0-9][\w.-]*"
+#: OWNER/NAME; ids of the first models and datasets have no owner.
+REPO_ID, HUB_ID = re.compile(f"{_NAME}/{_NAME}"), re.compile(f"{_NAME}(/{_NAME})?")
 _lock = threading.Lock()
 _asked_s: float | None = None
 _switched_off_here = False
@@ -23,7 +23,7 @@ _switched_off_here = False
 
 def require_repo(repo: str) -> None:
     """Raise CommandError for what is no repository's name."""
-    if not _REPO.fullmatch(repo):
+    if not REPO_ID.fullmatch(repo):
         raise CommandError(f"{repo[:100]!r} is not OWNER/NAME", "For example alice/support-lora")
 
 
@@ -53,6 +53,9 @@ def is_reachable() -> bool:
 
 def _answers(address: str) -> bool:
     """Any answer counts, also an HTTP error. In a thread: DNS lookups have no timeout of their own."""
+    import urllib.error  # slow to import, and most commands do not ask the hub
+    import urllib.request
+
     answered: list[bool] = []
 
     def ask() -> None:

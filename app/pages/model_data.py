@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from finetune.errors import FinetuneError
+from finetune.planner.plan import Verdict
 from finetune.units import format_bytes, format_count
 
 from ..context import Context
@@ -19,7 +20,6 @@ from ..views import data as data_view
 from ..views.binding import BUTTON, QUIET, show
 from ..views.markup import Safe, inert, note, problem, table
 
-_BADGE_CSS = {"fits": "ok", "at the limit": "warn", "tight": "warn", "does not fit": "bad"}
 _CHECKED, _TICK_S = 12, 1.0
 
 
@@ -170,7 +170,7 @@ class _View:
                 "badges"
             ]
         except FinetuneError as error:
-            return {model.name: {"verdict": "unknown", "because": error.problems[0]} for model in models}
+            return {model.name: {"verdict": Verdict.UNKNOWN, "because": error.problems[0]} for model in models}
 
 
 def _models(models: list[Model], badges: dict[str, Any]) -> str:
@@ -188,6 +188,6 @@ def _badge(badge: dict[str, Any] | None) -> str:
         return '<span class="ft-badge">not checked</span>'
     peak = f" {format_bytes(badge['peak_bytes'])}" if badge.get("peak_bytes") else ""
     bits = " in 4-bit" if badge.get("load_in_4bit") else ""
-    css = _BADGE_CSS.get(badge["verdict"], "")
+    css = Verdict(badge["verdict"]).level
     why = f" <small>{inert(badge['because'], 160)}</small>" if badge.get("because") else ""
     return f'<span class="ft-badge {css}">{inert(badge["verdict"])}{inert(peak)}{bits}</span>{why}'

@@ -10,6 +10,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from finetune.errors import FinetuneError
+from finetune.export.gguf_types import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
@@ -28,7 +29,7 @@ _SCORES = {
     "JSON, field by field": "json", "Last number": "numeric", "Loss only, no answers": "loss",
 }  # fmt: skip
 _HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it continued"
-_TYPES = {"16 bit": "f16", "Q8_0": "q8_0", "Q4_K_M": "q4_k_m"}
+_TYPES = {gguf.label: name for name, gguf in GGUF_TYPES.items()}
 _KINDS = {"Adapter": "adapter", "Merged model": "merged"}
 _ORDERS = {"Where they differ": "differ", "Tuned model's worst": "worst", "Tuned model's best": "best"}
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
@@ -81,7 +82,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     merged = show(elem_id="result-merge-shown")
     show("<h2>Export to GGUF, for llama.cpp and Ollama</h2>")
     with gr.Row(elem_classes="ft-controls"):
-        precision = gr.Dropdown(list(_TYPES), value="16 bit", label="Type", elem_id="result-gguf-type", scale=2)
+        precision = gr.Dropdown(list(_TYPES), value=GGUF_TYPES["f16"].label, label="Type", elem_id="result-gguf-type", scale=2)
         apart = gr.Checkbox(label="Base and adapter in two files", elem_id="result-gguf-apart", scale=1)
         gguf = gr.Button("Export to GGUF", elem_id="result-gguf", size="sm")
     exported = show(elem_id="result-gguf-shown")

@@ -12,13 +12,11 @@ from finetune.units import format_bytes, format_count, format_seconds
 from .charts import stacked_bar
 from .markup import Safe, inert, note, problem, table
 
-_VERDICTS = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
-
 
 def verdict(plan: Plan, price_per_hour: float) -> str:
     """The verdict: peak against budget, headroom, time and cost."""
     card, forecast = plan.card, plan.forecast
-    css = _VERDICTS.get(plan.verdict, "unknown")
+    css = plan.verdict.level
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p></div>'

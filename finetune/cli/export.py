@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
@@ -11,9 +10,8 @@ from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
 from finetune.errors import CommandError
+from finetune.export.gguf_types import GGUF_TYPES
 from finetune.run.directory import open_run
-
-_KINDS = ("f16", "q8_0", "q4_k_m")
 
 
 def export_run(
@@ -23,9 +21,9 @@ def export_run(
     if to not in ("gguf", "gguf-adapter"):
         fix = "Use gguf or gguf-adapter; for a standard model folder: finetune merge RUN"
         raise CommandError(f"--to {to[:40]!r} is not known", fix)
-    chosen: Any = kind.lower()
-    if chosen not in _KINDS:
-        raise CommandError(f"--type {kind[:40]!r} is not known", f"Use one of {', '.join(_KINDS)}.")
+    chosen = kind.lower()
+    if chosen not in GGUF_TYPES:
+        raise CommandError(f"--type {kind[:40]!r} is not known", f"Use one of {', '.join(GGUF_TYPES)}.")
     run = open_run(source)
     if llama_cpp is None:
         raise CommandError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
 
 _BAR = 28
-_COLOURS = {Verdict.FITS: "green", Verdict.AT_LIMIT: "yellow", Verdict.TIGHT: "yellow", Verdict.NO_FIT: "red"}
+_COLOURS = {"ok": "green", "warn": "yellow"}
 
 
 def show_plan(
@@ -197,7 +197,7 @@ def _print_many_cards(needs: ManyCards) -> None:
 
 
 def _coloured(verdict: Verdict) -> str:
-    return f"[{_COLOURS.get(verdict, 'red')}]{verdict}[/]"
+    return f"[{_COLOURS.get(verdict.level, 'red')}]{verdict}[/]"
 
 
 def _bytes(size: int | None) -> str:

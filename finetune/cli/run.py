@@ -18,7 +18,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, memory_now, out, show_progress, step_line
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.errors import CommandError
+from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
 from finetune.events import (
     Checkpoint,
     Evaluation,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
     from finetune.run.state import RunState
 
-_EXIT_OF = {"finished": 0, "diverged": 6, "paused": 7, "lost": 1, "failed": 1}
+_EXIT_OF = {"finished": FINISHED, "diverged": Diverged.exit_code, "paused": DiskFull.exit_code}
 
 
 def run_recipe(
@@ -179,7 +179,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     _print_state(run, state, as_json)
     if not state.ended:  # only the watching was interrupted
         return 0
-    return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, 1)
+    return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, FAILED)
 
 
 def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, float | None]]:

@@ -67,12 +67,13 @@ def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
 def _serving_memory(runs: dict[str, RunDirectory], context: int | None) -> Any:
     from finetune.model.library_warnings import quiet_libraries
     from finetune.model.transformers_config import load_config
+    from finetune.model.weights import ADAPTER_WEIGHTS
     from finetune.serve.memory_check import serving_memory
 
     quiet_libraries()
     plan = read_plan(next(iter(runs.values())).plan)
     folders = [folder for run in runs.values() if (folder := adapter_folder(run))]
-    adapters = sum((folder / "adapter_model.safetensors").stat().st_size for folder in folders)
+    adapters = sum((folder / ADAPTER_WEIGHTS).stat().st_size for folder in folders)
     config = load_config(plan.settings)
     return serving_memory(plan.settings, config, on_cpu=plan.card.is_cpu, adapter_bytes=adapters, context=context)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from rich.markup import escape
 
 from finetune.errors import CommandError, RecipeError
+from finetune.hub import REPO_ID
 from finetune.recipe import Recipe, find_recipe, load_source, parse_recipe
 from finetune.recipe.load import NO_DATASET
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
@@ -73,7 +71,7 @@ def _is_model(source: str) -> bool:
 
         if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
             raise
-        if is_known(source) or (_HUB_ID.fullmatch(source) and not path.parent.exists()):
+        if is_known(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
         close = suggestions(source)
         models = f" Or the model {' or '.join(close)}?" if close else ""

@@ -151,7 +151,7 @@ def with_values() -> contextlib.AbstractContextManager[Any]:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mode sees the operators."""
+    """Inside, no mode sees the operators; fake tensors stay fake."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
@@ -176,13 +176,6 @@ def fused_rms_norm_backward(grad: Any, x: Any, rstd: Any, weight: Any) -> Any:
     import torch
 
     return torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True, False])[0]
-
-
-def no_modes() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mode sees operators; fake tensors stay fake."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 def activation_budget(budget: float) -> contextlib.AbstractContextManager[Any]:

@@ -123,12 +123,28 @@ PRIVATE_NAMES = (
         "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
     ),
     PrivateName(
+        "transformers.trainer_optimizer._OPTIMIZER_HANDLERS", "private call",
+        "an optimizer as Trainer makes it, without importing Trainer, which imports pandas", _READ_IN,
+        "transformers.Trainer.get_optimizer_cls_and_kwargs",
+    ),
+    PrivateName(
         _QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
         _READ_IN, "transformers.core_model_loading.WeightConverter.convert|"
         "transformers.core_model_loading.WeightRenaming.convert",
         "self input_dict full_layer_name model kwargs", needs="a card",
     ),
 )  # fmt: skip
+
+
+def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str, Any]]:
+    """The class and arguments that `Trainer.get_optimizer_cls_and_kwargs` returns for `optim=name`, without weight decay."""
+    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
+    from transformers.training_args import OptimizerNames, TrainingArguments
+
+    args = object.__new__(TrainingArguments)  # the fields' defaults, without the checks that set up a device
+    args.optim = OptimizerNames(name)
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return _OPTIMIZER_HANDLERS[args.optim](OptimizerContext(args, None, {"lr": learning_rate}, adam, {}))
 
 
 def tokenizers_only() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError
+from finetune.hub import HUB_ID
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
 
 
@@ -189,7 +189,7 @@ def _local_source(path_text: str, bundled: str) -> Source | None:
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
     if _looks_local(path, path_text):
         raise DataError(f"{name}: there is no such file", _path_hint(path))
-    if not _HUB_ID.fullmatch(path_text):
+    if not HUB_ID.fullmatch(path_text):
         raise DataError(
             f"{name}: is neither a file nor the id of a hub dataset", "Write a file's path, or an id like owner/name."
         )

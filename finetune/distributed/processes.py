@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from finetune import errors
 from finetune.distributed.configuration import is_distributed, write_configuration
 from finetune.distributed.ranks import COMMON_EXITS, ending_path
+from finetune.errors import FAILED
 from finetune.events import State, event_from
 
 if TYPE_CHECKING:
@@ -82,10 +84,10 @@ class Launcher:
             return code
         cause = min(endings.values(), key=lambda ending: _ORDER.index(ending["exit_code"]))
         silent = [str(local) for local in ranks if local not in endings]
-        if silent and cause["exit_code"] == 1:  # the other ranks' errors about lost connections follow from the kill
-            emit(State(state="failed", exit_code=1, message=self._killed(silent)))
-        elif cause["exit_code"] == 1 and self.plan.settings.launch.num_machines > 1:
-            emit(State(state="failed", exit_code=1, message=self._connection_lost(str(cause["event"].get("message", "")))))
+        if silent and cause["exit_code"] == FAILED:  # the other ranks' errors about lost connections follow from the kill
+            emit(State(state="failed", exit_code=FAILED, message=self._killed(silent)))
+        elif cause["exit_code"] == FAILED and self.plan.settings.launch.num_machines > 1:
+            emit(State(state="failed", exit_code=FAILED, message=self._connection_lost(str(cause["event"].get("message", "")))))
         else:
             emit(event_from(cause["event"]))
         return int(cause["exit_code"])
@@ -107,8 +109,9 @@ class Launcher:
             return None
 
 
-#: When ranks end differently, the first of these exit statuses is the cause: out of memory, disk, divergence, ...
-_ORDER = (5, 7, 6, 4, 3, 2, 1, 143, 130, 0)
+#: When ranks end differently, the first of these exit statuses is the cause.
+_CAUSES = (errors.OutOfMemory, errors.DiskFull, errors.Diverged, errors.DataError, errors.DoesNotFit, errors.RecipeError)
+_ORDER = (*(error.exit_code for error in _CAUSES), FAILED, *reversed(errors.STOPPED), errors.FINISHED)
 
 
 def launcher_for(run: Path, log: Path, plan: Plan) -> Launcher | None:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import errors
 from finetune.events import EventWriter, OutOfMemory, State, event_json
 from finetune.files import write_json
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from finetune.events import Event
 
 #: Exit statuses that all ranks reach at the same step, so that they meet at a barrier before they exit.
-COMMON_EXITS = (0, 6, 130, 143)
+COMMON_EXITS = (errors.FINISHED, errors.Diverged.exit_code, *errors.STOPPED)
+_OUT_OF_MEMORY = errors.OutOfMemory.exit_code
 _PR_SET_PDEATHSIG = 1
 _OUT_OF_MEMORY_KEY = "finetune/out_of_memory"
 
@@ -68,17 +70,19 @@ class RankEvents(EventWriter):
 
     def emit(self, event: Event) -> None:
         """Write an event, pass it to the supervisor, or drop it."""
-        code = 5 if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
+        code = _OUT_OF_MEMORY if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
         if code is not None:
             self._write_ending(event, code)
         if self._rank.is_local_rank_0 and (code is None or code in COMMON_EXITS):
             super().emit(event)
 
     def _write_ending(self, event: Event, code: int) -> None:
-        if code == 5:
+        if code == _OUT_OF_MEMORY:
             _share_out_of_memory(self._rank.number)
-        elif code == 1 and (culprit := _shared_out_of_memory()) is not None:  # connection lost after another's out of memory
-            event, code = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory"), 5
+        elif code == errors.FAILED and (culprit := _shared_out_of_memory()) is not None:
+            # the connection was lost after another's out of memory
+            event = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory")
+            code = _OUT_OF_MEMORY
         self._ending.parent.mkdir(exist_ok=True)
         write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
 

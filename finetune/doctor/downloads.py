@@ -20,6 +20,7 @@ from finetune.doctor.findings import Finding
 from finetune.errors import FinetuneError
 from finetune.hub import is_switched_off
 from finetune.model.configuration import resolve_model_path
+from finetune.model.weights import INDEX
 from finetune.recipe import Recipe
 
 #: Seconds to wait for the hub.
@@ -28,7 +29,7 @@ _OFFLINE_FIX = "Models and data that are in the cache, or in local folders, work
 #: File name -> path; None when the file is missing.
 Find = Callable[[str], Path | None]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE = "model.safetensors"
 
 
 def check_hub() -> Finding:
@@ -144,11 +145,11 @@ def _missing(find: Find) -> list[str]:
     missing = [] if find("config.json") else ["config.json is missing"]
     if not any(find(file) for file in _TOKENIZERS):
         missing.append("its tokenizer is missing")
-    index = find(_INDEX)
+    index = find(INDEX)
     try:
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())) if index else [_SINGLE]
     except (ValueError, KeyError, AttributeError, TypeError, OSError):
-        return [*missing, f"{_INDEX} can't be read"]
+        return [*missing, f"{INDEX} can't be read"]
     for file in files:
         path = find(file)
         if path is None:

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError, DiskFull
+from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.merge import merge, model_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
 from finetune.export.parity import (
@@ -40,10 +41,7 @@ if TYPE_CHECKING:
     from finetune.evaluate.rows import EvalRows
     from finetune.run.directory import RunDirectory
 
-GgufType = Literal["f16", "q8_0", "q4_k_m"]
 Progress = Callable[[str], None]
-#: llama.cpp's numbers of the quantised types: LLAMA_FTYPE_MOSTLY_* in https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h
-_FILE_TYPES: dict[str, int] = {"q8_0": 7, "q4_k_m": 15}
 CONVERTER = "convert_hf_to_gguf.py"
 #: llama.cpp's names of pre-tokenizers, by the steps of the tokenizer; `check_tokens` verifies them.
 _PRE_TOKENIZERS = {("digits", "byte-level"): "smollm", ("byte-level",): "gpt-2"}
@@ -69,7 +67,7 @@ class Exported:
 
 
 def export_gguf(
-    run: RunDirectory, target: Path | None = None, *, gguf_type: GgufType = "f16", separate: bool = False, llama_cpp: Path,
+    run: RunDirectory, target: Path | None = None, *, gguf_type: str = "f16", separate: bool = False, llama_cpp: Path,
     rows: int = 120, data: str | None = None, progress: Progress = lambda _: None,
 ) -> Exported:  # fmt: skip
     """Write RUN/gguf-KIND (or `target`): the merged model as GGUF, and a Modelfile if Ollama can express its template.
@@ -146,7 +144,7 @@ class _Expected:
 
 
 def _convert(
-    run: RunDirectory, file: Path, adapter: Path | None, gguf_type: GgufType, llama_cpp: Path, progress: Progress
+    run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress
 ) -> None:  # fmt: skip
     """Merge, or with an `adapter` use the base model; convert it to 16 bit, quantise. Only the GGUF files remain."""
     merged = file.parent / "merged"
@@ -211,12 +209,12 @@ def _converter_error(stderr: str) -> Exception:
     return CommandError(f"llama.cpp's converter failed: {message[:300]}", "A newer checkout of llama.cpp may know this model.")
 
 
-def _quantise(source: Path, target: Path, gguf_type: GgufType) -> None:
+def _quantise(source: Path, target: Path, gguf_type: str) -> None:
     import llama_cpp
 
     logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else it prints a line for each tensor
     parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = _FILE_TYPES[gguf_type]
+    parameters.ftype = GGUF_TYPES[gguf_type].file_type
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
         raise CommandError(f"llama.cpp could not quantise the model to {gguf_type}", "Try --type f16.")
 
@@ -253,7 +251,7 @@ def without_generation_tags(template: str) -> str:
 
 
 def _check_parity(
-    file: Path, adapter: Path | None, expected: _Expected, gguf_type: GgufType, progress: Progress
+    file: Path, adapter: Path | None, expected: _Expected, gguf_type: str, progress: Progress
 ) -> tuple[ParityReport, str | None]:  # fmt: skip
     """Compare the file with the adapter, stage by stage, and write the Modelfile, or return why not. Raises ParityError."""
     with LlamaCpp(file, expected.context, adapter) as model:

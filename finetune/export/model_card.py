@@ -17,6 +17,7 @@ from finetune import __version__
 from finetune.errors import FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.events import ForecastCheck, read_events
+from finetune.hub import REPO_ID
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: Recipe settings about this machine or network, which don't change what is learnt.
 _LOCAL_SETTINGS = ("output_dir", "memory_budget", "gpu", "report_to", "launch", "notify")
 #: An absolute path, and a path in a home folder.
@@ -73,7 +73,7 @@ def without_local_paths(value: Any, key: str = "") -> Any:
 
 def last_part(text: str) -> str:
     """The name at the end of a local path; a hub id and other text unchanged."""
-    if _HUB_ID.fullmatch(text) and not Path(text).exists():
+    if REPO_ID.fullmatch(text) and not Path(text).exists():
         return text
     is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
     return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or ("/" in text and _exists(text)) else text
@@ -100,10 +100,10 @@ def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
     settings, dataset = plan.settings, plan.settings.dataset
     base_model, licence = settings.model_name_or_path, licence_of(plan)
     paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
-    on_hub = [path for path in paths if _HUB_ID.fullmatch(path) and not Path(path).exists()]
+    on_hub = [path for path in paths if REPO_ID.fullmatch(path) and not Path(path).exists()]
     relation = {"adapter": "adapter", "merged": "finetune", "gguf": "quantized"}[kind]
     library_name = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}[kind]
-    is_on_hub = _HUB_ID.fullmatch(base_model) and not Path(base_model).exists()
+    is_on_hub = REPO_ID.fullmatch(base_model) and not Path(base_model).exists()
     return {
         **({"license": licence} if licence else {}),
         **({"base_model": base_model, "base_model_relation": relation} if is_on_hub else {}),

@@ -12,10 +12,8 @@ from typing import Any
 from finetune.data.template import common_prefix_length
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, FinetuneError, PackagesError
+from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.ollama import conversations
-
-#: Smallest share of held-out rows with the adapter's answer; the quantised types change answers that were nearly a tie.
-MIN_SAME_ANSWERS = {"f16": 0.95, "q8_0": 0.5, "q4_k_m": 0.5}
 
 
 class ParityError(FinetuneError):
@@ -149,8 +147,9 @@ def check_answers(
         progress(f"answering with llama.cpp: {row} of {len(prompts)}")
     is_equal = [file_answer == answer for file_answer, answer in zip(file_answers, answers, strict=True)]
     equal_answers = sum(is_equal)
-    if equal_answers < MIN_SAME_ANSWERS[gguf_type] * len(answers):
-        row, share = is_equal.index(False), MIN_SAME_ANSWERS[gguf_type]
+    share = GGUF_TYPES[gguf_type].min_same_answers
+    if equal_answers < share * len(answers):
+        row = is_equal.index(False)
         raise ParityError(
             "logits",
             f"{equal_answers} of {len(answers)} answers are the adapter's, fewer than {share:.0%}; row {row + 1}: "

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import torch
 
 from finetune.errors import CommandError
+from finetune.model.weights import ADAPTER_WEIGHTS, INDEX
 from finetune.system import sync_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COPY_BYTES = 2**24  # copied at once
-INDEX = "model.safetensors.index.json"
 
 
 class ShardMergeError(Exception):
@@ -72,7 +72,7 @@ def with_adapter(base: Any, adapter: Path) -> Any:
         for name, value in module._parameters.items():
             if value is not None and value.is_meta and "lora_" in f"{path}.{name}":
                 module._parameters[name] = torch.nn.Parameter(torch.full(value.shape, torch.nan), requires_grad=False)
-    set_peft_model_state_dict(model, load_file(adapter / "adapter_model.safetensors"))
+    set_peft_model_state_dict(model, load_file(adapter / ADAPTER_WEIGHTS))
     return model
 
 

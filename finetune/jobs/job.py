@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import RecipeError
+from finetune.errors import DataError, Diverged, DoesNotFit, OutOfMemory, RecipeError
 from finetune.recipe import AUTO, Recipe, write_recipe
 
 #: Seconds between the engine's SIGTERM and the end of the job, for the run to finish its step, save and seal.
@@ -136,9 +136,10 @@ def kubernetes(job: Job) -> str:
     return head + "---\n".join(_yaml(document) for document in documents)
 
 
-#: Exit codes that a retry would repeat: recipe, data, memory, divergence. After others a retry resumes from the checkpoint.
+#: Errors that a retry would repeat. After others a retry resumes from the checkpoint.
+_PERMANENT = [error.exit_code for error in (RecipeError, DoesNotFit, DataError, OutOfMemory, Diverged)]
 _PERMANENT_FAILURES = {
-    "action": "FailJob", "onExitCodes": {"containerName": "finetune", "operator": "In", "values": [2, 3, 4, 5, 6]},
+    "action": "FailJob", "onExitCodes": {"containerName": "finetune", "operator": "In", "values": _PERMANENT},
 }  # fmt: skip
 
 

@@ -355,12 +355,17 @@ class CachingAllocator:
         pool.add(block)
 
 
-def rounded(requested: int, divisions: int) -> int:
+def rounded(requested: int, divisions: int = 0) -> int:
     """`round_size`: multiples of 512 bytes, or with `divisions` the next of that many parts of a power of two."""
     if divisions > 1 and requested > MIN_BLOCK * divisions:
         part = (1 << requested.bit_length() - 1) // divisions
         return -(-requested // part) * part
     return -(-requested // MIN_BLOCK) * MIN_BLOCK
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes of pinned memory for `size` bytes: torch rounds up to powers of two (CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def segment_bytes(size: int) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from finetune.compat.torch import activation_budget, no_modes, split_by_compiler
+from finetune.compat.torch import activation_budget, split_by_compiler, without_modes
 
 if TYPE_CHECKING:
     from finetune.recipe import Settings
@@ -72,7 +72,7 @@ class SplitLayers:
         parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
         own = [owner[key] for owner, key in slots]
         try:
-            with no_modes(), activation_budget(self.budget):
+            with without_modes(), activation_budget(self.budget):
                 split = split_by_compiler(call, parameter_indices)
                 split(*values)
         except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is

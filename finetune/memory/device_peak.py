@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from finetune.card.allocator import AllocatorSettings, expandable_segments
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.allocator_choice import candidates, choose
-from finetune.memory.forecast import AtLimit, Forecast
+from finetune.memory.forecast import DRY_RUN_ERROR, AtLimit, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
 from finetune.memory.sharding import shard
+from finetune.recipe.compatibility import BUFFERS
 from finetune.units import MIB
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ PAGES = 40 * MIB
 #: What torch reserved beyond the replay with expandable segments, at most, as a share (benchmarks/card_matrix.py).
 REPLAY_ERROR = 0.02
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
-#: Largest error of the dry run on measured rows, as a share of allocated memory.
-DRY_RUN_ERROR = 0.02
 #: Growth that is worth a note, and rows so short that half of them show nothing.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
 #: Where uneven rows reserve more, the upper end is the most of the rows' order and of these other ones.
@@ -325,8 +324,6 @@ def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
     if card.is_cpu or settings.layer_offloading != "nvme":
         return 0 if card.is_cpu else run.host_bytes
     # the layers are in a file, and are staged in as many buffers as there are on the card
-    from finetune.model.layer_offloading import BUFFERS
-
     return run.host_bytes + BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.compat.bitsandbytes import optimizer_states
+from finetune.compat.transformers import trainers_optimizer
 from finetune.memory.fake_model import layer_number
 from finetune.model.adapters import trainable_parameters
 from finetune.model.techniques import optimizer_class
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
     """The optimizer that transformers' Trainer creates for these settings."""
-    return _optimizer(settings, [parameter for _, parameter in trainable_parameters(model)], on_cpu=on_cpu)
+    kind, arguments = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    optimizer = kind([{"params": parameters, "weight_decay": settings.weight_decay}], **arguments)
+    for group in optimizer.param_groups:
+        if "foreach" in group and not group["fused"]:
+            group["foreach"] = not on_cpu  # torch's default on CUDA, which fake tensors are not on
+    return optimizer
 
 
 def first_step(
@@ -46,26 +53,6 @@ def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
         with tracker.tagging("gradients"):
             parameter.grad = torch.zeros_like(parameter)
         tracker.retag(parameter.grad, "gradients", layer_number(name))
-
-
-def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
-    """The optimizer that `transformers.Trainer.get_optimizer_cls_and_kwargs` selects for the recipe's `optim`."""
-    own = optimizer_class(settings)
-    if own is not None:
-        return own[0](parameters, **own[1])
-    rate, decay, name = settings.learning_rate, settings.weight_decay, settings.optim
-    common: dict[str, Any] = {"lr": rate, "weight_decay": decay}
-    if name == "adamw_torch_fused":
-        return torch.optim.AdamW(parameters, fused=True, **common)
-    if name == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(parameters, scale_parameter=False, relative_step=False, **common)
-    if name in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
-        from bitsandbytes.optim import AdamW
-
-        return AdamW(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **common)
-    return torch.optim.AdamW(parameters, foreach=not on_cpu, **common)  # foreach is torch's default on CUDA
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from finetune.units import format_bytes
 PARTS = (
     "weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace", "gathered",
 )  # fmt: skip
+#: Largest error of the dry run on measured rows, as a share of allocated memory.
+DRY_RUN_ERROR = 0.02
 
 
 @dataclass(frozen=True)

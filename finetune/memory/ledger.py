@@ -19,6 +19,7 @@ from finetune.memory.trace import NotRepeated
 from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3, padding_multiple
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
@@ -346,8 +347,7 @@ def _simulated(
             lambda shallow: simulate(shallow, settings, batch, capability),
             every,
             first_differs=_first_layer_saves_less(settings),
-            # Adafactor's hundreds of small states don't show in a few layers; which layers are offloaded doesn't repeat
-            full_depth=settings.optim == "adafactor" or is_partial,
+            full_depth=OPTIMIZERS[settings.optim].small_states or is_partial,  # which layers are offloaded doesn't repeat
         )
         while len(_SIMULATED) > _MOST_SIMULATED:
             _SIMULATED.popitem(last=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from finetune.memory.simulate import AUXILIARY, Simulation
 from finetune.memory.tracker import OFFLOADED, Peak
 from finetune.recipe.compatibility import is_zero3
+from finetune.recipe.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.memory.tracker import PhaseKey, Tag
@@ -24,13 +25,13 @@ def can_mix(settings: Settings, identical: bool) -> bool:
     """Whether `mix_layers` is exact for these settings; `identical`: all decoder layers have the same modules and shapes.
 
     Layers that differ share tables and masks, which live as long as one layer saves them. Activations in flight to the host
-    belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and Adafactor is run at full depth anyway.
+    belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and small states are run at full depth anyway.
     """
     return (
         identical
         and settings.activation_checkpointing is True
         and settings.activation_offloading is False
-        and settings.optim != "adafactor"
+        and not OPTIMIZERS[settings.optim].small_states
         and not is_zero3(settings.launch)
     )
 

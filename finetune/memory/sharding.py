@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.memory.caching_allocator import pinned_bytes, rounded
 from finetune.memory.shard_units import EMBEDDING, HEAD, REST
 from finetune.recipe.compatibility import reads_own_rows
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from finetune.recipe import Settings
 
 
-#: The caching allocator's smallest block, as in tracker.py, which needs torch.
-_BLOCK_BYTES = 512
 #: Up to 1e9 parameters stay gathered: the defaults of `stage3_max_live_parameters` and `stage3_max_reuse_distance`.
 MOST_LIVE = 10**9
 #: Elements of DeepSpeed's NVMe buffers: `buffer_count` x `buffer_size` of `offload_param`, at their defaults.
@@ -86,7 +85,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
     trained = sum(part for _, part in shards.values())
-    host = sum(_pinned(_shard_rows(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host = sum(pinned_bytes(_shard_rows(parameter, cards)) for unit in units for parameter in unit.parameters)
     arriving = 2 * max(map(sum, shards.values()))
     loading = max(before + trained, _quantising(units)) if own_rows else before
     return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows, starting + arriving)
@@ -135,7 +134,7 @@ def gathered_at_start(units: tuple[Unit, ...], cards: int) -> int:
 
 def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
     """Bytes of the largest decoder layer, the embedding, the output layer and the rest, gathered."""
-    full = {unit.name: sum(_block(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
+    full = {unit.name: sum(rounded(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
     layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
     return layer, full.get(EMBEDDING, 0), full.get(HEAD, 0), full.get(REST, 0)
 
@@ -161,7 +160,7 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
     persistent = sum(
-        _block(parameter.size_bytes)
+        rounded(parameter.size_bytes)
         for unit in units for parameter in unit.parameters if parameter.size_bytes < 10 * hidden * parameter.item_bytes
     )  # fmt: skip
     # Gathered: up to MOST_LIVE elements, and those being fetched (stage3_prefetch_bucket_size;
@@ -175,7 +174,7 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
         return Sharded(shards, states, masters, gathered, all_bytes + own, host)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving = 2 * max(map(sum, shards.values()))
-    host += sum(_pinned(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host += sum(pinned_bytes(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
     host += NVME_BUFFERS * item if launch.offload == "nvme" else 0
     return Sharded(dict.fromkeys(shards, (0, 0)), states, masters, gathered + arriving, all_bytes, host)
 
@@ -227,7 +226,7 @@ def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
     """Allocated bytes of a unit's frozen and trained parameters when each has `size(parameter)` bytes."""
     sums = [0, 0]
     for parameter in unit.parameters:
-        sums[parameter.trained] += _block(size(parameter))
+        sums[parameter.trained] += rounded(size(parameter))
     return sums[0], sums[1]
 
 
@@ -243,12 +242,3 @@ def _shard_rows(parameter: Parameter, cards: int) -> int:
 
 def _shard_elements(parameter: Parameter, cards: int) -> int:
     return -(-parameter.size_bytes // parameter.item_bytes // cards) * parameter.item_bytes
-
-
-def _block(size: int) -> int:
-    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
-
-
-def _pinned(size: int) -> int:
-    """Bytes of pinned memory for `size` bytes: torch rounds up to powers of two (CachingHostAllocator.h)."""
-    return 1 << (size - 1).bit_length() if size else 0

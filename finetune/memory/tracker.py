@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from finetune.memory import fake_operators
+from finetune.memory.caching_allocator import pinned_bytes, rounded
 from finetune.memory.trace import Recording
 from finetune.units import MIB
-
-#: The CUDA caching allocator rounds every request up to a multiple of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
-BLOCK_BYTES = 512
 
 #: The part of layers' weights in host memory, whose pages are pinned as they are.
 OFFLOADED = "offloaded layers"
@@ -49,11 +47,6 @@ class Peak:
     total_bytes: int = 0
     by_tag: dict[Tag, int] = field(default_factory=dict)
     operator: str = ""
-
-
-def block_bytes(size: int) -> int:
-    """Bytes that the caching allocator allocates for a request of `size` bytes; 0 for an empty one."""
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class StorageTracker(TorchDispatchMode):
@@ -148,7 +141,7 @@ class StorageTracker(TorchDispatchMode):
 
     def scratch(self, operator: str, *sizes: int) -> None:
         """Record temporary buffers of a running kernel, sizes in bytes."""
-        self.record(operator, sum(block_bytes(size) for size in sizes))
+        self.record(operator, sum(rounded(size) for size in sizes))
         self.recording.scratch(sizes, self._layer)
 
     def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
@@ -197,15 +190,13 @@ class StorageTracker(TorchDispatchMode):
         inherited = self._source if self.inherits and self.layer is None else self.layer
         tag = (self.part, inherited if layer is None else layer)
         if device.type == "meta":
-            # Host copies are pinned, and torch's pinned allocator rounds up to powers of two (CachingHostAllocator.h).
-            rounded = 1 << max(0, storage.nbytes() - 1).bit_length() if storage.nbytes() else 0
-            size = storage.nbytes() if self.part == OFFLOADED else rounded
+            size = storage.nbytes() if self.part == OFFLOADED else pinned_bytes(storage.nbytes())
             self._host_live[tag] += size
             if self._host_live.total() > self.host.total_bytes:
                 self.host = Peak(self._host_live.total(), {tag: size for tag, size in self._host_live.items() if size})
             self._sizes[key] = (-size, tag)
         else:
-            size = block_bytes(storage.nbytes())
+            size = rounded(storage.nbytes())
             self.live_bytes += size
             self.live[tag] += size
             self._sizes[key] = (size, tag)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -27,7 +26,7 @@ _EAGER_ONLY = {
     "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2", "inkling2_text", "mamba",
     "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def resolve_model_path(settings: Recipe) -> str:
@@ -39,7 +38,7 @@ def resolve_model_path(settings: Recipe) -> str:
         return str(model_path("tiny"))
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
             raise ModelError(
                 f"model_name_or_path {name} holds an adapter, not a model", "Give the base model, or merge the adapter first."
             )
@@ -48,7 +47,7 @@ def resolve_model_path(settings: Recipe) -> str:
                 f"model_name_or_path {name} has no config.json", "Give a folder saved with save_pretrained, or a hub id."
             )
         return str(path)
-    if name.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(name) or path.is_file():
+    if name.startswith(("/", "./", "../", "~")) or not hub.HUB_ID.fullmatch(name) or path.is_file():
         raise ModelError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
             f"{_did_you_mean(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
@@ -106,7 +105,7 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     if typed == "tiny" or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
         return recipe, ""
     match = resolve(typed)
-    if match is None or (_HUB_ID.fullmatch(typed) and _exists(typed)):
+    if match is None or (hub.HUB_ID.fullmatch(typed) and _exists(typed)):
         return recipe, ""
     return resolved(recipe, model_name_or_path=match.name), match.note
 

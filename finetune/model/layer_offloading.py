@@ -27,13 +27,12 @@ from finetune.files import cache_dir
 from finetune.model import host_memory
 from finetune.model.checkpointing import base_of, decoder_layers
 from finetune.model.offload import Copies, InOrder, SideStream
+from finetune.recipe.compatibility import BUFFERS
 
 if TYPE_CHECKING:
     from finetune.model.quantised_store import Store
     from finetune.recipe import Settings
 
-#: Layers on the card at a time: one that computes and one that arrives.
-BUFFERS = 2
 #: Each tensor of a layer's bytes begins at a multiple of this, as CUDA kernels read many bytes at a time.
 ALIGN = 256
 

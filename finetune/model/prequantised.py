@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
+from finetune.hub import REPO_ID
 from finetune.model.configuration import read_text, resolve_model_path
 from finetune.model.names import resolve
 
@@ -16,7 +17,6 @@ BITSANDBYTES = "bitsandbytes"
 #: Methods that transformers can undo while loading.
 DEQUANTISED = ("mxfp4", "fp8")
 _HEADER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -78,6 +78,6 @@ def _base_in_readme(recipe: Recipe) -> str | None:
         return None
     base = values.get("base_model") if isinstance(values, dict) else None
     base = base[0] if isinstance(base, list) and base else base
-    if not isinstance(base, str) or not _ID.fullmatch(base) or base == recipe.model_name_or_path:
+    if not isinstance(base, str) or not REPO_ID.fullmatch(base) or base == recipe.model_name_or_path:
         return None
     return _original(base) or base

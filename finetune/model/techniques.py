@@ -22,8 +22,8 @@ from finetune.recipe.compatibility import is_zero3
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
-#: This project's optimizer, by its name in a recipe; all others are transformers' names.
-CPU_OFFLOAD = "adamw_cpu_offload"
+#: This project's optimizers, by their names in a recipe; all others are transformers' names.
+_OWN = {"adamw_cpu_offload": CpuAdamW}
 
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
@@ -80,15 +80,15 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
     return {
         checkpointing_name(): False,
         "activation_offloading": False,
-        "optim": "adamw_torch" if settings.optim == CPU_OFFLOAD else settings.optim,
+        "optim": "adamw_torch" if settings.optim in _OWN else settings.optim,
     }
 
 
 def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Trainer's `optimizer_cls_and_kwargs` for this project's optimizer; None for those of transformers."""
-    if settings.optim != CPU_OFFLOAD:
+    """Trainer's `optimizer_cls_and_kwargs` for this project's optimizers; None for those of transformers."""
+    if settings.optim not in _OWN:
         return None
-    return CpuAdamW, {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    return _OWN[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
 
 
 def _offloads_compiled_layer_inputs(settings: Settings) -> bool:

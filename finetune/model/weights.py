@@ -16,6 +16,8 @@ from finetune.model.configuration import resolve_model_path
 if TYPE_CHECKING:
     from finetune.recipe import Settings
 
+#: Files of a checkpoint in several parts, and of an adapter.
+INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"
 _DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
 
 
@@ -64,7 +66,7 @@ def _hash(path: Path) -> str:
 
 
 def _files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
     try:

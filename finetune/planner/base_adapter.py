@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
+from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.planner.plan import read_plan
 from finetune.recipe import AUTO, resolved
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
-_CONFIG = "adapter_config.json"
 #: Settings that an adapter's parameters and their scale follow from.
 _SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 #: Values of adapter_config.json under which an adapter is one that is trained here.
@@ -65,10 +65,10 @@ def read_base_adapter(name: str) -> BaseAdapter:
     """The adapter in a folder or of a run: one of this program's, or any LoRA adapter of PEFT. Raises RecipeError."""
     folder = find_adapter(name)
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = config.get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
-        raise RecipeError(f"adapter_name_or_path {name}: {folder / _CONFIG} can't be read: {error}") from None
+        raise RecipeError(f"adapter_name_or_path {name}: {folder / ADAPTER_CONFIG} can't be read: {error}") from None
     plan = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
     if plan.is_file():
         settings = read_plan(plan).settings
@@ -84,13 +84,13 @@ def find_adapter(name: str) -> Path:
     path = Path(name).expanduser()
     runs = (path, Path("runs") / name)
     for folder in (path, *(run / "adapter" for run in runs)):
-        if (folder / _CONFIG).is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
             return folder
     for run in runs:
         if (run / "plan.json").is_file():
             raise RecipeError(f"adapter_name_or_path {name}: the run has no adapter yet", f"Finish it: finetune resume {run}")
     raise RecipeError(
-        f"adapter_name_or_path {name} is no run and no folder with {_CONFIG}",
+        f"adapter_name_or_path {name} is no run and no folder with {ADAPTER_CONFIG}",
         "Give a run (`finetune runs` lists them), or an adapter's folder. From the hub: hf download NAME --local-dir FOLDER",
     )
 

@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Verdict, verdict_of
-from finetune.planner.speed import BUFFERS, knows_rates
-from finetune.recipe.compatibility import layer_offloading_conflict
+from finetune.planner.speed import knows_rates
+from finetune.recipe.compatibility import BUFFERS, layer_offloading_conflict
+from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -87,12 +88,12 @@ def _explain_optimizer(compare: Comparison) -> str:
     optim = compare.strategy.optim
     if optim == "adamw_torch":
         return "torch's AdamW"
-    if optim == "adamw_torch_fused":
+    if optim == FUSED:
         saved = compare.search.high_bytes(compare.strategy) - compare.search.high_bytes(
-            dataclasses.replace(compare.strategy, optim="adamw_8bit")
+            dataclasses.replace(compare.strategy, optim=EIGHT_BIT)
         )
         return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
-    return f"{compare.against(optim='adamw_torch_fused')} vs fused AdamW"
+    return f"{compare.against(optim=FUSED)} vs fused AdamW"
 
 
 def _explain_checkpointing(compare: Comparison) -> str:
@@ -195,7 +196,7 @@ def describe(strategy: Strategy, batch: int, world: int) -> str:
     """A strategy as a short summary."""
     bits = {4: "NF4", 8: "int8", 16: "16 bit", 32: "32 bit"}[strategy.bits]
     steps = batch // (world * strategy.micro)
-    optim = "" if strategy.optim in ("adamw_torch_fused", "adamw_torch") else f", {strategy.optim}"
+    optim = "" if OPTIMIZERS[strategy.optim].price == 1 else f", {strategy.optim}"
     table = ", input embedding offloaded" if strategy.host_table else ""
     layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
     return f"{bits}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"

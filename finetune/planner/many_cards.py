@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import FinetuneError
 from finetune.planner.plan import CardNeeds, ManyCards, verdict_of
 from finetune.recipe import AUTO, resolved
-from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS
+from finetune.recipe.compatibility import NOT_REENTRANT
+from finetune.recipe.optimizers import FUSED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.memory.forecast import Forecast
@@ -80,8 +81,8 @@ def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str
     changes |= {"layer_offloading": False, "offloaded_layers": 0}
     if launch["strategy"] == "ddp":
         return changes
-    if settings.optim not in SHARDED_OPTIMIZERS:
-        changes["optim"] = "adamw_torch_fused"
+    if not OPTIMIZERS[settings.optim].shards:
+        changes["optim"] = FUSED
     changes["offload_embeddings"] = False
     if settings.load_in_8bit:
         changes |= {"load_in_8bit": False, "load_in_4bit": True}

@@ -37,6 +37,12 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
     NOT_POSSIBLE = "not possible"
 
+    @property
+    def level(self) -> str:
+        """How good that is, for its colour: ok, warn, bad or unknown."""
+        levels = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
+        return levels.get(self, "unknown")
+
 
 def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
     """Fits when the forecast's upper end is within the budget, tight when only its lower end is. At the limit: when torch can

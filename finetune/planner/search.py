@@ -10,19 +10,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.memory.forecast import Forecast
-from finetune.planner.speed import BUFFERS, SAVED_BYTES, saved_bytes, time_step
+from finetune.planner.speed import SAVED_BYTES, saved_bytes, time_step
 from finetune.planner.strategy import Strategy
+from finetune.recipe.compatibility import BUFFERS
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import GIB
 
 if TYPE_CHECKING:
     from finetune.planner.shape import ModelShape
     from finetune.planner.speed import Job, Timing
 
-#: Device bytes of optimizer state per trained fp32 parameter at the optimizer step.
-STATE_BYTES = {
-    "adamw_torch_fused": 8.0, "adamw_torch": 8.0, "adamw_8bit": 2.1, "paged_adamw_8bit": 2.1, "paged_adamw_32bit": 8.0,
-    "adamw_cpu_offload": 0.0, "adafactor": 0.1,
-}  # fmt: skip
 #: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: 2.3 in a dry run of
 #: Llama-3.1-8B, 3.1 with dropout.
 USUAL_SAVED_BYTES = 2.4
@@ -57,7 +54,7 @@ def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
     shape, tokens = job.shape, strategy.micro * width
     usual = USUAL_SAVED_BYTES * saved_bytes(strategy.bits, job.lean) / SAVED_BYTES
     activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
-    adapters = (8 + STATE_BYTES[strategy.optim]) * job.rank * shape.adapter_per_rank
+    adapters = (8 + OPTIMIZERS[strategy.optim].state_bytes) * job.rank * shape.adapter_per_rank
     return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
 
 
@@ -83,8 +80,8 @@ def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job)
     parts["weights"] = parts.get("weights", 0.0) + _weight_bytes(strategy, shape) - _weight_bytes(reference, shape)
     for name in ("adapters", "gradients", "optimizer"):
         parts[name] = parts.get(name, 0.0) * job.rank / nearest.rank
-    states = (STATE_BYTES[strategy.optim] - STATE_BYTES[reference.optim]) * job.rank * shape.adapter_per_rank
-    parts["optimizer"] = max(0.0, parts["optimizer"] + states)
+    more_bytes = OPTIMIZERS[strategy.optim].state_bytes - OPTIMIZERS[reference.optim].state_bytes
+    parts["optimizer"] = max(0.0, parts["optimizer"] + more_bytes * job.rank * shape.adapter_per_rank)
     parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
     activation_bytes = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
     tokens = strategy.micro * width

@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from finetune.recipe.compatibility import BUFFERS
+from finetune.recipe.optimizers import OPTIMIZERS
+
 if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.planner.plan import DataStatistics
@@ -115,13 +118,8 @@ LAYER_KERNELS, LAUNCH_S = 210, 5e-6
 #: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
 #: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
 SELECTIVE_DISPATCH = 1.7
-#: Seconds per tensor for bitsandbytes' synchronisation, and per parameter for AdamW on two CPU cores.
-BITSANDBYTES_TENSOR_S, CPU_ADAMW_S = 2e-5, 0.5e-9
 #: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
-#: Layers whose buffers are on the card with layer offloading (finetune/model/layer_offloading.py). A pass ends with so many
-#: that the next one begins with, and needs not fetch.
-BUFFERS = 2
 #: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
 ASSUMED_DRIVE = 3e9
 #: The same for a processor, which also computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a
@@ -270,13 +268,6 @@ def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, rec
 
 
 def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:
-    """AdamW reads and writes weight, gradient and two moments in fp32; other optimizers add synchronisation or transfers."""
-    parameters, tensors = rank * shape.adapter_per_rank, 2 * shape.adapters
-    if optim == "adamw_cpu_offload":
-        return 2 * 4 * parameters / pcie + CPU_ADAMW_S * parameters
-    base = 28 * parameters / bandwidth
-    if optim in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
-        return base + tensors * BITSANDBYTES_TENSOR_S * (2 if optim.startswith("paged") else 1)
-    if optim == "adafactor":
-        return 2 * base + tensors * 15 * LAUNCH_S
-    return base
+    optimizer, parameters, tensors = OPTIMIZERS[optim], rank * shape.adapter_per_rank, 2 * shape.adapters
+    moving_s = optimizer.memory_bytes * parameters / bandwidth + optimizer.pcie_bytes * parameters / pcie
+    return moving_s + optimizer.tensor_s * tensors + optimizer.cpu_s * parameters

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import RecipeError
 from finetune.recipe import AUTO
-from finetune.recipe.compatibility import NOT_REENTRANT, SHARDED_OPTIMIZERS, is_sharded, is_zero3, layer_offloading_conflict
+from finetune.recipe.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
+from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -24,14 +25,9 @@ CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
 #: Where the weights of offloaded layers are: not offloaded, in host memory, or in a file.
 OffloadTarget = Literal[False, "cpu", "nvme"]
 OFFLOAD_TARGETS: tuple[OffloadTarget, ...] = ("cpu", "nvme")
-OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_cpu_offload", "adafactor")
 
 #: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
 BITS_PRICE = {32: 1.0, 16: 1.0, 8: 1.08, 4: 1.10}
-OPTIMIZER_PRICE = {
-    "adamw_torch_fused": 1.0, "adamw_torch": 1.0, "adamw_8bit": 1.02, "paged_adamw_8bit": 1.04, "paged_adamw_32bit": 1.04,
-    "adamw_cpu_offload": 1.06, "adafactor": 1.10,
-}  # fmt: skip
 HOST_TABLE_PRICE = 1.02
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.02, "offload": 1.05}
 #: Numbers of offloaded layers that are tried: so many, from all down.
@@ -57,7 +53,7 @@ class Strategy:
     @property
     def price(self) -> float:
         """Factor on step time that weighs departures from the simplest settings."""
-        kinds = BITS_PRICE[self.bits] * OPTIMIZER_PRICE[self.optim] * CHECKPOINTING_PRICE[self.checkpointing]
+        kinds = BITS_PRICE[self.bits] * OPTIMIZERS[self.optim].price * CHECKPOINTING_PRICE[self.checkpointing]
         return kinds * DOUBLING_PRICE ** math.log2(self.micro) * (HOST_TABLE_PRICE if self.host_table else 1.0)
 
     def recomputed_layers(self, layers: int) -> int:
@@ -146,7 +142,7 @@ def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
             replace(chosen, checkpointing=kind, every_n=steps)
             for kind, steps in [*_adjacent((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
         ),
-        *(replace(chosen, optim=optim) for optim in ("adamw_torch_fused", "adamw_8bit")),
+        *(replace(chosen, optim=optim) for optim in (FUSED, EIGHT_BIT)),
         *(replace(chosen, micro=micro) for micro in _adjacent(chosen.micro, micros)),
         replace(chosen, host_table=not chosen.host_table),
         *(replace(chosen, offloaded=count) for count in _adjacent(chosen.offloaded, counts)),
@@ -211,7 +207,8 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
         return (choices.recipe.optim,)
     if card.is_cpu:
         return ("adamw_torch",)
-    return tuple(optim for optim in OPTIMIZERS if optim in SHARDED_OPTIMIZERS or not is_sharded(choices.recipe.launch))
+    sharded = is_sharded(choices.recipe.launch)
+    return tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.planned and (optimizer.shards or not sharded))
 
 
 def _micro_batches(choices: Choices) -> Iterator[int]:

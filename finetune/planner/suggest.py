@@ -11,6 +11,7 @@ from finetune.model.catalogue import entries
 from finetune.planner.plan import Shortfall, Suggestion
 from finetune.planner.shape import shape_of
 from finetune.recipe import AUTO, Settings, resolved
+from finetune.recipe.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     if asked and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
         every = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
         offer(every, "forward pass runs twice: up to 45 % more time")
-    if recipe.optim != AUTO and settings.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"):
-        offer({"optim": "adamw_8bit"}, "8-bit optimizer states")
+    if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
+        offer({"optim": EIGHT_BIT}, "8-bit optimizer states")
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= 256:
             offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))

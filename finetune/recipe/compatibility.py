@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from finetune.recipe.settings import Settings
 
 AUTO = "auto"
-#: Optimizers that work on sharded parameters; those of bitsandbytes and of this project need whole ones.
-SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 #: Kinds of gradient checkpointing that are not reentrant, as DeepSpeed ZeRO-3 needs it.
 NOT_REENTRANT = ("selective", "offload")
+#: Layers whose buffers are on the GPU with layer offloading: one that computes and one that arrives. A pass ends with so many
+#: that the next one begins with, and needs not fetch.
+BUFFERS = 2
 
 
 def is_sharded(launch: LaunchRecipe) -> bool:
@@ -165,7 +167,7 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
         yield f"load_in_8bit can't be sharded by launch.strategy {strategy}; use load_in_4bit, or neither"
     if recipe.offload_embeddings is True:
         yield f"offload_embeddings needs the whole table, which launch.strategy {strategy} shards; set it to auto or false"
-    if recipe.optim not in (AUTO, *SHARDED_OPTIMIZERS):
+    if recipe.optim != AUTO and not OPTIMIZERS[recipe.optim].shards:
         yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import operator
 from enum import Flag, auto
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from finetune.recipe import compatibility
+from finetune.recipe.optimizers import OPTIMIZERS
 
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 T = TypeVar("T")
@@ -63,15 +64,14 @@ Dtype = Annotated[
         "torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
     }),
 ]  # fmt: skip
+if TYPE_CHECKING:
+    _OptimizerName = str
+else:
+    _OptimizerName = Literal[tuple(OPTIMIZERS)]
 Optimizer = Annotated[
-    Literal[
-        "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor",
-        "adamw_cpu_offload",
-    ],
-    _synonyms({
-        "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw_hf": "adamw_torch", "adamw": "adamw_torch",
-    }),
-]  # fmt: skip
+    _OptimizerName,
+    _synonyms({synonym: name for name, optimizer in OPTIMIZERS.items() for synonym in optimizer.synonyms}),
+]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
 Layers = Annotated[str | list[str], BeforeValidator(_layers)]
 Checkpointing = bool | Literal["selective", "offload"]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, RecipeError
 from finetune.files import sha256_of, write_json
-from finetune.model.weights import weights_fingerprint
+from finetune.model.configuration import ADAPTER_CONFIG
+from finetune.model.weights import ADAPTER_WEIGHTS, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import open_run
 from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe, Settings
     from finetune.run.directory import RunDirectory
 
-WEIGHTS = "adapter_model.safetensors"
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.
 _FACTS, HELD_OUT = "origin.json", "held-out"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -65,8 +65,8 @@ def require_usable_adapter(settings: Settings) -> None:
     if settings.adapter_name_or_path is None:
         return
     adapter = read_base_adapter(settings.adapter_name_or_path)
-    if not (adapter.folder / WEIGHTS).is_file():
-        raise RecipeError(f"adapter_name_or_path {adapter.folder} has no {WEIGHTS}", "Save it as safetensors.")
+    if not (adapter.folder / ADAPTER_WEIGHTS).is_file():
+        raise RecipeError(f"adapter_name_or_path {adapter.folder} has no {ADAPTER_WEIGHTS}", "Save it as safetensors.")
     if changes := changes_in(adapter.folder):
         raise RecipeError([f"{adapter.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
     sealed, now = facts_of(adapter.folder).base, weights_fingerprint(settings)
@@ -96,7 +96,7 @@ def facts_of(folder: Path) -> BaseAdapterFacts:
 def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
     """Copy the adapter and the held-out rows of its run into a run, which then no longer needs that one."""
     run.base_adapter.mkdir()
-    for name in ("adapter_config.json", WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         shutil.copyfile(folder / name, run.base_adapter / name)
     first = _run_of(folder)
     if first is not None and (first / "data" / "eval").is_dir():
@@ -114,7 +114,7 @@ def base_adapter_of(run: RunDirectory) -> BaseAdapterFacts | None:
 
 def base_adapter_hash(run: RunDirectory) -> str | None:
     """Hash of the adapter that a run continued from; None without one."""
-    path = run.base_adapter / WEIGHTS
+    path = run.base_adapter / ADAPTER_WEIGHTS
     return sha256_of(path) if path.is_file() else None
 
 
@@ -127,7 +127,7 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
         problems = [f"{run.base_adapter}: {change}" for change in changes[:5]]
         raise RecipeError(problems, f"Start a new run: finetune run {run.recipe}")
     try:
-        load_result: Any = set_peft_model_state_dict(model, load_file(run.base_adapter / WEIGHTS))
+        load_result: Any = set_peft_model_state_dict(model, load_file(run.base_adapter / ADAPTER_WEIGHTS))
     except (RuntimeError, KeyError, ValueError) as error:  # of other shapes
         raise RecipeError(f"the adapter in {run.base_adapter} does not fit the model: {str(error).splitlines()[0]}") from None
     odd = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]

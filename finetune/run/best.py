@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
 from finetune.events import Result, RunWarning
+from finetune.model.configuration import ADAPTER_CONFIG
+from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.seal import changes_in, verify, write_manifest
 from finetune.system import rename, sync_folder
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
     from finetune.run.directory import RunDirectory
     from finetune.run.training import RunTrainer
-
-_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         return Result(step=step, path=run.adapter.name, eval_loss=loss.get(step), last_step=step)
     _finish(building, run.last_adapter, trainer, step, loss.get(step))
     shutil.copytree(run.last_adapter, building)
-    shutil.copyfile(weights_of(run, best.step) / _WEIGHTS, building / _WEIGHTS)
+    shutil.copyfile(weights_of(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
     _finish(building, run.adapter, trainer, best.step, best.loss)
     return Result(
         step=best.step, path=run.adapter.name, eval_loss=best.loss,
@@ -123,7 +123,7 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     tokenizer: Any = trainer.processing_class
     tokenizer.save_pretrained(str(building))
-    shutil.copymode(building / "adapter_config.json", building / _WEIGHTS)  # its library lets only the owner read it
+    shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)  # its library lets only the owner read it
     shutil.copy(trainer.run.plan, building / "plan.json")
     write_manifest(building, {"step": step, "eval_loss": loss, "base": trainer.seal_facts.get("base")})
     shutil.rmtree(target, ignore_errors=True)

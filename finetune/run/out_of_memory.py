@@ -12,17 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.units import MIB, format_bytes
+from finetune.memory.caching_allocator import SMALL_REQUEST
+from finetune.memory.forecast import DRY_RUN_ERROR
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.events import OutOfMemory
 
-#: Requests up to this come from segments of their own (kSmallSize in c10/core/AllocatorConfig.h); large ones can't use those.
-SMALL_REQUEST = MIB
 #: Holders that are named.
 MOST_HOLDERS = 6
-#: More allocated than this share above the forecast is reported as the cause.
-FORECAST_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def _expectation(event: OutOfMemory) -> str:
     message = f"{expected} at most; {format_bytes(allocated)} were allocated"
     if event.peak_reserved_bytes is not None:
         message += f" and {format_bytes(event.peak_reserved_bytes)} reserved"
-    return f"{message}, more than forecast." if allocated > (1 + FORECAST_ERROR) * forecast else f"{message} before it failed."
+    return f"{message}, more than forecast." if allocated > (1 + DRY_RUN_ERROR) * forecast else f"{message} before it failed."
 
 
 def _segments(snapshot: Any) -> Iterator[dict[str, Any]]:

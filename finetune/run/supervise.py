@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from finetune import errors
 from finetune.card.allocator import AllocatorSettings, usual_settings
 from finetune.distributed.processes import launcher_for
-from finetune.errors import DiskFull
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
@@ -138,7 +138,7 @@ class Supervisor:
         except OSError:  # a worker that is recorded nowhere could not be stopped
             _kill_tree(worker)
             worker.wait()
-            return DiskFull.exit_code
+            return errors.DiskFull.exit_code
         self.sign = (None, time.monotonic())
         handled, requested_s, ended = 0, 0.0, False
         while worker.poll() is None:
@@ -202,7 +202,8 @@ class Supervisor:
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
         if changes is None:
-            self._end("failed", 5, no_smaller_plan(plan, phase, holders_of(self.cards), self.run.recipe))
+            message = no_smaller_plan(plan, phase, holders_of(self.cards), self.run.recipe)
+            self._end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))
@@ -216,7 +217,7 @@ class Supervisor:
         if not isinstance(spike, LossSpike):
             return False
         if attempt > MOST_RETRIES:
-            self._end("diverged", 6, f"{spike.message}, after {attempt} attempts")
+            self._end("diverged", errors.Diverged.exit_code, f"{spike.message}, after {attempt} attempts")
             return False
         changes = {"learning_rate": adjusted_plan(self.run).settings.learning_rate / 2}
         adjust(self.run, changes)
@@ -234,13 +235,13 @@ class Supervisor:
         if self.signals:
             code = 128 + self.signals[0]
             self._end("stopped", code, f"killed without a new checkpoint; {resume}" if sealed else f"killed; {resume}")
-        elif code == 7:
-            self._end("paused", 7, f"the disk is full; free some space, then {resume}")
+        elif code == errors.DiskFull.exit_code:
+            self._end("paused", code, f"the disk is full; free some space, then {resume}")
         elif code == -9:  # SIGKILL, a name that Windows lacks
-            self._end("failed", 1, f"the process was killed (often: out of host memory); {resume}")
+            self._end("failed", errors.FAILED, f"the process was killed (often: out of host memory); {resume}")
         else:
-            self._end("failed", 1, f"the process ended with status {code}, see {self.run.log}; {resume}")
-        return code if code > 0 else 1
+            self._end("failed", errors.FAILED, f"the process ended with status {code}, see {self.run.log}; {resume}")
+        return code if code > 0 else errors.FAILED
 
     def _end(self, state: str, exit_code: int, message: str) -> None:
         self._emit(State(state=state, exit_code=exit_code, message=message))

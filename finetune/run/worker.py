@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import events
 from finetune.card import cuda
 from finetune.distributed import ranks
-from finetune.errors import DiskFull, Diverged, FinetuneError, LossSpike
+from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.model.weights import weights_fingerprint
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
@@ -84,13 +84,13 @@ class Worker:
                 event = describe(error, phase, self.plan, self.memory)
                 self.history.write("out-of-memory")
                 self.events.emit(event)
-                return 5
+                return OutOfMemory.exit_code
             if is_disk_full(error):
                 full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
-                return self._failed(7, "paused", full)
+                return self._failed(full.exit_code, "paused", full)
             if card_error := lost_card(self.plan, self.run.path):
                 return self._failed(card_error.exit_code, "failed", card_error)
-            return self._failed(1, "failed", FinetuneError(f"{type(error).__name__}: {error}"))
+            return self._failed(FAILED, "failed", FinetuneError(f"{type(error).__name__}: {error}"))
 
     def _failed(self, code: int, state: str, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
@@ -130,8 +130,8 @@ class Worker:
         message = self._save_result(trainer, callback.stopped_early)
         if self.rank.is_local_rank_0:
             self._check_forecast()
-        self.events.emit(events.State(state="finished", message=message, exit_code=0))
-        return 0
+        self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
+        return FINISHED
 
     def _check_forecast(self) -> None:
         """Emit forecast against measured memory of the whole run, and record it for later plans."""
@@ -278,7 +278,7 @@ class Worker:
         return f"{last} Usual causes: the learning rate ({rate}; try learning_rate={rate / 4:.2g}), fp16, or broken rows."
 
 
-_STATE_OF = {6: "diverged", 7: "paused"}
+_STATE_OF = {Diverged.exit_code: "diverged", DiskFull.exit_code: "paused"}
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
-from finetune.model.configuration import resolve_model_path
+from finetune.model.configuration import ADAPTER_CONFIG, resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.system import shell_join
 
@@ -51,7 +51,7 @@ def llama_command(runs: dict[str, RunDirectory]) -> str:
 
 
 def _adapter_config(folder: Any) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return config
 
 

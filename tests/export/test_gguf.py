@@ -15,7 +15,8 @@ import pytest
 from finetune.bundled import dataset_paths
 from finetune.errors import DiskFull, ModelError
 from finetune.export import gguf
-from finetune.export.parity import MIN_SAME_ANSWERS, LlamaCpp, ParityError
+from finetune.export.gguf_types import GGUF_TYPES
+from finetune.export.parity import LlamaCpp, ParityError
 from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.llama]
@@ -99,7 +100,7 @@ def test_a_quantised_file_is_smaller_and_has_the_same_tokens(exported, expected,
     gguf._quantise(exported.file, home / "small.gguf", kind)
     parity, _ = gguf._check_parity(home / "small.gguf", None, expected, kind, lambda _: None)
     assert (home / "small.gguf").stat().st_size < 0.75 * exported.file.stat().st_size
-    assert parity.same_answers >= MIN_SAME_ANSWERS[kind] * parity.rows
+    assert parity.same_answers >= GGUF_TYPES[kind].min_same_answers * parity.rows
 
 
 def test_a_refused_export_keeps_nothing(exported, run, checkout, home, monkeypatch):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import RecipeError
-from finetune.export.shards import INDEX, AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
+from finetune.export.shards import AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
+from finetune.model.weights import INDEX
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip

@@ -19,9 +19,10 @@ import finetune.model.cpu_adamw
 import finetune.model.host_memory
 import finetune.model.lean_layers
 import finetune.model.offload
+from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
-from finetune.memory.tracker import StorageTracker, block_bytes
+from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
 
@@ -127,7 +128,7 @@ class RealTracker(StorageTracker):
         key = tensor.untyped_storage()._cdata
         size, tag = self._sizes[key]
         if size == 0:
-            size = block_bytes(tensor.untyped_storage().nbytes())
+            size = rounded(tensor.untyped_storage().nbytes())
             self._sizes[key] = (size, tag)
             self.live_bytes += size
             self.live[tag] += size

@@ -19,12 +19,13 @@ from finetune.card.card import Card
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.errors import RecipeError
 from finetune.memory import cache
+from finetune.memory.caching_allocator import rounded
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.fake_model import _packed_8bit
 from finetune.memory.forecast import PARTS
 from finetune.memory.ledger import dry_run
 from finetune.memory.row_shape import RowShape
-from finetune.memory.tracker import StorageTracker, block_bytes
+from finetune.memory.tracker import StorageTracker
 from finetune.units import GIB, MIB
 
 CARD = Card("a card", 12 * GIB, 11 * GIB, (8, 6), context_bytes=300 * MIB, context_uncertainty_bytes=100 * MIB)
@@ -39,7 +40,7 @@ def run(kind="llama", micro_batch=1, tokens=128, layers=3, capability=(8, 6), **
 
 def test_adapters_gradients_and_optimizer_by_arithmetic():
     dry = run(lora_r=16)
-    adapters = 3 * sum(block_bytes(4 * 16 * i) + block_bytes(4 * 16 * o) for i, o in WIDTHS)
+    adapters = 3 * sum(rounded(4 * 16 * i) + rounded(4 * 16 * o) for i, o in WIDTHS)
     assert adapters == 3 * sum(4 * 16 * (i + o) for i, o in WIDTHS)  # r x (in + out) x 4 bytes
     assert dry.parts["adapters"] == dry.parts["gradients"] == adapters
     steps = 2 * 3 * len(WIDTHS) * 512  # a step count for each tensor
@@ -53,7 +54,7 @@ def test_nf4_weights_by_arithmetic():
         count = i * o
         scales, outer = count // 64, -(-(count // 64) // 256) * 4  # one byte for 64 weights, a float for 256 scales
         # packed codes, scales, their scales, the mean of the scales, the 16 values of NF4 and the 256 of the scales' code
-        linear += count // 2 + block_bytes(scales) + block_bytes(outer) + 512 + 512 + 1024
+        linear += count // 2 + rounded(scales) + rounded(outer) + 512 + 512 + 1024
     norms, embedding, rotary, code_book = 7 * 512, 2 * 1024 * 256 * 2, 2 * 512, 1024
     assert dry.parts["weights"] == 3 * linear + norms + embedding + rotary + code_book
 

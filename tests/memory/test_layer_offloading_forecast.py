@@ -6,14 +6,14 @@ from tiny_models import config_values, settings
 
 from finetune.card import find_card
 from finetune.card.host import PROCESS_BYTES
+from finetune.memory.caching_allocator import MIN_BLOCK
 from finetune.memory.depth import simulate_deep
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.ledger import dry_run
 from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import Batch, simulate
-from finetune.memory.tracker import BLOCK_BYTES
-from finetune.model.layer_offloading import BUFFERS
 from finetune.model.transformers_config import config_from
+from finetune.recipe.compatibility import BUFFERS
 
 KINDS = {"16-bit": {"load_in_4bit": False}, "nf4": {}}
 #: Tensors of a layer of 4-bit weights that leave the card: codes and three of their scales for each of 7 matrices.
@@ -44,7 +44,7 @@ def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
     resident, offloaded = dry(6, **KINDS[kind]), dry(6, **KINDS[kind], **offloading(6))
     layer_bytes = offloaded.largest_offloaded_bytes
     assert offloaded.offloaded_bytes == offloaded.host_bytes - resident.host_bytes == 6 * layer_bytes
-    rounded = 6 * MOST_TENSORS * BLOCK_BYTES + 6 * 4096
+    rounded = 6 * MOST_TENSORS * MIN_BLOCK + 6 * 4096
     for phase in ("train", "eval", "save"):
         assert abs(resident.peaks[phase] - offloaded.peaks[phase] - (6 - BUFFERS) * layer_bytes) <= rounded
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.memory.tracker import BLOCK_BYTES, StorageTracker, block_bytes
+from finetune.memory.caching_allocator import MIN_BLOCK, rounded
+from finetune.memory.tracker import StorageTracker
 
 WIDTHS, ROWS = (64, 128, 32), 16
 
@@ -33,20 +34,20 @@ def test_two_layer_model_by_hand(fake):
     hidden, out, inputs = 4 * ROWS * 128, 4 * ROWS * 32, 4 * ROWS * 64
     # Forward: the product is there until relu has read it; then the output beside relu's result, which backward needs.
     assert tracker.peaks[("forward", None)].total_bytes == weights + inputs + 2 * hidden
-    assert hidden > out + BLOCK_BYTES
+    assert hidden > out + MIN_BLOCK
     # Backward, at its highest: the loss and its gradient (512 bytes each), the kept input and relu's result, the second
     # layer's gradient, the gradient of relu's result and of its input.
     gradient = 4 * 128 * 32
-    at_relu = weights + inputs + hidden + 2 * BLOCK_BYTES + gradient + 2 * hidden
+    at_relu = weights + inputs + hidden + 2 * MIN_BLOCK + gradient + 2 * hidden
     # and once more for the first layer's gradient, when relu's result is no longer needed
-    at_first = weights + inputs + 2 * BLOCK_BYTES + gradient + hidden + 4 * 64 * 128
+    at_first = weights + inputs + 2 * MIN_BLOCK + gradient + hidden + 4 * 64 * 128
     assert tracker.peaks[("backward", None)].total_bytes == max(at_relu, at_first)
     assert tracker.live[("weights", None)] == weights
     assert all(parameter.grad is not None for parameter in parameters)
 
 
 def test_requests_are_rounded_up_to_512_bytes():
-    assert [block_bytes(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     tracker = StorageTracker()
     with tracker:
         tensors = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
@@ -71,7 +72,7 @@ def test_host_memory_is_counted_separately_in_powers_of_two():
     tracker = StorageTracker()
     with FakeTensorMode(), tracker:
         device, host = torch.empty(1000), torch.empty(1000, device="meta")
-    assert tracker.live_bytes == block_bytes(4000)
+    assert tracker.live_bytes == rounded(4000)
     assert tracker.host.total_bytes == 4096
     del device, host
 

@@ -7,9 +7,9 @@ import pytest
 from finetune.card import Card
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
-from finetune.planner.search import STATE_BYTES
 from finetune.planner.shape import shape_of
 from finetune.recipe import Recipe
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import GIB, MIB
 
 SAVED_BYTES = 47.6  # eager layers with 16-bit adapters, per hidden element, layer and token
@@ -42,7 +42,7 @@ class ArithmeticForecaster:
         )
         parts = {
             "weights": shape.weight_bytes(bits), "adapters": 4 * adapters, "gradients": 4 * adapters,
-            "optimizer": round(STATE_BYTES[settings.optim] * adapters),
+            "optimizer": round(OPTIMIZERS[settings.optim].state_bytes * adapters),
             "activations": round((shape.layers - recomputed) * layer + recomputed * saved),
             "recomputed": round(layer if recomputed else 0),
             "loss": 256 * MIB + 4 * shape.hidden * n_tokens, "workspace": 64 * MIB,

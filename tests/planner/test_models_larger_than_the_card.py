@@ -12,9 +12,10 @@ from finetune.planner.plan import DataStatistics, Plan
 from finetune.planner.planner import make_plan
 from finetune.planner.search import least_bytes
 from finetune.planner.shape import ModelShape, shape_of
-from finetune.planner.speed import BUFFERS, Batches, Job, time_step
+from finetune.planner.speed import Batches, Job, time_step
 from finetune.planner.strategy import Strategy
 from finetune.recipe import parse_recipe
+from finetune.recipe.compatibility import BUFFERS
 from finetune.units import GIB
 
 QWEN_8B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct"
