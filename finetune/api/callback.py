@@ -9,7 +9,6 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.api.forecasts import Fit, fits
-from finetune.compat.torch import on_out_of_memory
 from finetune.compat.transformers import checkpointing_name
 from finetune.errors import DoesNotFit
 from finetune.planner.plan import Verdict
@@ -47,9 +46,13 @@ class MemoryCallback(TrainerCallback):
         if fit.verdict == Verdict.NO_FIT and self._refuse:
             raise DoesNotFit([str(fit)], f"{_smaller(args)}. To try it anyway: MemoryCallback(trainer, refuse=False).")
         self._say(state, f"forecast {fit}")
+        self._explain_out_of_memory()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-            on_out_of_memory(self._explain)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the explanation back."""
+        vars(self._trainer).pop("training_step", None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After two steps: allocated memory beside its forecast."""
@@ -61,15 +64,30 @@ class MemoryCallback(TrainerCallback):
             state, f"allocated {format_bytes(self.measured_bytes)}, forecast {format_bytes(forecast)} ({self.error:+.2%})"
         )
 
-    def _explain(self, device: int, asked: int, total: int, free: int) -> None:
-        """Called by torch where it is out of memory, before it raises."""
-        forecast = self.fit.forecast.peaks["train"] if self.fit else 0
-        taken = total - free - torch.cuda.memory_reserved(device)
-        print(  # noqa: T201
-            f"finetune: out of memory on GPU {device}: {format_bytes(asked)} asked for, {format_bytes(free)} free; "
-            f"{format_bytes(torch.cuda.memory_allocated(device))} allocated of {format_bytes(forecast)} forecast; "
-            f"{format_bytes(taken)} taken by other processes and the CUDA context. {_smaller(self._trainer.args)}.",
-            file=sys.stderr,
+    def _explain_out_of_memory(self) -> None:
+        """Let the trainer's step say why it is out of memory before it raises."""
+        training_step = self._trainer.training_step
+
+        def explained_step(*arguments: Any, **named: Any) -> Any:
+            try:
+                return training_step(*arguments, **named)
+            except torch.OutOfMemoryError:
+                print(f"finetune: {self._explanation()}", file=sys.stderr)  # noqa: T201
+                raise
+
+        self._trainer.training_step = explained_step
+
+    def _explanation(self) -> str:
+        forecast = format_bytes(self.fit.forecast.peaks["train"]) if self.fit else "nothing"
+        advice = f"{_smaller(self._trainer.args)}."
+        if not torch.cuda.is_available():
+            return f"out of memory; the step was forecast to allocate {forecast}. {advice}"
+        free, total = torch.cuda.mem_get_info()
+        others = format_bytes(total - free - torch.cuda.memory_reserved())
+        allocated = format_bytes(torch.cuda.memory_allocated())
+        return (
+            f"out of memory: {allocated} allocated of {forecast} forecast for the step, {format_bytes(free)} free; "
+            f"other processes and the CUDA context take {others}. {advice}"
         )
 
     def _say(self, state: Any, message: str) -> None:

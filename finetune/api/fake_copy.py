@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.compat.accelerate import undo_prepared_forward
 from finetune.memory.fake_model import layer_number
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
     for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
         for name, value in vars(parameter).items():
             setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
-    if "_original_forward" in vars(copied):  # accelerate's forward is a closure over the original's
-        copied.forward = copied._original_forward
+    undo_prepared_forward(copied)  # a closure over the original's
     return copied  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from finetune.api.fake_copy import fake_copy, meta_copy
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import backward, fake_tensor_mode
+from finetune.compat.torch import backward, fake_tensor_mode, read_of_a_value
 from finetune.compat.transformers import enable_trainers_checkpointing, fake_experts, without_packing_detection
 from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
@@ -118,7 +118,7 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
     The trainer and its model are not changed.
     """
     rules = rules_for_cpu() if capability is None else rules_for(capability)
-    rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
+    rules = {**rules, read_of_a_value(): _assumed_scalar}
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
         with step_errors(trainer.model.config), _fake_tensors(capability, batch), tracker:

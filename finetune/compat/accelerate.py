@@ -15,6 +15,10 @@ PRIVATE_NAMES = (
         _PREPARE, "patch", "a model without weights is sharded first, then each rank reads its own rows",
         _READ_IN, "accelerate.accelerator.Accelerator._prepare_fsdp2", "accelerator model", needs="cards",
     ),
+    PrivateName(
+        "torch.nn.Module._original_forward", "attribute", "a copied model's forward, without a closure over the original",
+        _READ_IN, "accelerate.accelerator.Accelerator.prepare_model",
+    ),
 )  # fmt: skip
 
 
@@ -30,3 +34,9 @@ def shard_with(prepared: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -
 
     prepare.usual = usual  # type: ignore[attr-defined]
     replace(_PREPARE, prepare)
+
+
+def undo_prepared_forward(model: Any) -> None:
+    """Give a copy of a model that `Accelerator.prepare_model` has changed its own forward."""
+    if "_original_forward" in vars(model):
+        model.forward = model._original_forward

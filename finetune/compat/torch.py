@@ -102,7 +102,7 @@ PRIVATE_NAMES = (
     ),
     _private("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
     _private("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
-    _private("torch._C._cuda_attach_out_of_memory_observer", "an explanation where memory ends", needs="a card"),
+    _private("torch.ops.aten._local_scalar_dense", "values that a trainer reads of fake tensors"),
     _private("torch.cuda.memory._snapshot", "the allocator's blocks after an out-of-memory error", needs="a card"),
 )  # fmt: skip
 
@@ -288,12 +288,11 @@ def record_memory_history(most_entries: int) -> None:
     torch.cuda.memory._record_memory_history(max_entries=most_entries)
 
 
-def on_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:
-    """Call `observer(device, asked bytes, total bytes, free bytes)` whenever the CUDA allocator is out of memory, until the
-    process ends."""
+def read_of_a_value() -> Any:
+    """The operator that reads a tensor's only value, as `item()` does."""
     import torch
 
-    torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]
+    return torch.ops.aten._local_scalar_dense.default
 
 
 def dump_memory_history(path: str) -> None:

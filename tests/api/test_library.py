@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import finetune
@@ -76,6 +76,23 @@ def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path):
     assert {name: id(parameter) for name, parameter in plain.model.named_parameters()} == before
 
 
+def test_out_of_memory_is_explained(tmp_path, capsys):
+    plain = trainer(tmp_path)
+
+    class FullGpu(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **_):
+            model.register_forward_pre_hook(self.refuse)
+
+        def refuse(self, *_):
+            raise torch.OutOfMemoryError("no memory is left")
+
+    plain.add_callback(FullGpu())
+    plain.add_callback(finetune.MemoryCallback(plain, gpu="rtx-3060"))
+    with pytest.raises(torch.OutOfMemoryError):
+        plain.train()
+    assert "out of memory; the step was forecast to allocate" in capsys.readouterr().err
+
+
 def test_a_step_that_fits_is_forecast_and_trained(tmp_path, capsys):
     plain = trainer(tmp_path)
     plain.add_callback(finetune.MemoryCallback(plain, gpu="cpu"))
@@ -100,8 +117,8 @@ def test_a_model_is_forecast_by_its_name(tmp_path):
 
 
 def test_what_is_not_simulated_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="activation_offloading, torch_compile is not forecast"):
-        finetune.fits(trainer(tmp_path, activation_offloading=True, torch_compile=True), gpu="rtx-4090")
+    with pytest.raises(RecipeError, match="torch_compile, use_liger_kernel is not forecast"):
+        finetune.fits(trainer(tmp_path, torch_compile=True, use_liger_kernel=True), gpu="rtx-4090")
 
 
 def test_lean_layers_save_less_and_give_the_same_gradients():
@@ -144,5 +161,5 @@ def test_more_layers_than_there_are_can_not_be_offloaded():
 def test_a_plan_is_that_of_the_command_line():
     plan = finetune.plan(str(model_path("tiny")), gpu="rtx-4090", lora_r=16, max_length=512)
     assert plan.verdict == "fits" and plan.settings.lora_r == 16 and plan.card.name == "rtx-4090"
-    with pytest.raises(RecipeError, match="lora_rank"):
-        finetune.plan(str(model_path("tiny")), gpu="rtx-4090", lora_rank=16)
+    with pytest.raises(RecipeError, match="lora_runk"):
+        finetune.plan(str(model_path("tiny")), gpu="rtx-4090", lora_runk=16)

@@ -32,7 +32,7 @@ def inline_code(page):
 def test_fences_are_of_a_known_kind(page):
     generated = "".join(blocks_of(page.read_text("utf-8")).values())
     for fence in fences(page):
-        assert fence.language in ("sh", "yaml", "console", "text"), fence
+        assert fence.language in ("sh", "yaml", "console", "text", "python"), fence
         if fence.language == "console":  # what a command prints is never typed by hand
             assert fence.text in generated
         if fence.language == "sh":
@@ -141,3 +141,11 @@ def test_nothing_tells_to_install_the_other_project_called_finetune():
     files = [*PAGES, ROOT / "Makefile", ROOT / "Dockerfile", *(ROOT / "finetune").rglob("*.py"), *(ROOT / "app").rglob("*.py")]
     assert [path for path in files if command.search(path.read_text("utf-8"))] == []
     assert command.search("uv tool install --quiet finetune") and not command.search("pip install finetune-forecast")
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if "```python" in page.read_text("utf-8")], ids=lambda page: page.name)
+def test_python_on_a_page_is_valid_and_names_what_the_library_has(page):
+    for code in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S):
+        tree = ast.parse(code)
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "finetune"}
+        assert names <= set(finetune.__all__)
