@@ -4,14 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/finetune
 
-# Gigabytes where torch's wheel of the lowest version is for CUDA.
+# Gigabytes where torch's wheel is for CUDA.
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 
 # The environment with torch's CUDA build; another version: make test-card TORCH=2.11.0
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CARD := .venv-card-$(TORCH)
 
-.PHONY: demo test test-card test-lowest check docs setup setup-test setup-check setup-card ui clean
+.PHONY: demo test test-quick test-card test-lowest test-newest check docs wheel setup setup-test setup-check setup-card ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -19,6 +20,9 @@ demo: setup
 
 test: setup-test
 	$(VENV)/bin/python -m pytest
+
+test-quick: setup-test
+	$(VENV)/bin/python -m pytest -m "not slow"
 
 test-card: $(CARD)/.installed
 	@if [ -e $(CARD)/bin/python ]; then \
@@ -32,6 +36,11 @@ test-lowest: # the quick tests, with the lowest versions that pyproject.toml all
 	$(LOWEST)/bin/python scripts/floor_names.py
 	$(LOWEST)/bin/python -m pytest -m "not slow"
 
+test-newest: # the same, with the newest ones
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python -m pytest -m "not slow"
+
 check: setup-check docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff check --preview --select PLW1514 finetune app  # each text file names its encoding
@@ -43,6 +52,10 @@ check: setup-check docs
 docs: setup-check
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
+wheel: # dist/*.whl; build/ would bring in what an earlier build left there
+	rm -rf build dist
+	$(PYTHON) -m pip wheel -q --no-deps -w dist .
+
 ui: setup
 	$(RUN) ui
 
@@ -53,7 +66,7 @@ setup-card: $(CARD)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[ui]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -70,4 +83,4 @@ $(CARD)/.installed: $(VENV)/.installed-test $(wildcard standin_gpu/*.py standin_
 	  { rm -rf $(CARD); [ -z "$$CI" ] && echo "test-card is left out."; }
 
 clean:
-	rm -rf $(VENV) .venv-card-* build dist site *.egg-info
+	rm -rf .venv .venv-* build dist site *.egg-info

@@ -1,11 +1,18 @@
-"""Everything is in pyproject.toml but this: the recipes, which stand at the top of the tree, go into the package."""
+"""Everything is in pyproject.toml but this: app/ and recipes/ are at the top of the tree and become parts of finetune.
+
+So the wheel installs one top-level name, and a package called `app` of another project stays that project's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
+
+PACKAGES = find_packages(include=["finetune*"])
+PAGE = find_packages(include=["app*"])
 
 
 class BuildWithRecipes(build_py):
@@ -22,4 +29,17 @@ class BuildWithRecipes(build_py):
             self.copy_file(str(recipe), str(target / recipe.name))
 
 
-setup(cmdclass={"build_py": BuildWithRecipes})
+class EditableCheckout(editable_wheel):
+    """An editable install names app/ as the checkout does, so that each worktree starts its own page."""
+
+    def run(self) -> None:
+        """Install the folders as they are."""
+        self.distribution.packages, self.distribution.package_dir = PACKAGES + PAGE, {}
+        super().run()
+
+
+setup(
+    packages=[*PACKAGES, *(f"finetune.{name}" for name in PAGE)],
+    package_dir={"finetune.app": "app"},
+    cmdclass={"build_py": BuildWithRecipes, "editable_wheel": EditableCheckout},
+)

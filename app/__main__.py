@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from app.web.server import serve
 from finetune.errors import FinetuneError
 from finetune.system import let_waiting_threads_sleep
+
+from .web.server import serve
 
 
 def main() -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from app.background.queue import Queue
-from app.background.tasks import Tasks
-from app.chat.chats import Chats
-from app.live import LiveRuns
-from app.planning.draft import Draft
-from app.planning.planner import Planner
-from app.workspace import Workspace
+from .background.queue import Queue
+from .background.tasks import Tasks
+from .chat.chats import Chats
+from .live import LiveRuns
+from .planning.draft import Draft
+from .planning.planner import Planner
+from .workspace import Workspace
 
 
 class Context:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.views.series import Series
 from finetune.events import (
     Checkpoint,
     Evaluation,
@@ -33,6 +32,8 @@ from finetune.files import write_json
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
+
+from .views.series import Series
 
 #: Read in one tick; what is more waits for the background reader, so that a tick stays short.
 TICK_BYTES = 256 * 2**10

@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from app.context import Context
-from app.pages import chat, fit, model_data, result, run, runs
+from .context import Context
+from .pages import chat, fit, model_data, result, run, runs
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (

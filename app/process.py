@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from app.workspace import Workspace
 from finetune.system import start_detached
+
+from .workspace import Workspace
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a module of ours. `-P`: a folder called app or finetune in the user's folder is not ours."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+    """The command line of a module of this package, such as ".chat.process", under the name that this process has for it.
+
+    `-P`: a folder called app or finetune in the user's folder is not ours.
+    """
+    return [sys.executable, "-P", "-m", f"{__package__}{module}", *arguments]
 
 
 def environment() -> dict[str, str]:

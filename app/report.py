@@ -13,12 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.live import LiveRun
-from app.views import plan as plan_view
-from app.views import run as run_view
-from app.views.compare import comparison
-from app.views.markup import inert, note, table
-from app.views.scores import forgetting_table, read_evaluations, read_forgetting, scores
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.events import ForecastCheck, Result, Start, read_events
@@ -26,6 +20,13 @@ from finetune.files import write_output
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.units import format_bytes
+
+from .live import LiveRun
+from .views import plan as plan_view
+from .views import run as run_view
+from .views.compare import comparison
+from .views.markup import inert, note, table
+from .views.scores import forgetting_table, read_evaluations, read_forgetting, scores
 
 _ROWS_SHOWN = 5
 _STYLE = """

@@ -16,7 +16,7 @@ def page_is_run() -> bool:
             words = entry.read_bytes().split(b"\0")
         except OSError:  # it has ended meanwhile
             continue
-        if b"-m" in words and words[words.index(b"-m") + 1 : words.index(b"-m") + 2] == [b"app"]:
+        if b"-m" in words and words[words.index(b"-m") + 1 : words.index(b"-m") + 2] == [b"finetune.app"]:
             return True
     return False
 

@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 
 from finetune.errors import PackagesError
 
+#: The name to install: `finetune` on PyPI is another project.
+DISTRIBUTION = "finetune-forecast"
 #: The fix when a package that forecasts or trains has another version.
 _FIX = "Forecasts are valid only for supported versions. Type: "
 
@@ -26,6 +28,11 @@ class Package:
         """Whether the installed version is within the requirement's bounds."""
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
 
+    @property
+    def is_optional(self) -> bool:
+        """Whether only an extra needs it."""
+        return "extra" in str(self.requirement.marker)
+
     def __str__(self) -> str:
         return f"{self.requirement.name} {self.installed or 'is missing'}, needed {self.requirement.specifier}"
 
@@ -38,14 +45,14 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def packages(requirements: list[str] | None = None) -> list[Package]:
-    """Each requirement for this platform with its installed version; by default finetune's own, without extras.
+def packages(requirements: list[str] | None = None, extra: str = "") -> list[Package]:
+    """Each requirement for this platform and `extra` with its installed version; by default finetune's own.
 
     Raises importlib.metadata.PackageNotFoundError when finetune is run from its source and not installed.
     """
-    wanted = requirements if requirements is not None else metadata.requires("finetune") or []
+    wanted = requirements if requirements is not None else metadata.requires(DISTRIBUTION) or []
     parsed = [Requirement(text) for text in wanted]
-    needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": ""})]
+    needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]
     return [Package(item, installed_version(item.name)) for item in needed]
 
 
@@ -62,3 +69,14 @@ def refuse_other_versions(names: Collection[str]) -> None:
         return
     if wrong:
         raise PackagesError([str(package) for package in wrong], _FIX + how_to_install(wrong))
+
+
+def refuse_missing_extra(extra: str, subject: str) -> None:
+    """Raise PackagesError, which begins with `subject`, when packages of an extra such as `ui` are not installed."""
+    try:
+        missing = [package for package in packages(extra=extra) if package.installed is None]
+    except metadata.PackageNotFoundError:
+        return
+    if missing:
+        names = ", ".join(package.requirement.name for package in missing)
+        raise PackagesError(f"{subject} needs {names}, which is not installed", f"Install it: {how_to_install(missing)}")

@@ -120,7 +120,7 @@ say "the page stops on SIGTERM"
 kill -TERM "$(tini_of ui)"
 wait "$page_pid" || true
 page_pid=
-! pgrep -f '/opt/finetune/bin/python -P -m app' >/dev/null || fail "the page is still running"
+! pgrep -f '/opt/finetune/bin/python -P -m finetune.app' >/dev/null || fail "the page is still running"
 
 say "a tiny training to its end"
 inside tini -- entrypoint.sh run tiny-cpu max_steps=3 dataset.max_rows=32 eval_steps=0 output_dir=runs/short | tail -n 5

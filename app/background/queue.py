@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.process import detach
-from app.workspace import Workspace
 from finetune.files import write_json
 from finetune.recipe import Recipe, write_recipe
 from finetune.system import is_locked, rename
+
+from ..process import detach
+from ..workspace import Workspace
 
 OPEN = ("waiting", "preparing")
 #: Started and failed entries that are kept.
@@ -95,7 +96,7 @@ class Queue:
     def ensure_starter(self) -> None:
         """Start the starter when entries wait and none is running; a second one would exit at once."""
         if self.waiting() and not is_locked(self.folder / ".lock"):
-            detach(self.workspace, "app.background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
+            detach(self.workspace, ".background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
 
     def remove_old(self) -> None:
         """Remove all but the newest started and failed entries."""

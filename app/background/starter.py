@@ -11,9 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from app.background.queue import Entry, Queue
-from app.process import command, environment
-from app.workspace import Workspace
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
@@ -22,6 +19,10 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.system import take_lock
+
+from ..process import command, environment
+from ..workspace import Workspace
+from .queue import Entry, Queue
 
 _POLL_S = 0.3
 
@@ -55,7 +56,7 @@ def _start_next(workspace: Workspace, entry: Entry) -> None:
     entry.set_status("preparing", "loading libraries", **_options_of(entry.status()))
     with entry.log.open("ab") as log:
         code = subprocess.run(
-            command("app.background.starter", str(workspace.runs), str(entry.path)),
+            command(".background.starter", str(workspace.runs), str(entry.path)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env=environment(), check=False,
         ).returncode  # fmt: skip

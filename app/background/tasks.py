@@ -15,13 +15,14 @@ from typing import Any
 
 import psutil
 
-from app.process import detach
-from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_recorded_process, process_record
 from finetune.system import shell_join
+
+from ..process import detach
+from ..workspace import Workspace
 
 #: Commands of `finetune` on a run's result.
 VERBS = ("eval", "merge", "export", "serve", "report", "compare", "push")
@@ -95,7 +96,7 @@ class Tasks:
         arguments = [verb, str(run.path), *options, "--json"]
         status = {"state": "running", "command": f"finetune {shell_join(arguments)}", "began_s": time.time()}
         write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
-        detach(self._workspace, "app.background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
+        detach(self._workspace, ".background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
         return task
 
 

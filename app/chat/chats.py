@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.chat.events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
-from app.process import start_helper
-from app.workspace import Workspace
 from finetune.events import read_events
 from finetune.run.directory import RunDirectory
+
+from ..process import start_helper
+from ..workspace import Workspace
+from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
 
 #: After this long without a question the chat process ends and frees its memory.
 IDLE_S = 600.0
@@ -116,7 +117,7 @@ class Chats:
         if self._process is None or self._process.poll() is not None or self._name != run.path.name:
             self._end()
             log = self._folder / "log.txt"
-            self._process = start_helper(self._workspace, "app.chat.process", str(run.path), str(self.path(run)), log=log)
+            self._process = start_helper(self._workspace, ".chat.process", str(run.path), str(self.path(run)), log=log)
             self._name = run.path.name
         return self._process
 

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.chat.chats import IDLE_S
-from app.chat.events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
-from app.process import redirect_stdout
 from finetune.errors import FinetuneError
 from finetune.events import EventWriter, read_events
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.run.directory import RunDirectory
+
+from ..process import redirect_stdout
+from .chats import IDLE_S
+from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
 
 #: Seconds between two pieces of an answer in the file.
 _PIECE_S = 0.2

@@ -6,15 +6,16 @@ from typing import Any
 
 import gradio as gr
 
-from app.chat.chats import Turn
-from app.chat.events import MODELS, Model
-from app.context import Context
-from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from app.views.markup import inert, note, problem
 from finetune.errors import CommandError
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
+
+from ..chat.chats import Turn
+from ..chat.events import MODELS, Model
+from ..context import Context
+from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
+from ..views.markup import inert, note, problem
 
 _TICK_S = 0.5
 _MOST_TOKENS = 128

@@ -11,17 +11,18 @@ from urllib.parse import quote
 
 import gradio as gr
 
-from app.context import Context
-from app.planning.draft import Edited, command_line
-from app.views import plan as plan_view
-from app.views import recipe_form
-from app.views.binding import BUTTON, QUIET, show
-from app.views.markup import inert, note, problem
 from finetune.card.device_selection import cards_here
 from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.recipe import AUTO, shipped_recipes, write_recipe
+
+from ..context import Context
+from ..planning.draft import Edited, command_line
+from ..views import plan as plan_view
+from ..views import recipe_form
+from ..views.binding import BUTTON, QUIET, show
+from ..views.markup import inert, note, problem
 
 _SUGGESTIONS = 5
 _TICK_S = 1.0

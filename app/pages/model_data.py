@@ -10,14 +10,15 @@ from typing import Any
 
 import gradio as gr
 
-from app.context import Context
-from app.planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
-from app.views import data as data_view
-from app.views.binding import BUTTON, QUIET, show
-from app.views.markup import Safe, inert, note, problem, table
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Verdict
 from finetune.units import format_bytes, format_count
+
+from ..context import Context
+from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
+from ..views import data as data_view
+from ..views.binding import BUTTON, QUIET, show
+from ..views.markup import Safe, inert, note, problem, table
 
 _CHECKED, _TICK_S = 12, 1.0
 

@@ -9,18 +9,19 @@ from urllib.parse import quote
 
 import gradio as gr
 
-from app.background.tasks import Task
-from app.context import Context
-from app.planning.catalogue import local_datasets
-from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from app.views.markup import inert, note, problem, table
-from app.views.scores import forgetting_table, read_evaluations, read_forgetting, rows_of, scores
 from finetune.errors import FinetuneError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
+
+from ..background.tasks import Task
+from ..context import Context
+from ..planning.catalogue import local_datasets
+from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
+from ..views.markup import inert, note, problem, table
+from ..views.scores import forgetting_table, read_evaluations, read_forgetting, rows_of, scores
 
 _TICK_S = 1.0
 _SCORES = {

@@ -6,14 +6,15 @@ from typing import Any
 
 import gradio as gr
 
-from app.context import Context
-from app.views import run as run_view
-from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from app.views.markup import note, problem
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.state import RunState
+
+from ..context import Context
+from ..views import run as run_view
+from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
+from ..views.markup import note, problem
 
 _TICK_S = 1.0
 

@@ -8,14 +8,15 @@ from urllib.parse import quote
 
 import gradio as gr
 
-from app.context import Context
-from app.views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from app.views.charts import sparkline
-from app.views.compare import comparison, last_loss
-from app.views.markup import Safe, inert, note, problem, table
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
+
+from ..context import Context
+from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
+from ..views.charts import sparkline
+from ..views.compare import comparison, last_loss
+from ..views.markup import Safe, inert, note, problem, table
 
 _TICK_S = 2.0
 _MOST_COMPARED = 5

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.workspace import Workspace
 from finetune.data.readers import READERS
 from finetune.errors import FinetuneError, RecipeError
 from finetune.recipe import load_recipe, shipped_recipes
+
+from ..workspace import Workspace
 
 _MOST = 12
 DATA_ENDINGS = tuple(READERS)

@@ -8,12 +8,13 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.files import write_text
 from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe import yaml as recipe_yaml
 from finetune.system import shell_join
+
+from ..workspace import Workspace
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"

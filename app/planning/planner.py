@@ -7,9 +7,10 @@ import subprocess
 import threading
 from typing import Any
 
-from app.process import start_helper
-from app.workspace import Workspace
 from finetune.errors import FinetuneError
+
+from ..process import start_helper
+from ..workspace import Workspace
 
 #: Seconds without output after which the process is ended.
 DEADLINE_S = 300.0
@@ -69,7 +70,7 @@ class Planner:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            self._process = start_helper(self._workspace, "app.planning.process", log=self._log)
+            self._process = start_helper(self._workspace, ".planning.process", log=self._log)
         return self._process
 
     def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -18,14 +18,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from app.planning.prefetch import PlanPrefetcher
-from app.process import redirect_stdout
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import Recipe, Settings, parse_recipe
 from finetune.recipe.schema import Decides, settings_that_decide
+
+from ..process import redirect_stdout
+from .prefetch import PlanPrefetcher
 
 if TYPE_CHECKING:
     from finetune.data import EncodedRows

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from app.views.markup import inert
-from app.views.series import Point
+from .markup import inert
+from .series import Point
 
 WIDE, HIGH = 1000.0, 100.0
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.live import LiveRun
-from app.views.charts import Line, Panel, chart
-from app.views.markup import inert, note, table
-from app.views.series import smoothed
 from finetune.units import GIB
+
+from ..live import LiveRun
+from .charts import Line, Panel, chart
+from .markup import inert, note, table
+from .series import smoothed
 
 _SMOOTHING = 0.8
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.views.charts import histogram
-from app.views.markup import inert, note, table
 from finetune.recipe import AUTO, Recipe
 from finetune.units import format_count
+
+from .charts import histogram
+from .markup import inert, note, table
 
 _REFUSED_SHOWN = 20
 _MARKED_CHARACTERS = 6000

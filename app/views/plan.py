@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.views.charts import stacked_bar
-from app.views.markup import Safe, inert, note, problem, table
 from finetune.errors import DataError
 from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
+
+from .charts import stacked_bar
+from .markup import Safe, inert, note, problem, table
 
 
 def verdict(plan: Plan, price_per_hour: float) -> str:

@@ -6,11 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from app.planning.draft import Edited
 from finetune.errors import RecipeError
 from finetune.recipe import yaml as recipe_yaml
 from finetune.recipe.reference import Setting, settings_reference
 from finetune.recipe.schema import GROUPS
+
+from ..planning.draft import Edited
 
 #: A page must not allow a model's own code.
 _LEFT_OUT = ("trust_remote_code",)

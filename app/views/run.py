@@ -6,16 +6,17 @@ import math
 import time
 from typing import Any
 
-from app.live import Digest, LiveRun
-from app.views.charts import Level, Line, Mark, Panel, chart, stacked_bar
-from app.views.markup import Safe, inert, note, table
-from app.views.series import smoothed
 from finetune.events import Memory, OutOfMemory, Retry, RunWarning, Start, State, Step
 from finetune.memory.forecast import PARTS, PhaseForecast
 from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 from finetune.units import GIB, format_bytes, format_count, format_seconds
+
+from ..live import Digest, LiveRun
+from .charts import Level, Line, Mark, Panel, chart, stacked_bar
+from .markup import Safe, inert, note, table
+from .series import smoothed
 
 _MARK_CSS = {
     "first step": "first",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from app.views.markup import note, table
 from finetune.evaluate.paired import Difference, format_difference, rank_rows
 from finetune.units import format_seconds
+
+from .markup import note, table
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory

@@ -25,7 +25,7 @@ OPEN_PATH = "/healthz"
 UPLOAD_PATH = "/gradio_api/upload"
 #: Routes that the page needs; all others, also those that a new Gradio may add, answer 404.
 READ = re.compile(
-    r"/(?:|model|fit|run|runs|try|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
+    r"/(?:|fit|run|runs|try|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )

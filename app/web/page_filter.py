@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from app.web.guard import Asgi, Message, Receive, Scope, Send
+from .guard import Asgi, Message, Receive, Scope, Send
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 _HEAD = b'<link rel="stylesheet" href="/ft/theme.css"><script type="module" src="/ft/page.js"></script></head>'

@@ -14,13 +14,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from app.web.guard import LOOPBACK, Access, Guard
-from app.web.page_filter import PageFilter
-from app.web.uploads import UploadLimit
-from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
 from finetune.system import port_socket
+
+from ..workspace import Workspace
+from .guard import LOOPBACK, Access, Guard
+from .page_filter import PageFilter
+from .uploads import UploadLimit
 
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
@@ -73,8 +74,8 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from fastapi import FastAPI
     from fastapi.responses import FileResponse, PlainTextResponse
 
-    from app.context import Context
-    from app.page import build_page
+    from ..context import Context
+    from ..page import build_page
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

@@ -6,7 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
-from app.web.guard import UPLOAD_PATH, Asgi, Receive, Refusal, Scope, Send, answer
+from .guard import UPLOAD_PATH, Asgi, Receive, Refusal, Scope, Send, answer
 
 AT_ONCE = 2
 MOST_BYTES = 512 * 2**20

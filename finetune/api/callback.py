@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from finetune.api.forecasts import Fit, fits
 from finetune.compat.torch import on_out_of_memory
+from finetune.compat.transformers import checkpointing_name
 from finetune.errors import DoesNotFit
 from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
@@ -78,8 +79,9 @@ class MemoryCallback(TrainerCallback):
 
 def _smaller(args: Any) -> str:
     """What of a trainer's arguments would need less memory."""
-    if not args.gradient_checkpointing:
-        return "Set gradient_checkpointing=True"
+    name = checkpointing_name()
+    if not getattr(args, name):
+        return f"Set {name}=True"
     if args.per_device_train_batch_size > 1:
         half = args.per_device_train_batch_size // 2
         steps = args.gradient_accumulation_steps * 2

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class _Copies(dict[int, Any]):
     """What `copy.deepcopy` takes for an object, by its id."""
 
-    def __init__(self, *, keep_meta: bool) -> None:
+    def __init__(self, *, device: str = "cpu", keep_meta: bool = False) -> None:
         super().__init__()
-        self._keep_meta = keep_meta
+        self._device, self._keep_meta = device, keep_meta
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor of the same layout, on the forecast's device."""
-        device = "meta" if tensor.is_meta and self._keep_meta else "cpu"
+        device = "meta" if tensor.is_meta and self._keep_meta else self._device
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
@@ -32,43 +32,55 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
 
     `model` itself is not changed. Tensors on meta (offloaded weights) stay there, unless all are: a model without weights.
     """
-    memo = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
+    copies = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
     tracker.recording.begin("load")
-    trains = any("lora_" in name for name, _ in model.named_parameters())
+    has_adapters = any("lora_" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
-        part = "adapters" if trains and parameter.requires_grad else "weights"
+        part = "adapters" if has_adapters and parameter.requires_grad else "weights"
         tracker.layer = layer_number(name)
         with tracker.tagging(part):
-            _copy_parameter(parameter, memo)
+            _copy_parameter(parameter, copies)
         if part == "weights":
             tracker.recording.weights[tracker.layer] += parameter.nbytes
-    with tracker.tagging("weights"):
-        for buffer in model.buffers():
-            _copy_tensor(buffer, memo)
-        for module in model.modules():
-            for value in vars(module).values():
-                _copy_tensors_of(value, memo)
     tracker.layer = None
-    copied: Any = copy.deepcopy(model, memo)
+    with tracker.tagging("weights"):
+        return _copy_modules(model, copies)
+
+
+def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy of `model` without weights."""
+    copies = _Copies(device="meta")
+    for parameter in model.parameters():
+        _copy_parameter(parameter, copies)
+    return _copy_modules(model, copies)
+
+
+def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
+    """The copy of a model whose parameters are copied already."""
+    parameters = list(model.parameters())
+    for buffer in model.buffers():
+        _copy_tensor(buffer, copies)
+    for owner in (*model.modules(), *parameters):
+        for value in vars(owner).values():
+            _copy_tensors_of(value, copies)
+    copied: Any = copy.deepcopy(model, copies)
+    for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
+        for name, value in vars(parameter).items():
+            setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
     if "_original_forward" in vars(copied):  # accelerate's forward is a closure over the original's
         copied.forward = copied._original_forward
     return copied  # type: ignore[no-any-return]
 
 
-def _copy_parameter(parameter: torch.nn.Parameter, memo: _Copies) -> None:
-    if id(parameter) in memo:  # shared
-        return
-    copied = torch.nn.Parameter(memo.empty(parameter), requires_grad=parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        _copy_tensors_of(value, memo)
-        setattr(copied, name, copy.deepcopy(value, memo))
-    memo[id(parameter)] = copied
+def _copy_parameter(parameter: torch.nn.Parameter, copies: _Copies) -> None:
+    if id(parameter) not in copies:  # else shared
+        copies[id(parameter)] = torch.nn.Parameter(copies.empty(parameter), requires_grad=parameter.requires_grad)
 
 
-def _copy_tensors_of(value: Any, memo: _Copies) -> None:
+def _copy_tensors_of(value: Any, copies: _Copies) -> None:
     """Tensors of an attribute: itself, in a list, or those of a quantisation state and the states in it."""
     for tensor in _tensors_of(value):
-        _copy_tensor(tensor, memo)
+        _copy_tensor(tensor, copies)
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -82,6 +94,6 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(item)
 
 
-def _copy_tensor(tensor: torch.Tensor, memo: _Copies) -> None:
-    if id(tensor) not in memo:
-        memo[id(tensor)] = memo.empty(tensor)
+def _copy_tensor(tensor: torch.Tensor, copies: _Copies) -> None:
+    if id(tensor) not in copies:
+        copies[id(tensor)] = copies.empty(tensor)

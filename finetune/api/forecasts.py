@@ -81,14 +81,15 @@ def forecast(
     if not tokens:
         raise RecipeError("the length of the rows is not known: max_length is None", "Give tokens=.")
     card = find_card(gpu or "auto")
-    with sft_trainer(model, args, peft_config, tokens) as trainer:
-        return forecast_trainer(trainer, card, rows=rows, tokens=tokens)
+    trainer = sft_trainer(model, args, peft_config, tokens)
+    return forecast_trainer(trainer, card, rows=rows, tokens=tokens)
 
 
 def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, tokens: int | None = None) -> Forecast:
     """The forecast of `trainer`'s step on `card`, with its longest rows, or `rows` of `tokens` each."""
     from finetune.api.trainer_step import largest_batch, simulate_trainer
 
+    _refuse_what_is_not_simulated(trainer)
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     rows = rows or trainer.args.per_device_train_batch_size
     with _quiet():
@@ -98,6 +99,20 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     run = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
     return forecast_of(run, card, _replayed(simulation, card), even=False)
+
+
+def _refuse_what_is_not_simulated(trainer: Any) -> None:
+    """Raise RecipeError where the trainer would do something that its dry run does not."""
+    args = trainer.args
+    settings = {
+        "activation_offloading": getattr(args, "activation_offloading", False), "torch_compile": args.torch_compile,
+        "use_liger_kernel": args.use_liger_kernel, "fsdp": bool(args.fsdp), "deepspeed": bool(args.deepspeed),
+        "auto_find_batch_size": args.auto_find_batch_size,
+    }  # fmt: skip
+    if names := [name for name, is_on in settings.items() if is_on]:
+        raise RecipeError(
+            f"a trainer's step with {', '.join(names)} is not forecast", "Turn it off, or plan a run: finetune plan RECIPE"
+        )
 
 
 def _replayed(simulation: Simulation, card: Card) -> Replay | None:

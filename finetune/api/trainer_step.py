@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.api.fake_copy import fake_copy
+from finetune.api.fake_copy import fake_copy, meta_copy
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward, fake_tensor_mode
-from finetune.compat.transformers import fake_experts, without_packing_detection
+from finetune.compat.transformers import enable_trainers_checkpointing, fake_experts, without_packing_detection
 from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
 from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, paged_states_on_host, zero_gradients
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
-from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation
+from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation, step_errors
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.build import build_on_meta
@@ -59,7 +59,8 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
     )
     inputs = dict(collator(examples))
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
-    trained = int((labels[..., 1:] != -100).sum()) if labels is not None else 0
+    tokens_in_all = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    trained = tokens_in_all if labels is None else int((labels[..., 1:] != -100).sum())
     uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then some batch of this size has a mask
     return LargestBatch(inputs, trained, mask is not None and uneven)
 
@@ -73,25 +74,26 @@ def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Iterator[Any]:
-    """TRL's trainer for a fake copy of `model`, or of the named model's configuration, with one row of so many tokens."""
+def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
+    """TRL's trainer for a copy of `model` without weights, or of the named model, with one row of so many tokens."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTTrainer
 
     from finetune.bundled import model_path
 
-    if isinstance(model, str):
-        model = _on_meta(model, args)
+    class OnMeta(type(args)):  # type: ignore[misc]
+        """The arguments of a trainer that leaves its model where it is, as TrainingArguments documents it."""
+
+        place_model_on_device = False
+
     args = copy.copy(args)
-    args.use_cpu, args.report_to, args.eval_strategy, args.do_eval = True, [], "no", False
+    args.__class__ = OnMeta
+    args.report_to, args.eval_strategy, args.do_eval = [], "no", False
     row = Dataset.from_dict({"input_ids": [[0] * tokens]})
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))  # the row has tokens already
-    with fake_tensor_mode():
-        copied: Any = fake_copy(model, StorageTracker())
-        trainer = SFTTrainer(model=copied, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
-    yield trainer
+    copied: Any = _on_meta(model, args) if isinstance(model, str) else meta_copy(model)
+    return SFTTrainer(model=copied, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
 
 
 def _on_meta(name: str, args: Any) -> Any:
@@ -119,7 +121,7 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
     rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
-        with _fake_tensors(capability, batch), tracker:
+        with step_errors(trainer.model.config), _fake_tensors(capability, batch), tracker:
             model = fake_copy(trainer.model, tracker)
             observe(model, tracker)
             if not batch.padded:  # its values say so, and a fake mask has none
@@ -167,8 +169,7 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
 def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
     args = shadow.args
     model.train()
-    if args.gradient_checkpointing and not model.is_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    enable_trainers_checkpointing(model, args)
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
         parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))

@@ -12,10 +12,11 @@ from rich.padding import Padding
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
-from finetune.cli.source import NO_DATASET, recipe_of
+from finetune.cli.source import recipe_of
 from finetune.errors import CommandError, DataError
 from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Verdict
+from finetune.recipe.load import NO_DATASET
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:

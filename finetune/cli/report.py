@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import out
+from finetune.cli.ui import page_command
 from finetune.errors import CommandError
 from finetune.run.directory import open_run
 
@@ -21,7 +21,7 @@ def write_report(sources: list[str], *, output: str | None, as_json: bool) -> in
     if len(runs) > 10:
         raise CommandError(f"{len(runs)} runs are too many for one page", "Give at most 10.")
     target = Path(output) if output else runs[0].path / "report.html" if len(runs) == 1 else Path("comparison.html")
-    command = [sys.executable, "-P", "-m", "app.report", str(target), *(str(run.path) for run in runs)]
+    command = [*page_command(".report"), str(target), *(str(run.path) for run in runs)]
     process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:
         _raise(process.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from rich.markup import escape
@@ -11,10 +10,11 @@ from rich.markup import escape
 from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
-from finetune.errors import CommandError, PackagesError
+from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
 from finetune.http_server import choose_token, host_in_url, serve_until_interrupted
 from finetune.planner.plan import read_plan
+from finetune.requirements import refuse_missing_extra
 from finetune.run.directory import RunDirectory, open_run
 from finetune.system import port_socket
 
@@ -31,8 +31,7 @@ def serve_runs(
     if only_commands:
         _print_commands(named_runs, context, as_json=as_json)
         return
-    if find_spec("openai") is None:
-        raise PackagesError("serving needs openai, which is not installed", 'Install it: pip install "openai>=3.54,<4"')
+    refuse_missing_extra("serve", "serving")
     key, bound = choose_token(token, "Leave it out for a random one."), _bound(host, port)
     with show_progress(quiet=as_json) as progress:
         progress("counting what fits")

@@ -10,9 +10,7 @@ from rich.markup import escape
 from finetune.errors import CommandError, RecipeError
 from finetune.hub import REPO_ID
 from finetune.recipe import Recipe, find_recipe, load_source, parse_recipe
-
-#: The dataset of a plan that is made without one.
-NO_DATASET = "none"
+from finetune.recipe.load import NO_DATASET
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:

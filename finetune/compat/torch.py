@@ -291,6 +291,8 @@ def record_memory_history(most_entries: int) -> None:
 def on_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:
     """Call `observer(device, asked bytes, total bytes, free bytes)` whenever the CUDA allocator is out of memory, until the
     process ends."""
+    import torch
+
     torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]
 
 

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replace, replaced
+from finetune.errors import RecipeError
 
 _READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
@@ -422,10 +423,22 @@ def grouped_matmul(rows: Any, weights: Any, ends: Any) -> Any:
     return moe._grouped_mm(rows, weights, offs=ends)
 
 
-def enable_checkpointing(model: Any, arguments: dict[str, Any], every_n_layers: int) -> None:
+def enable_checkpointing(model: Any, arguments: dict[str, Any] | None, every_n_layers: int) -> None:
     """Turn on gradient checkpointing of every n-th decoder layer; `arguments` are torch's `checkpoint`'s."""
     name = checkpointing_name()
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": arguments, "every_n_layers": every_n_layers})
+
+
+def enable_trainers_checkpointing(model: Any, args: Any) -> None:
+    """Turn on what a trainer with these arguments turns on when training begins. Raises RecipeError for offloaded inputs."""
+    name = checkpointing_name()
+    if not getattr(args, name) or getattr(model, f"is_{name}"):
+        return
+    values = dict(getattr(args, f"{name}_kwargs") or {})
+    every_n_layers = values.pop("every_n_layers", 1)
+    if values.pop("offload", False):
+        raise RecipeError(f"{name}_kwargs: offload is not forecast", "Leave it out, or plan a run: finetune plan RECIPE")
+    enable_checkpointing(model, values or None, every_n_layers)
 
 
 def disable_checkpointing(model: Any) -> None:

@@ -36,11 +36,11 @@ _ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 
 
 def check_packages(requirements: list[str] | None = None) -> Finding:
-    """Is each dependency installed in a supported version? `requirements` as in a package's metadata."""
+    """Are the dependencies, and the page's if installed, of supported versions? `requirements`: as in package metadata."""
     try:
-        wanted = packages(requirements)
+        wanted = [package for package in packages(requirements, extra="ui") if package.installed or not package.is_optional]
     except PackageNotFoundError:
-        fix = "Install it: pip install -e . in the checkout, or uv tool install finetune."
+        fix = "Install it: pip install -e '.[ui]' in the checkout."
         return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
     installed = {package.requirement.name: package.installed for package in wanted}
     python = sys.version.split()[0]

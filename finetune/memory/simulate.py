@@ -126,7 +126,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:
                 offloading.wrap_checkpoints()
-            with _step_errors(config):
+            with step_errors(config):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
@@ -135,7 +135,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 
 @contextmanager
-def _step_errors(config: PretrainedConfig) -> Iterator[None]:
+def step_errors(config: PretrainedConfig) -> Iterator[None]:
     """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
     try:
         yield

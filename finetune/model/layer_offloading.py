@@ -21,7 +21,7 @@ import torch
 
 from finetune.compat.peft import before_magnitudes
 from finetune.compat.torch import without_modes
-from finetune.compat.transformers import sequential_loading, wrap_checkpoint
+from finetune.compat.transformers import checkpointing_name, sequential_loading, wrap_checkpoint
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
 from finetune.model import host_memory
@@ -394,14 +394,15 @@ def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
     layers = decoder_layers(model)
     offloading = LayerOffloading(layers, HostStorage(), count=len(layers) if count is None else count)
     offloading.finish()
-    base.layer_offloading, enable = offloading, base.gradient_checkpointing_enable
+    name = checkpointing_name()
+    base.layer_offloading, enable = offloading, getattr(base, f"{name}_enable")
 
     def enable_and_wrap(*arguments: Any, **named: Any) -> None:
         enable(*arguments, **named)
         offloading.wrap_checkpoints()
 
-    base.gradient_checkpointing_enable = enable_and_wrap
-    if base.is_gradient_checkpointing:
+    setattr(base, f"{name}_enable", enable_and_wrap)
+    if getattr(base, f"is_{name}"):
         offloading.wrap_checkpoints()
     return offloading
 

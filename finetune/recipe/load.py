@@ -17,6 +17,8 @@ from finetune.recipe.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecip
 if TYPE_CHECKING:
     from finetune.recipe import foreign
 
+#: The dataset of a plan that is made without one.
+NO_DATASET = "none"
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
 _SECRET_VALUE = re.compile(

@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 import finetune
 from finetune.bundled import model_path
+from finetune.compat.transformers import checkpointing_name
 from finetune.errors import DoesNotFit, RecipeError
 
 IMPORTED = """
@@ -70,7 +71,7 @@ def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path):
     plain.add_callback(callback)
     with pytest.raises(DoesNotFit, match="does not fit") as refused:
         plain.train()
-    assert "gradient_checkpointing=True" in refused.value.fix and plain.state.global_step == 0
+    assert "checkpointing=True" in refused.value.fix and plain.state.global_step == 0
     assert not callback.fit and callback.error is None
     assert {name: id(parameter) for name, parameter in plain.model.named_parameters()} == before
 
@@ -94,8 +95,13 @@ def test_a_forecast_needs_no_dataset_and_leaves_the_model_as_it_is(tmp_path):
 
 def test_a_model_is_forecast_by_its_name(tmp_path):
     args, lora = trainer(tmp_path).args, LoraConfig(r=8, target_modules="all-linear")
-    forecast = finetune.forecast(str(model_path("tiny-base")), args, peft_config=lora, tokens=64, gpu="rtx-4090")
+    forecast = finetune.forecast(str(model_path("tiny")), args, peft_config=lora, tokens=64, gpu="rtx-4090")
     assert forecast.parts["adapters"] > 0 and forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
+
+
+def test_what_is_not_simulated_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="activation_offloading, torch_compile is not forecast"):
+        finetune.fits(trainer(tmp_path, activation_offloading=True, torch_compile=True), gpu="rtx-4090")
 
 
 def test_lean_layers_save_less_and_give_the_same_gradients():
@@ -119,7 +125,7 @@ def test_offloaded_layers_give_the_same_losses_and_gradients_to_the_bit():
     resident, offloaded = small_model(), small_model()
     finetune.offload_layers(offloaded, 2)
     for model in (resident, offloaded):
-        model.gradient_checkpointing_enable()
+        getattr(model, f"{checkpointing_name()}_enable")()
         model.enable_input_require_grads()
         model.train()
     loss, gradients = loss_and_gradients(resident)
@@ -136,7 +142,7 @@ def test_more_layers_than_there_are_can_not_be_offloaded():
 
 
 def test_a_plan_is_that_of_the_command_line():
-    plan = finetune.plan(str(model_path("tiny-base")), gpu="rtx-4090", lora_r=16, max_length=512)
+    plan = finetune.plan(str(model_path("tiny")), gpu="rtx-4090", lora_r=16, max_length=512)
     assert plan.verdict == "fits" and plan.settings.lora_r == 16 and plan.card.name == "rtx-4090"
     with pytest.raises(RecipeError, match="lora_rank"):
-        finetune.plan(str(model_path("tiny-base")), lora_rank=16)
+        finetune.plan(str(model_path("tiny")), gpu="rtx-4090", lora_rank=16)

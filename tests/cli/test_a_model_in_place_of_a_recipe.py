@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from finetune.cli.source import NO_DATASET, recipe_of, require_dataset
+from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import RecipeError
+from finetune.recipe.load import NO_DATASET
 
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct", "gemma-3-4b", "someone/their-model"])

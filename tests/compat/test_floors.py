@@ -23,7 +23,8 @@ def missing(uses) -> list[str]:
 
 
 def floors() -> dict[str, str]:
-    rows = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
+    extras = PROJECT["optional-dependencies"]
+    rows = [*PROJECT["dependencies"], *extras["ui"], *extras["serve"], *extras["test"]]
     return dict(match.groups() for row in rows if (match := re.match(r"([\w-]+)>=([\d.]+)", row)))
 
 

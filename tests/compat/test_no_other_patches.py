@@ -25,7 +25,7 @@ def imports(tree: ast.AST) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return imported
 
@@ -58,7 +58,7 @@ def private_names(tree: ast.AST) -> list[str]:
     """Private names of libraries, imported or looked up on anything but `self` and `cls`."""
     lookups = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and is_foreign(node.module):
+        if isinstance(node, ast.ImportFrom) and not node.level and is_foreign(node.module):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             lookups += [f"{node.lineno}: {name}" for name in names if is_private(name) and name not in KNOWN]
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and root(node) not in ("self", "cls", "os"):

@@ -134,3 +134,10 @@ def test_the_summary_of_errors_follows_from_the_rows_and_is_small():
     assert float(mean) == pytest.approx(sum(map(abs, errors)) / len(errors), abs=0.01)
     assert float(worst) == max(errors, key=abs)
     assert float(mean) <= 0.8 and abs(float(worst)) <= 2.5
+
+
+def test_nothing_tells_to_install_the_other_project_called_finetune():
+    command = re.compile(r"(?:pipx? install|uv tool install|uv add|uvx)(?: -\S+)* ['\"]?finetune(?!-forecast)\b")
+    files = [*PAGES, ROOT / "Makefile", ROOT / "Dockerfile", *(ROOT / "finetune").rglob("*.py"), *(ROOT / "app").rglob("*.py")]
+    assert [path for path in files if command.search(path.read_text("utf-8"))] == []
+    assert command.search("uv tool install --quiet finetune") and not command.search("pip install finetune-forecast")

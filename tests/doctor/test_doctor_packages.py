@@ -32,6 +32,11 @@ def test_a_version_out_of_bounds_and_a_missing_package_are_both_named():
     assert finding.fix == "pip install 'torch<2' 'no-such-package>=1'"
 
 
+def test_the_page_may_be_left_out_but_not_be_of_another_version():
+    assert check_packages(["psutil>=6", "no-such-package>=1; extra == 'ui'"]).state == "ok"
+    assert check_packages(["psutil>=6", "gradio<1; extra == 'ui'"]).fix == "pip install 'gradio<1'"
+
+
 @pytest.mark.compiler
 def test_the_compiler_here_compiles():
     assert check_compiler().state == "ok"

@@ -111,9 +111,9 @@ def test_the_page_is_well_when_it_answers_with_success(status, well):
 
 
 def test_a_page_at_work_is_recognised():
-    page = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "app"])
+    page = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "-m", "finetune.app"])
     try:
-        while b"app" not in Path(f"/proc/{page.pid}/cmdline").read_bytes():  # the words of a program that was just started
+        while b"finetune.app" not in Path(f"/proc/{page.pid}/cmdline").read_bytes():  # a fork, until it is the new program
             time.sleep(0.02)
         assert healthcheck().page_is_run()
     finally:

@@ -5,6 +5,7 @@ The environment takes its libraries from the one that runs the tests, by a path 
 
 import ast
 import configparser
+import importlib.util
 import json
 import os
 import shutil
@@ -42,13 +43,16 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """The `finetune` command of an environment with the wheel."""
+    """The `finetune` command of an environment with the wheel, beside another project's package called `app`."""
     venv = tmp_path_factory.mktemp("environment") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, capture_output=True)
     command = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install", "-q", "--no-deps", str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (packages / "app").mkdir()
+    for name in ("__init__", "__main__", "report"):
+        (packages / "app" / f"{name}.py").write_text("print('a package of another project')\n")
     return venv / "bin" / "finetune"
 
 
@@ -67,28 +71,38 @@ def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
     recipes = {f"finetune/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes <= names
     assert {
-        "app/__main__.py",
-        "app/py.typed",
         "finetune/py.typed",
-        "app/theme.css",
-        "app/page.js",
+        "finetune/app/theme.css",
+        "finetune/app/page.js",
         "finetune/bundled/tiny-base/model.safetensors",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "recipes/")) or ".env" in name]
-    shipped = {name for name in names if name.startswith(("finetune/", "app/")) and name.endswith(".py")}
-    here = {str(path.relative_to(ROOT)) for folder in ("finetune", "app") for path in (ROOT / folder).rglob("*.py")}
-    assert shipped == here
+    modules = {f"finetune/{path.relative_to(base)}" for base in (ROOT, ROOT / "finetune") for path in base.glob("app/**/*.py")}
+    modules |= {str(path.relative_to(ROOT)) for path in ROOT.glob("finetune/**/*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
 
 
-def named_in(source):
-    """Every module that the source may import or start: by an import anywhere, or as a text such as "finetune.run.worker"."""
+def test_the_wheel_installs_one_top_level_package(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (record,) = (name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+    installed = {line.partition("/")[0] for line in archive.read(record).decode().splitlines()}
+    assert installed == {"finetune", record.partition("/")[0]}
+
+
+def named_in(source, package):
+    """Every module that the source may import or start: by an import anywhere, or as a text such as "finetune.run.worker".
+
+    A text such as ".report" is a module of the page.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from (node.value, f"{node.value}.__main__")
+            name = f"finetune.app{node.value}" if node.value.startswith(".") else node.value
+            yield from (name, f"{name}.__main__")
 
 
 def never_run(sources, entry_points):
@@ -98,7 +112,8 @@ def never_run(sources, entry_points):
         name = left.pop()
         if name in sources and name not in reached:
             reached.add(name)
-            left += [name.rpartition(".")[0], *named_in(sources[name])]
+            is_package = any(other.startswith(f"{name}.") for other in sources)
+            left += [name.rpartition(".")[0], *named_in(sources[name], name if is_package else name.rpartition(".")[0])]
     return set(sources) - reached
 
 
@@ -111,13 +126,19 @@ def test_the_wheel_holds_only_modules_that_its_command_imports_or_starts(wheel):
     commands.read_string(archive.read(listed).decode())
     entry_points = [target.partition(":")[0] for target in commands["console_scripts"].values()]
     assert never_run(sources, entry_points) == set()
-    assert never_run({**sources, "app.by_hand": "import app.server"}, entry_points) == {"app.by_hand"}
+    assert never_run({**sources, "finetune.app.by_hand": "import finetune.app.page"}, entry_points) == {"finetune.app.by_hand"}
 
 
 def test_everything_is_imported_from_the_environment(installed, tmp_path):
-    code = "import finetune, app; print(finetune.__file__); print(app.__file__)"
-    process = run(installed.with_name("python"), tmp_path, "-c", code)
-    assert all(line.startswith(str(installed.parents[1])) for line in process.stdout.split()), process.stdout + process.stderr
+    process = run(installed.with_name("python"), tmp_path, "-c", "import finetune.app; print(finetune.app.__file__)")
+    assert process.stdout.startswith(str(installed.parents[1])), process.stdout + process.stderr
+
+
+def test_another_package_called_app_stays_what_it_is(installed, tmp_path):
+    python = installed.with_name("python")
+    assert run(python, tmp_path, "-m", "app").stdout == "a package of another project\n" * 2
+    code = "from finetune.cli.ui import page_command; print(*page_command('.report')[1:])"
+    assert run(python, tmp_path, "-c", code).stdout == "-P -m finetune.app.report\n"
 
 
 def test_help_version_and_recipes(installed, tmp_path):

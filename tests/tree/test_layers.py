@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import re
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -28,15 +30,16 @@ FILES = {module_name(path): path for top in ("finetune", "app") for path in ROOT
 
 def imported(name, inside_functions):
     """Modules of the tree that a module imports when it runs; what is only for annotations does not run."""
-    modules = set()
+    modules, package = set(), name if FILES[name].stem == "__init__" else name.rpartition(".")[0]
 
     def visit(nodes):
         for node in nodes:
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 continue
             if isinstance(node, ast.ImportFrom):
-                parts = [f"{node.module}.{part.name}" for part in node.names]
-                modules.update(part if part in FILES else node.module for part in parts)
+                module = resolve_name("." * node.level + (node.module or ""), package)
+                parts = [f"{module}.{part.name}" for part in node.names]
+                modules.update(part if part in FILES else module for part in parts)
             elif isinstance(node, ast.Import):
                 modules.update(part.name for part in node.names)
             elif inside_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -60,6 +63,12 @@ def test_a_module_imports_nothing_higher(name):
 
 def test_every_module_has_a_layer():
     assert {name for name in FILES if layer_of(name) is None} <= {"finetune", "finetune.__main__"}
+
+
+def test_the_page_imports_its_own_modules_relatively():
+    """It is `app` in a checkout and `finetune.app` where it is installed."""
+    sources = {name: path.read_text("utf-8") for name, path in FILES.items()}
+    assert [name for name, source in sources.items() if re.search(r"^\s*(from|import) app\b", source, re.M)] == []
 
 
 def test_no_chain_of_imports_is_long():
