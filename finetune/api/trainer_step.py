@@ -175,6 +175,9 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
         parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = shadow.create_optimizer()
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = not on_cpu  # torch's default on CUDA, which it can't see here
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
     if args.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)

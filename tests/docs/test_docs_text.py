@@ -1,5 +1,6 @@
 """The pages name what exists: recipes, settings, commands, options, files and links; quick tables are up to date."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from blocks.page import block, blocks_of, cells, pages
 from doc_pages import NOT_RUN, ROOT, commands, every_command, fences
 from generate import DERIVED, QUICK, SLOW
 
+import finetune
 from finetune.cli.app import cli
 from finetune.cli.source import recipe_of
 from finetune.recipe import parse_recipe
@@ -143,9 +145,8 @@ def test_nothing_tells_to_install_the_other_project_called_finetune():
     assert command.search("uv tool install --quiet finetune") and not command.search("pip install finetune-forecast")
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if "```python" in page.read_text("utf-8")], ids=lambda page: page.name)
+@by_name
 def test_python_on_a_page_is_valid_and_names_what_the_library_has(page):
     for code in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S):
-        tree = ast.parse(code)
-        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "finetune"}
-        assert names <= set(finetune.__all__)
+        attributes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)]
+        assert {node.attr for node in attributes if ast.unparse(node.value) == "finetune"} <= set(finetune.__all__)
