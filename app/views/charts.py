@@ -164,13 +164,13 @@ def _lone_points(line: Line, scale: Scale) -> list[str]:
     return dots
 
 
-def _ticks(start: float, end: float, about: int) -> list[float]:
-    """Round values between `low` and `high`, about as many as asked."""
+def _ticks(start: float, end: float, count: int) -> list[float]:
+    """Round values between `start` and `end`, about as many as asked."""
     if not end > start:
         return []
-    raw = (end - start) / about
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw)
+    raw_step = (end - start) / count
+    power_of_ten = 10.0 ** math.floor(math.log10(raw_step))
+    step = next(power_of_ten * factor for factor in (1, 2, 2.5, 5, 10) if power_of_ten * factor >= raw_step)
     first = math.ceil(start / step)
     return [number * step for number in range(first, math.floor(end / step) + 1)]
 

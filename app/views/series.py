@@ -93,8 +93,8 @@ class Series:
         for index in sorted(self.bins):
             part = self.bins[index]
             if part.count:
-                first, second = (float(part.low_step), part.low), (float(part.high_step), part.high)
-                points += [first] if first[0] == second[0] else [first, second] if first < second else [second, first]
+                lowest, highest = (float(part.low_step), part.low), (float(part.high_step), part.high)
+                points += [lowest] if lowest[0] == highest[0] else sorted((lowest, highest))
             if part.missing:
                 points.append((index * self.width + self.width - 0.5, None))
         return self._with_ends(points)

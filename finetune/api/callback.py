@@ -44,7 +44,7 @@ class MemoryCallback(TrainerCallback):
         self._first_step = state.global_step
         self.fit = fit = fits(self._trainer, self._gpu)
         if fit.verdict == Verdict.NO_FIT and self._refuse:
-            raise DoesNotFit([str(fit)], f"{_smaller(args)}. To try it anyway: MemoryCallback(trainer, refuse=False).")
+            raise DoesNotFit([str(fit)], f"{_memory_advice(args)}. To try it anyway: MemoryCallback(trainer, refuse=False).")
         self._say(state, f"forecast {fit}")
         self._explain_out_of_memory()
         if torch.cuda.is_available():
@@ -79,7 +79,7 @@ class MemoryCallback(TrainerCallback):
 
     def _explanation(self) -> str:
         forecast = format_bytes(self.fit.forecast.peaks["train"]) if self.fit else "nothing"
-        advice = f"{_smaller(self._trainer.args)}."
+        advice = f"{_memory_advice(self._trainer.args)}."
         if not torch.cuda.is_available():
             return f"out of memory; the step was forecast to allocate {forecast}. {advice}"
         free, total = torch.cuda.mem_get_info()
@@ -95,13 +95,14 @@ class MemoryCallback(TrainerCallback):
             print(f"finetune: {message}", file=sys.stderr)  # noqa: T201
 
 
-def _smaller(args: Any) -> str:
-    """What of a trainer's arguments would need less memory."""
+def _memory_advice(args: Any) -> str:
+    """Advice: the first change of the arguments that saves memory."""
     name = checkpointing_name()
     if not getattr(args, name):
         return f"Set {name}=True"
-    if args.per_device_train_batch_size > 1:
-        half = args.per_device_train_batch_size // 2
-        steps = args.gradient_accumulation_steps * 2
-        return f"Set per_device_train_batch_size={half} and gradient_accumulation_steps={steps}"
+    rows = args.per_device_train_batch_size
+    if rows > 1:  # the same effective batch
+        factor = next(divisor for divisor in range(2, rows + 1) if rows % divisor == 0)
+        steps = args.gradient_accumulation_steps * factor
+        return f"Set per_device_train_batch_size={rows // factor} and gradient_accumulation_steps={steps}"
     return "Shorten max_length, or take 4-bit weights"

@@ -34,29 +34,31 @@ def difference(
 ) -> Difference:
     """Weighted mean of tuned - base over two rows or more, with the expanded percentile interval of a paired bootstrap.
 
-    Bootstrap: Efron 1979. Expanded, because its spread is that of a normal with n instead of n - 1: Hesterberg 2015.
+    Bootstrap: Efron 1979. It is too narrow for few rows and is widened by sqrt(n / (n - 1)) and Student's t: Hesterberg 2015.
     `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one; if all rows
     differ by the same value, the rule of three (Hanley and Lippman-Hand 1983) widens the interval for unseen values.
     """
     differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
     row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
-    value, rows = float(np.average(differences, weights=row_weights)), len(differences)
+    mean_difference, row_count = float(np.average(differences, weights=row_weights)), len(differences)
     rng, means = np.random.default_rng(0), np.empty(_DRAWS)
     for draw in range(_DRAWS):
-        chosen = rng.integers(rows, size=rows)
+        chosen = rng.integers(row_count, size=row_count)
         means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
-    expansion = _expansion(rows)
-    lower, upper = (value + expansion * (float(quantile) - value) for quantile in np.percentile(means, (2.5, 97.5)))
+    expansion = _expansion(row_count)
+    lower, upper = (
+        mean_difference + expansion * (float(quantile) - mean_difference) for quantile in np.percentile(means, (2.5, 97.5))
+    )
     if span:
         lower, upper = max(-span, lower), min(span, upper)
     if span and np.ptp(differences) == 0:
-        unseen = min(1.0, 3 / rows)
+        unseen = min(1.0, 3 / row_count)
         lower, upper = max(-span, lower - 2 * span * unseen), min(span, upper + 2 * span * unseen)
     more_rows = None
-    if lower <= 0 <= upper and value:  # the interval shrinks with the root of the rows
-        half_width = value - lower if value > 0 else upper - value
-        more_rows = max(1, math.ceil(rows * (half_width / value) ** 2) - rows)
-    return Difference(value, lower, upper, more_rows)
+    if lower <= 0 <= upper and mean_difference:  # the interval shrinks with the root of the rows
+        half_width = mean_difference - lower if mean_difference > 0 else upper - mean_difference
+        more_rows = max(1, math.ceil(row_count * (half_width / mean_difference) ** 2) - row_count)
+    return Difference(mean_difference, lower, upper, more_rows)
 
 
 def format_difference(difference: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:

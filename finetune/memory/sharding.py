@@ -46,12 +46,12 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
 
 @dataclass(frozen=True)
 class Sharded:
-    """Memory of one rank under a strategy, in bytes.
+    """Memory of one rank under a strategy, in bytes but for `states`.
 
-    `kept`: (frozen, trained) bytes of each unit on the card; `states`: share of the optimizer states on the card; `masters`:
-    fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `starting`: the same when the
-    forward pass begins and nothing is saved for the backward pass; `loading`: parameters while the model is loaded and sharded;
-    `own_rows`: no rank loads more; `host`: host memory of each rank.
+    `resident`: (frozen, trained) bytes of each unit on the card; `states`: share (0 to 1) of the optimizer states there;
+    `masters`: fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `starting`: the same
+    when the forward pass begins and nothing is saved for the backward pass; `loading`: parameters while the model is loaded and
+    sharded; `own_rows`: each rank reads only its own rows while loading; `host`: host memory of each rank.
     """
 
     resident: dict[str, tuple[int, int]]
@@ -140,23 +140,23 @@ def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, in
 
 
 def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
-    launch, item, hidden = settings.launch, 4 if settings.dtype == "float32" else 2, _hidden_size(units)
-    cards, offload = launch.num_processes, launch.offload != "none"
-    full = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
-    adapters = sum(trained for _, trained in full.values())
+    launch, item_bytes, hidden = settings.launch, 4 if settings.dtype == "float32" else 2, _hidden_size(units)
+    cards, offloads = launch.num_processes, launch.offload != "none"
+    full_bytes = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
+    adapter_bytes = sum(trained for _, trained in full_bytes.values())
     # ZeRO-2 shards the optimizer states and fp32 master copies of the adapters, not weights and adapters
     # (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer). Offload moves them to host memory (offload_config.py).
-    part = -(-adapters // cards)  # one rank's adapters in fp32: master copy, gradient of the step
-    states, masters = (0.0, 0) if offload else (1 / cards, part)
-    host = 4 * part if offload else 0  # master copy, gradient, two states of AdamW
+    rank_adapter_bytes = -(-adapter_bytes // cards)  # one rank's adapters in fp32: master copy, gradient of the step
+    optimizer_share, masters = (0.0, 0) if offloads else (1 / cards, rank_adapter_bytes)
+    host_bytes = 4 * rank_adapter_bytes if offloads else 0  # master copy, gradient, two states of AdamW
     # Gradients count as whole, with two buffers of hidden x hidden elements (reduce_bucket_size, overlap_comm;
     # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
-    buffers = 2 * hidden * hidden * item + (0 if offload else part)
+    buffers = 2 * hidden * hidden * item_bytes + (0 if offloads else rank_adapter_bytes)
     if launch.zero_stage == 2:
-        return Sharded(full, states, masters, buffers, _all_bytes(units), host)
+        return Sharded(full_bytes, optimizer_share, masters, buffers, _all_bytes(units), host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
     shards = {unit.name: _sums(unit, lambda parameter: _shard_elements(parameter, cards)) for unit in units}
-    own, all_bytes = sum(map(sum, shards.values())), sum(map(sum, full.values()))
+    rank_bytes, all_bytes = sum(map(sum, shards.values())), sum(map(sum, full_bytes.values()))
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
     persistent = sum(
@@ -165,18 +165,18 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     )  # fmt: skip
     # Gathered: up to MOST_LIVE elements, and those being fetched (stage3_prefetch_bucket_size;
     # partitioned_param_coordinator.py, PartitionedParameterCoordinator).
-    fetched = max(map(sum, full.values())) + round(0.9 * hidden * hidden) * item
-    gathered = min(all_bytes, persistent + MOST_LIVE * item + fetched) + buffers
-    if not offload:
+    fetched = max(map(sum, full_bytes.values())) + round(0.9 * hidden * hidden) * item_bytes
+    gathered = min(all_bytes, persistent + MOST_LIVE * item_bytes + fetched) + buffers
+    if not offloads:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
         # transformers leaves quantised models out of it (finetune/distributed/configuration.py, accelerate_configuration;
         # transformers/modeling_utils.py, PreTrainedModel.get_init_context).
-        return Sharded(shards, states, masters, gathered, all_bytes + own, host)
+        return Sharded(shards, optimizer_share, masters, gathered, all_bytes + rank_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving = 2 * max(map(sum, shards.values()))
-    host += sum(pinned_bytes(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
-    host += NVME_BUFFERS * item if launch.offload == "nvme" else 0
-    return Sharded(dict.fromkeys(shards, (0, 0)), states, masters, gathered + arriving, all_bytes, host)
+    host_bytes += sum(pinned_bytes(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host_bytes += NVME_BUFFERS * item_bytes if launch.offload == "nvme" else 0
+    return Sharded(dict.fromkeys(shards, (0, 0)), optimizer_share, masters, gathered + arriving, all_bytes, host_bytes)
 
 
 def _hidden_size(units: tuple[Unit, ...]) -> int:

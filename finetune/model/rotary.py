@@ -86,19 +86,19 @@ def _with_rotary(forward: Any, ours: Callable[..., Any]) -> Any:
     return replacement
 
 
-def _lean(theirs: Any, form: Form) -> Callable[..., Any]:
+def _lean(model_rope: Any, form: Form) -> Callable[..., Any]:
     """`theirs`, with lean rotation where its arguments allow it."""
 
-    def ours(*arguments: Any, **named: Any) -> Any:
-        bound = {"unsqueeze_dim": 1, **dict(zip(form.names, arguments, strict=False)), **named}
+    def ours(*arguments: Any, **keywords: Any) -> Any:
+        bound = {"unsqueeze_dim": 1, **dict(zip(form.names, arguments, strict=False)), **keywords}
         tensors = [value for name in form.names[:-1] if isinstance(value := bound.get(name), torch.Tensor)]
         if len(bound) > len(form.names) or len(tensors) < len(form.names) - 1:
-            return theirs(*arguments, **named)
-        *heads, cos, sin = tensors
+            return model_rope(*arguments, **keywords)
+        *inputs, cos, sin = tensors
         cos, sin = cos.unsqueeze(bound["unsqueeze_dim"]), sin.unsqueeze(bound["unsqueeze_dim"])
-        if not all(_fits(x, cos, sin, form) for x in heads):
-            return theirs(*arguments, **named)
-        outs = tuple(Rotary.apply(x, cos, sin) for x in heads)
+        if not all(_fits(x, cos, sin, form) for x in inputs):
+            return model_rope(*arguments, **keywords)
+        outs = tuple(Rotary.apply(x, cos, sin) for x in inputs)
         return outs if len(outs) > 1 else outs[0]
 
     return ours
@@ -130,20 +130,20 @@ def _form(theirs: Any) -> Form | None:
 
 
 def _computes(
-    theirs: Any, names: list[str], width: int, dtype: torch.dtype = torch.float64, angles: torch.dtype = torch.float64
+    model_rope: Any, names: list[str], width: int, dtype: torch.dtype = torch.float64, angle_dtype: torch.dtype = torch.float64
 ) -> bool:
     """Whether it rotates the first `width` of a head by any cos and sin, with the heads before the tokens and after them."""
-    random = torch.Generator().manual_seed(0)
-    cos, sin = torch.randn(2, 2, 5, width, generator=random, dtype=angles)
+    generator = torch.Generator().manual_seed(0)
+    cos, sin = torch.randn(2, 2, 5, width, generator=generator, dtype=angle_dtype)
     for dim, shapes in ((1, ((2, 3, 5, _WIDTH), (2, 1, 5, _WIDTH))), (2, ((2, 5, 3, _WIDTH), (2, 5, 1, _WIDTH)))):
-        heads = [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes[: len(names) - 3]]
+        inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes[: len(names) - 3]]
         try:
-            out = theirs(*heads, cos, sin, unsqueeze_dim=dim)
+            out = model_rope(*inputs, cos, sin, unsqueeze_dim=dim)
         except Exception:  # noqa: BLE001 - any code may be in there; it is not RoPE of this width then
             return False
         outs = list(out) if isinstance(out, tuple) else [out]
-        wanted = [_rotated(x, cos.unsqueeze(dim), sin.unsqueeze(dim).chunk(2, -1), 1.0) for x in heads]
-        if len(outs) != len(wanted) or not all(map(_equal, outs, wanted)):
+        expected = [_rotated(x, cos.unsqueeze(dim), sin.unsqueeze(dim).chunk(2, -1), 1.0) for x in inputs]
+        if len(outs) != len(expected) or not all(map(_equal, outs, expected)):
             return False
     return True
 

@@ -154,27 +154,29 @@ def _explain_micro(compare: Comparison) -> str:
     return f"{rows}; {compare.against(micro=larger)} vs {larger}"
 
 
-def alternatives(search: Search, chosen: EvaluatedStrategy, speed_factor: float, choices: Choices) -> tuple[Alternative, ...]:
+def alternatives(
+    search: Search, chosen: EvaluatedStrategy, step_time_factor: float, choices: Choices
+) -> tuple[Alternative, ...]:
     """Every forecast strategy: the chosen one first, then by step time."""
     times_known = knows_rates(search.job.card)
-    own = _values_of(chosen, chosen, search.job, choices)
+    chosen_values = _values_of(chosen, chosen, search.job, choices)
 
     def as_alternative(candidate: EvaluatedStrategy) -> Alternative:
         timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
-        differing = {name: value for name, value in values.items() if own.get(name) != value}
+        differing = {name: value for name, value in values.items() if chosen_values.get(name) != value}
         return Alternative(
             plan=describe(candidate.strategy, search.job.batch, search.job.world), chosen=candidate is chosen,
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
-            step_s=timing.step_s * speed_factor if times_known else None,
-            tokens_per_s=timing.tokens_per_s / speed_factor if times_known else None,
+            step_s=timing.step_s * step_time_factor if times_known else None,
+            tokens_per_s=timing.tokens_per_s / step_time_factor if times_known else None,
             verdict=verdict_of(candidate.forecast, search.budget_bytes),
             overrides=_as_overrides(values), differs=_as_overrides(differing),
         )  # fmt: skip
 
-    def order(candidate: EvaluatedStrategy) -> tuple[bool, float, str]:
+    def sort_key(candidate: EvaluatedStrategy) -> tuple[bool, float, str]:
         return candidate is not chosen, search.timing(candidate.strategy).step_s, as_alternative(candidate).overrides
 
-    return tuple(as_alternative(candidate) for candidate in sorted(search.evaluated, key=order))
+    return tuple(as_alternative(candidate) for candidate in sorted(search.evaluated, key=sort_key))
 
 
 def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.card.context import record_measurement
 from finetune.events import ForecastCheck, Memory
 from finetune.planner.history import record_run
+from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     It is never more than the budget, which limits the allocator: that would have been out of memory.
     """
     error = check.allocated_error
-    if error is None or error <= MARGIN or plan.verdict == "does not fit":
+    if error is None or error <= MARGIN or plan.verdict == Verdict.NO_FIT:
         return None
     return (
         f"the first steps allocated {format_bytes(check.measured_allocated_bytes)}, but the forecast was "

@@ -113,7 +113,7 @@ class Supervisor:
             self._emit(State(state="starting", attempt=attempt))
             code = self._attempt()
             self.seen += self.reader.new()
-            retry = {5: self._smaller_plan, 6: self._lower_rate}.get(code)
+            retry = {errors.OutOfMemory.exit_code: self._smaller_plan, errors.Diverged.exit_code: self._lower_rate}.get(code)
             if retry and not self.signals and retry(attempt):
                 attempt += 1
                 continue
