@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.recipe.foreign import axolotl, llama_factory, mlx_lm, torchtune, trl, unsloth
+from finetune.recipe.foreign import axolotl, llama_factory, llama_factory_v1, mlx_lm, torchtune, trl, unread, unsloth
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, KeyReport, Refuse, Tool
 
-__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "hint_for_key", "tool_of"]
+__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "hint_for_key", "refuse_unread", "tool_of"]
 
-TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, axolotl.TOOL, torchtune.TOOL, unsloth.TOOL, mlx_lm.TOOL, trl.TOOL)
+TOOLS: tuple[Tool, ...] = (
+    llama_factory.TOOL, llama_factory_v1.TOOL, axolotl.TOOL, torchtune.TOOL, unsloth.TOOL, mlx_lm.TOOL, trl.TOOL,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class Conversion:
     locations: dict[str, str]  # our dotted setting -> file:line
     entries: tuple[KeyReport, ...]
     assumed: dict[str, Any]
+    remarks: tuple[str, ...] = ()  # differences that no key of the file has
 
     @property
     def notes(self) -> list[str]:
-        """The differences in keys that are carried over."""
-        return [f"{entry.key}: {entry.note}" for entry in self.entries if entry.note]
+        """The differences: in keys that are carried over, and where keys are absent."""
+        return [*(f"{entry.key}: {entry.note}" for entry in self.entries if entry.note), *self.remarks]
 
     def problems(self, name: str) -> list[str]:
         """The refused keys, each with its line."""
@@ -52,7 +55,21 @@ def tool_of(values: dict[str, Any]) -> Tool | None:
         flat = _flat(values) if tool.nested else values
         if any(_has(flat, marker) for marker in tool.markers):
             matches.append((sum(tool.rule(key) is not None for key in flat) / max(1, len(flat)), tool.name, tool))
-    return max(matches)[2] if matches else None
+    if matches:
+        return max(matches)[2]
+    return trl.TOOL if trl.has_only_its_keys(values) else None
+
+
+def refuse_unread(values: dict[str, Any], name: str) -> None:
+    """Raises RecipeError, one sentence, for a configuration that is recognised and not read."""
+    flat = _flat(values)
+    if tool := unread.recognise(flat, values):
+        readable = ", ".join(dict.fromkeys(tool.name.removesuffix(" v1") for tool in TOOLS))
+        whose = tool.name if tool.name.endswith("'s") or "'s " in tool.name else f"{tool.name}'s"
+        raise RecipeError(
+            f"{name}: this looks like {whose} configuration, which finetune does not read; it reads those of {readable}",
+            unread.advice(tool, flat),
+        )
 
 
 def convert(
@@ -74,14 +91,15 @@ def convert(
     for key in [key for key in config.values if key not in config.entries]:
         config.refuse(key, "is not understood beside the other keys")
     for setting, value in tool.defaults.items():
-        if not (setting == "warmup_ratio" and "warmup_steps" in config.settings):
+        other = {"warmup_ratio": "warmup_steps", "warmup_steps": "warmup_ratio"}.get(setting)
+        if other not in config.settings and other not in config.overrides:
             config.assume(setting, value)
     for key, value in flat.items():
         if value is None:
             config.ignore_empty(key)
     reports = sorted(config.entries.values(), key=lambda entry: entry.line or 0)
     locations = {setting: _location(name, config.line_of(key)) for setting, key in config.keys_by_setting.items()}
-    return Conversion(tool.name, _nested(config.settings), locations, tuple(reports), config.assumed)
+    return Conversion(tool.name, _nested(config.settings), locations, tuple(reports), config.assumed, tuple(config.notes))
 
 
 def hint_for_key(key: str) -> str | None:

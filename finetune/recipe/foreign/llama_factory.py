@@ -31,6 +31,15 @@ from finetune.recipe.foreign.shared import (
 _IMAGES = Ignore("for images, video or sound; rows are text here")
 _OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
 
+_OTHER_METHODS_KEYS = (
+    "oft_block_size", "oft_rank", "oft_target", "module_dropout", "galore_target", "galore_rank", "galore_scale",
+    "galore_layerwise", "galore_update_interval", "galore_proj_type", "apollo_target", "apollo_rank", "apollo_scale",
+    "apollo_layerwise", "apollo_scale_type", "badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
+    "badam_update_ratio", "badam_mask_mode", "badam_start_block", "asft_alpha", "eaft_alpha", "muon_lr", "kt_config",
+    "kt_cpu_activation", "kt_optimize_rule", "ppo_epochs", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight",
+    "fp8_enable_fsdp_float8_all_gather", "freeze_extra_modules",
+)  # fmt: skip
+
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
     # -- model
@@ -66,7 +75,8 @@ KEYS: dict[str, Rule] = {
     "use_adam_mini": NOT_TRAINED,
     "use_muon": NOT_TRAINED, "use_dft_loss": NOT_TRAINED, "use_asft_loss": NOT_TRAINED, "use_eaft_loss": NOT_TRAINED,
     "use_llama_pro": NOT_TRAINED,
-    "use_mca": NOT_TRAINED, "freeze_trainable_layers": _OTHER_METHOD, "freeze_trainable_modules": _OTHER_METHOD,
+    "use_mca": NOT_TRAINED, "use_kt": NOT_TRAINED, **dict.fromkeys(_OTHER_METHODS_KEYS, _OTHER_METHOD),
+    "freeze_trainable_layers": _OTHER_METHOD, "freeze_trainable_modules": _OTHER_METHOD,
     "freeze_vision_tower": _IMAGES, "freeze_multi_modal_projector": _IMAGES, "freeze_language_model": NOT_TRAINED,
     "pref_beta": PREFERENCE, "pref_ftx": PREFERENCE, "pref_loss": PREFERENCE, "ref_model": PREFERENCE,
     "reward_model": PREFERENCE,
@@ -195,13 +205,13 @@ def _max_samples(config: ConfigReader, paths: list[str]) -> None:
         return
     if len(paths) == 1:
         config.keep("max_samples", "dataset.max_rows", max_samples)
-    elif all((row_count := _count_rows(Path(path))) is not None and row_count <= max_samples for path in paths):
+    elif all((row_count := count_rows(Path(path))) is not None and row_count <= max_samples for path in paths):
         config.ignore("max_samples", "no dataset has more rows")
     else:
         config.refuse("max_samples", "is for each dataset there, and for all together here", "dataset.max_rows")
 
 
-def _count_rows(path: Path) -> int | None:
+def count_rows(path: Path) -> int | None:
     """Number of rows of a small local file; None if unknown."""
     if not path.is_file() or path.stat().st_size > 50_000_000:
         return None
@@ -245,7 +255,7 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path) -> dict[str
             return f"{name} calls a role {tags[tag]}; finetune knows {' and '.join(roles)}"
     settings: dict[str, Any] = {"path": str(entry.get("hf_hub_url") or folder / str(entry.get("file_name")))}
     if (sample_count := entry.get("num_samples")) is not None:
-        row_count = _count_rows(Path(settings["path"]))
+        row_count = count_rows(Path(settings["path"]))
         if not row_count:
             return f"{name} has num_samples {sample_count}, and its rows can't be counted here; use dataset.weights"
         settings["weights"] = [sample_count / row_count]
