@@ -56,6 +56,15 @@ def test_torchtunes_columns_are_those_of_its_dataset():
     assert parse_source(TORCHTUNE.format(dataset=plain, length=512), "x").recipe.dataset.columns == {"instruction": "input"}
 
 
+def test_references_to_other_keys_are_followed():
+    text = TORCHTUNE.format(dataset="alpaca_dataset", length=512).replace("/tmp/gemma-7b", '"${folder}/gemma-2b"')
+    recipe = parse_source(
+        f"{text}folder: /models\noutput_dir: ${{folder}}/out\nmetric_logger: {{log_dir: '${{output_dir}}'}}\n", "x"
+    ).recipe
+    assert (recipe.model_name_or_path, recipe.output_dir) == ("gemma-2b", "/models/out")
+    assert "${folder} has no value" in refusals(text)
+
+
 # -- LLaMA-Factory
 
 

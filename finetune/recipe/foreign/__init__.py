@@ -6,6 +6,7 @@ together, as micro-batch and accumulation do.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,16 @@ def convert(
     our_keys: set[str],
 ) -> Conversion:  # fmt: skip
     """`values` of `tool` as a recipe's. `lines` of the keys and `folder` are the file's; `overrides` the user's overrides."""
-    flat = _flat(values) if tool.nested else values
+    flat, references = _flat(values) if tool.nested else values, set()
+    if tool.interpolates:
+        references = {key for value in flat.values() if isinstance(value, str) for key in _REFERENCE.findall(value)}
+        flat = _interpolated(flat, _flat(values), name, lines)
     config = ConfigReader(tool, {key: value for key, value in flat.items() if value is not None}, lines, folder, overrides)
     for key in config.values:
         if tool.rule(key) is None and key in our_keys and key.partition(".")[0] in our_keys:
             config.keep(key, key, config.values[key])
+        elif tool.rule(key) is None and key in references:
+            config.ignore(key, f"is read where ${{{key}}} stands")
         else:
             config.apply(key)
     try:
@@ -115,6 +121,7 @@ def hint_for_key(key: str) -> str | None:
     return _KEY_HINTS.get(key)
 
 
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 #: Keys that a tool reads together with others -> what to use here.
 _KEY_HINTS = {
     "val_size": "that is LLaMA-Factory's name for 'dataset.test_split_size'",
@@ -143,6 +150,24 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _interpolated(flat: dict[str, Any], dotted: dict[str, Any], name: str, lines: dict[str, int]) -> dict[str, Any]:
+    """The values with `${key}` replaced by the other key's. Raises RecipeError where there is none, or a circle."""
+
+    def value_of(key: str, text: str, depth: int = 0) -> Any:
+        for reference in _REFERENCE.findall(text):
+            other = dotted.get(reference)
+            if other is None or depth > 5:
+                location = _location(name, lines.get(key))
+                raise RecipeError(f"{location}: {key} {text}: ${{{reference}}} has no value; write the value out")
+            other = value_of(key, other, depth + 1) if isinstance(other, str) else other
+            if text == f"${{{reference}}}":
+                return other
+            text = text.replace(f"${{{reference}}}", str(other))
+        return text
+
+    return {key: value_of(key, value) if isinstance(value, str) else value for key, value in flat.items()}
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:

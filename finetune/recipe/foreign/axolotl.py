@@ -49,6 +49,8 @@ KEYS: dict[str, Rule] = {
     "is_falcon_derived_model": _MODEL, "is_llama_derived_model": _MODEL, "is_mistral_derived_model": _MODEL,
     "is_qwen_derived_model": _MODEL,
     "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
+    "model_config": Refuse("the model's own configuration is used"),
+    "freeze_mm_modules": Ignore("only the language model trains"),
     "strict": PROCESS, "gptq": NOT_TRAINED, "overrides_of_model_config": Refuse("the model's own configuration is used"),
     "overrides_of_model_kwargs": _OWN_LOADER,
     "special_tokens": Read(), "tokens": Refuse("new tokens are not trained"),
@@ -56,7 +58,7 @@ KEYS: dict[str, Rule] = {
     "resize_token_embeddings_to_32x": Refuse("the vocabulary keeps its size"),
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
     "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),
-    "bnb_config_kwargs": Read(), "bnb_config_kwargs.*": Read(),
+    "bnb_config_kwargs": Read(),
     "quantize_moe_experts": Ignore("experts are quantised with the other layers"),
     "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": GPUS,
     "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
@@ -325,6 +327,12 @@ def _merged_dataset(entries: Any) -> tuple[dict[str, Any], str, str]:
 def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
+    if name == "sharegpt":
+        return (
+            {},
+            "Axolotl no longer reads type sharegpt; its successor is type chat_template, field_messages conversations",
+            "",
+        )
     if not isinstance(kind, str) or name not in _TYPES:
         return (
             {},

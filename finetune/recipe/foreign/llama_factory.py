@@ -98,6 +98,7 @@ KEYS: dict[str, Rule] = {
     "data_shared_file_system": DATASET_CACHE,
     "ignore_pad_token_for_loss": Refuse("padding is never learnt", (True,)), "eval_num_beams": GENERATION,
     "eval_on_each_dataset": PROCESS,
+    "image_resolution": _IMAGES, "video_resolution": _IMAGES,
     "media_dir": _IMAGES, "image_max_pixels": _IMAGES, "image_min_pixels": _IMAGES, "video_max_pixels": _IMAGES,
     "video_min_pixels": _IMAGES,
     "video_fps": _IMAGES, "video_maxlen": _IMAGES, "audio_sampling_rate": _IMAGES,
@@ -203,10 +204,16 @@ def _max_samples(config: ConfigReader, paths: list[str]) -> None:
     max_samples = config.value("max_samples")
     if max_samples is None:
         return
+    counts = [count_rows(Path(path)) for path in paths]
     if len(paths) == 1:
         config.keep("max_samples", "dataset.max_rows", max_samples)
-    elif all((row_count := count_rows(Path(path))) is not None and row_count <= max_samples for path in paths):
+    elif all(row_count is not None and row_count <= max_samples for row_count in counts):
         config.ignore("max_samples", "no dataset has more rows")
+    elif all(counts) and "dataset.weights" not in config.settings:
+        weights = [min(1.0, max_samples / (row_count or 1)) for row_count in counts]
+        config.keep(
+            "max_samples", "dataset.weights", weights, "of a larger dataset so many rows, chosen by seed; there the first"
+        )
     else:
         config.refuse("max_samples", "is for each dataset there, and for all together here", "dataset.max_rows")
 
@@ -292,4 +299,5 @@ TOOL = Tool(
     KEYS,
     DEFAULTS,
     finish,
+    interpolates=True,
 )

@@ -163,4 +163,5 @@ TOOL = Tool(
     DEFAULTS,
     finish,
     nested=True,
+    interpolates=True,
 )

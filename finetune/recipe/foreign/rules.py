@@ -66,6 +66,7 @@ class Tool:
     defaults: dict[str, Any]
     finish: Callable[[ConfigReader], None]
     nested: bool = False  # keys are dotted: `lora.lora_r`
+    interpolates: bool = False  # `${output_dir}/logs` has the value of another key, as OmegaConf reads it
 
     def rule(self, key: str) -> Rule | None:
         """The rule of a key; a rule of `section.*` is for all keys of that section."""

@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
-from finetune.recipe.foreign.shared import EVERY_STEP, KERNELS, MEMORY, NOT_TRAINED, PROCESS, read_batch, read_dtype
+from finetune.recipe.foreign.shared import (
+    EVERY_STEP,
+    GPUS,
+    KERNELS,
+    MEMORY,
+    NOT_TRAINED,
+    PROCESS,
+    STEPS,
+    read_batch,
+    read_dtype,
+)  # fmt: skip
 
 _READ_FROM_MODEL = Ignore("is read from the model")
+
+_IMAGES = Refuse("is of a model of images and text; rows are text here")
 
 KEYS: dict[str, Rule] = {
     "output_dir": Keep("output_dir"), "model._component_": Read(), "model.lora_attn_modules": Read(),
@@ -51,7 +63,10 @@ KEYS: dict[str, Rule] = {
     "low_cpu_ram": MEMORY, "fsdp_cpu_offload": MEMORY, "custom_sharded_layers": MEMORY, "data_parallel_shard_dim": MEMORY,
     "data_parallel_replicate_dim": MEMORY,
     "tensor_parallel_dim": MEMORY, "teacher_model.*": NOT_TRAINED, "kd_ratio": NOT_TRAINED, "kd_loss.*": NOT_TRAINED,
-    "quantizer.*": NOT_TRAINED,
+    "quantizer.*": NOT_TRAINED, "teacher_checkpointer.*": NOT_TRAINED, "fsdp.*": GPUS, "dataloader.*": PROCESS,
+    "tensor_parallel_plan.*": GPUS, "save_every_n_epochs": STEPS, "model.image_size": _IMAGES,
+    "model.encoder_trainable": _IMAGES, "model.decoder_trainable": _IMAGES, "model.fusion_trainable": _IMAGES,
+    "datasets": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -169,4 +184,4 @@ def _dataset(config: ConfigReader) -> None:
         config.keys_by_setting["dataset.path"] = key
 
 
-TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True)
+TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True, interpolates=True)

@@ -10,7 +10,6 @@ from finetune.recipe.foreign.shared import (
     DIFFERENT_DATASETS,
     KERNELS,
     MEMORY,
-    NOT_TRAINED,
     PROCESS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
@@ -21,7 +20,11 @@ from finetune.recipe.foreign.shared import (
 )  # fmt: skip
 from finetune.recipe.schema import ALIASES, SWITCHES, Recipe
 
-PREFERENCE_LOSS = Refuse("is of preference training, which is not supported")
+_REWARDS = (
+    "reward_funcs", "reward_weights", "num_generations", "max_completion_length", "log_completions", "temperature",
+    "dataset_prompt_column", "system_prompt", "use_vllm", "num_iterations", "epsilon", "scale_rewards",
+)  # fmt: skip
+PREFERENCE_LOSS = Refuse("is of training by preferences or rewards, which is not supported")
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
@@ -46,7 +49,7 @@ KEYS: dict[str, Rule] = {
     "dataset_kwargs": Read(), "dataset_mixture": Read(), "dataset_mixer": Read(), "dataset_splits": Read(),
     "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), "use_flash_attention_2": KERNELS,
     "beta": PREFERENCE_LOSS, "max_prompt_length": PREFERENCE_LOSS, "rpo_alpha": PREFERENCE_LOSS,
-    "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
+    **dict.fromkeys(_REWARDS, PREFERENCE_LOSS), "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
     "max_seq_length": Keep("max_length"),
     "truncation_mode": Refuse("the start is kept", ("keep_start",)), "packing": Keep("packing"), "eval_packing": MEMORY,
     "packing_strategy": Refuse("rows are packed whole", ("bfd", "ffd")), "padding_free": MEMORY, "pad_to_multiple_of": MEMORY,
@@ -57,7 +60,6 @@ KEYS: dict[str, Rule] = {
     "shuffle_dataset": Ignore("rows are shuffled anyway"),
     "router_aux_loss_coef": Refuse("the router's loss is not added"), "use_liger": KERNELS, "ignore_bias_buffers": KERNELS,
     "gradient_checkpointing_use_reentrant": MEMORY,
-    "use_vllm": NOT_TRAINED,
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
