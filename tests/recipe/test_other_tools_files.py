@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -156,6 +157,15 @@ def test_a_base_model_that_may_lack_the_named_template_is_said():
     assert not any("template" in note for note in axolotl("chat_template: llama3", "x/Llama-3.2-1B-Instruct").conversion.notes)
 
 
+def test_a_pattern_of_layers_matches_a_language_model_that_is_loaded_alone():
+    pattern = axolotl(
+        r"lora_target_modules: 'model.language_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj'"
+    ).recipe.target_modules
+    for name in ("model.language_model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj"):
+        assert re.fullmatch(pattern, name)
+    assert not re.fullmatch(pattern, "model.vision_tower.layers.3.mlp.up_proj")
+
+
 # -- YAML 1.1 in their files
 
 
@@ -232,6 +242,9 @@ def test_steps_replace_epochs_of_zero_in_the_studios_defaults():
 
 def test_the_studios_vision_files_are_refused_and_no_layers_are_all():
     assert "images" in refusals(UNSLOTH.format(training="", lora=", vision_all_linear: true"))
+    vision = UNSLOTH.format(training="", lora=", finetune_vision_layers: true")
+    assert "language model only" in "\n".join(parse_source(vision, "x", ["model=x/Qwen3-VL-8B"]).conversion.notes)
+    assert "language model only" not in "\n".join(parse_source(vision, "x", ["model=x/Qwen3-8B"]).conversion.notes)
     targets = parse_source(UNSLOTH.format(training="", lora=', target_modules: ""'), "x").recipe.target_modules
     assert len(targets) == 7 and "down_proj" in targets
 

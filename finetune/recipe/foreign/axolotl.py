@@ -59,6 +59,8 @@ KEYS: dict[str, Rule] = {
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
     "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),
     "bnb_config_kwargs": Read(),
+    "model_quantization_config": Refuse("the model is loaded as it is stored, or in 16 bit", ("Mxfp4Config",)),
+    "model_quantization_config_kwargs": Refuse("the model is loaded as it is stored, or in 16 bit", ({"dequantize": True},)),
     "quantize_moe_experts": Ignore("experts are quantised with the other layers"),
     "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": GPUS,
     "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
@@ -260,8 +262,10 @@ def _adapter(config: ConfigReader) -> None:
 
 
 def _modules(value: Any) -> Any:
-    """Names of modules as a list; a regular expression stays one text."""
-    return value if isinstance(value, str) and set(value) & set("*|()\\[") else as_list(value)
+    """Names of modules as a list; a regular expression stays one text, and also matches a language model loaded alone."""
+    if isinstance(value, str) and set(value) & set("*|()\\["):
+        return re.sub(r"language_model\\?\.", r"(language_model\\.)?", value)
+    return as_list(value)
 
 
 def _tokens(config: ConfigReader, model: str) -> None:

@@ -29,6 +29,7 @@ from finetune.recipe.foreign.shared import (
 )  # fmt: skip
 
 _IMAGES = Ignore("for images, video or sound; rows are text here")
+_EXPORT = Refuse("is for exporting: `finetune merge RUN` writes the merged model")
 _OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
 
 _OTHER_METHODS_KEYS = (
@@ -105,7 +106,7 @@ KEYS: dict[str, Rule] = {
     "max_new_tokens": GENERATION, "max_length": GENERATION, "temperature": GENERATION, "top_p": GENERATION,
     "top_k": GENERATION, "do_sample": GENERATION,
     "num_beams": GENERATION, "repetition_penalty": GENERATION, "ray_run_name": PROCESS, "ray_storage_path": PROCESS,
-    "ray_num_workers": GPUS,
+    "ray_num_workers": GPUS, **dict.fromkeys(("export_dir", "export_size", "export_device", "export_legacy_format"), _EXPORT),
     "resources_per_worker": GPUS, "placement_strategy": GPUS, "ray_init_kwargs": PROCESS,
 }  # fmt: skip
 

@@ -50,6 +50,7 @@ UNREAD: tuple[UnreadTool, ...] = (
     }),
     UnreadTool("ms-swift", _keys(
         "tuner_type model", "train_type model dataset", "split_dataset_ratio", "train.tuner_type", "sampler_type model",
+        "sampler_engine", "load_args",
         "rlhf_type model", "load_data_args",
     ), {
         "model": "model_name_or_path", "dataset": "dataset.path", "lora_rank": "lora_r", "lora_alpha": "lora_alpha",

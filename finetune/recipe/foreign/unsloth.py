@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
@@ -44,7 +45,7 @@ KEYS: dict[str, Rule] = {
     f"{_L}use_loftq": Refuse("adapters start from zero, not from LoftQ"),
     f"{_L}init_lora_weights": Refuse("adapters start from PEFT's default", (True,)),
     f"{_L}vision_all_linear": Refuse(_TEXT.reason),
-    f"{_L}finetune_vision_layers": _TEXT,
+    f"{_L}finetune_vision_layers": Read(),
     f"{_L}finetune_language_layers": Refuse("layers of the language model are trained", (True,)),
     f"{_L}finetune_attention_modules": Refuse("name the layers in lora.target_modules", (True,)),
     f"{_L}finetune_mlp_modules": Refuse("name the layers in lora.target_modules", (True,)),
@@ -61,6 +62,9 @@ DEFAULTS: dict[str, Any] = {
     "lora_dropout": 0.0, "target_modules": _LINEAR, "load_in_4bit": True, "load_in_8bit": False, "packing": False,
     "train_on_inputs": True,
 }  # fmt: skip
+_VISION_MODEL = r"-vl\b|vision|gemma-?(3n|3-(4|12|27)b|4)|pixtral|llava|mistral-small-3|ministral-3"
+_VISION_NOTE = "adapters are on the language model only; there the layers that read images have some, too"
+#: Settings for which the Studio's page has another default than `unsloth train`.
 _PAGE = {"lora_r": ("lora.lora_r", 16), "weight_decay": ("training.weight_decay", 0.001)}
 
 
@@ -69,6 +73,9 @@ def finish(config: ConfigReader) -> None:
     read_batch(config, f"{_T}batch_size", f"{_T}gradient_accumulation_steps", 2, 4)
     _steps(config)
     read_optimizer(config, f"{_T}optim")
+    model = str(config.overrides.get("model_name_or_path") or config.value("model", ""))
+    trains_vision = config.is_on(f"{_L}finetune_vision_layers") and re.search(_VISION_MODEL, model, re.I)
+    config.ignore(f"{_L}finetune_vision_layers", _TEXT.reason, _VISION_NOTE if trains_vision else "")
     for setting, (key, value) in _PAGE.items():
         if key not in config.values and setting not in config.overrides:
             config.notes.append(
