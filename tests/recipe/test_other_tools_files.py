@@ -157,6 +157,13 @@ def test_a_base_model_that_may_lack_the_named_template_is_said():
     assert not any("template" in note for note in axolotl("chat_template: llama3", "x/Llama-3.2-1B-Instruct").conversion.notes)
 
 
+def test_the_template_of_a_dataset_is_the_models_own_or_refused():
+    template = "{path: x/z, type: chat_template, chat_template: llama3}"
+    assert axolotl(model="meta-llama/Meta-Llama-3-8B-Instruct", dataset=template).recipe.dataset.path == "x/z"
+    with pytest.raises(RecipeError, match="llama3 of a dataset"):
+        axolotl(model="Qwen/Qwen3-8B", dataset=template)
+
+
 def test_a_pattern_of_layers_matches_a_language_model_that_is_loaded_alone():
     pattern = axolotl(
         r"lora_target_modules: 'model.language_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj'"

@@ -24,6 +24,7 @@ from finetune.recipe.foreign.shared import (
     TRAINING_DEFAULTS,
     UPLOAD,
     merge_datasets,
+    own_template_note,
     read_batch,
     read_optimizer,
     read_schedule,
@@ -61,6 +62,7 @@ KEYS: dict[str, Rule] = {
     "bnb_config_kwargs": Read(),
     "model_quantization_config": Refuse("the model is loaded as it is stored, or in 16 bit", ("Mxfp4Config",)),
     "model_quantization_config_kwargs": Refuse("the model is loaded as it is stored, or in 16 bit", ({"dequantize": True},)),
+    "llama4_linearized_experts": Refuse("experts are not taken apart into linear layers"),
     "quantize_moe_experts": Ignore("experts are quantised with the other layers"),
     "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": GPUS,
     "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
@@ -194,7 +196,6 @@ _NEUTRAL_VALUES = {
     "ds_type": None, "preprocess_shards": None, "trust_remote_code": None, "split_thinking": False,
     "roles_to_train": ["assistant"], "train_on_eos": "turn",
     "train_on_eot": "turn", "drop_system_message": False, "field_tools": "tools", "field_system": "system",
-    "chat_template": "tokenizer_default",
 }  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def finish(config: ConfigReader) -> None:
         else:
             config.ignore("plugins", KERNELS.reason)
     if not config.is_replaced("dataset.path", ("datasets", "test_datasets")):
-        _datasets(config)
+        _datasets(config, model)
 
 
 def _batch(config: ConfigReader) -> None:
@@ -294,8 +295,8 @@ def _quantisation(config: ConfigReader) -> None:
     config.ignore("bnb_config_kwargs", "is what finetune does")
 
 
-def _datasets(config: ConfigReader) -> None:
-    dataset, reason, note = _merged_dataset(config.value("datasets", []))
+def _datasets(config: ConfigReader, model: str) -> None:
+    dataset, reason, note = _merged_dataset(config.value("datasets", []), model)
     if reason:
         config.refuse("datasets", reason, "dataset.path")
     elif dataset:
@@ -303,7 +304,7 @@ def _datasets(config: ConfigReader) -> None:
             config.keep("datasets", f"dataset.{name}", value)
         config.keep("datasets", "dataset.path", dataset["path"], note)
     if "test_datasets" in config.values:
-        held_out, reason, _ = _merged_dataset(config.value("test_datasets"))
+        held_out, reason, _ = _merged_dataset(config.value("test_datasets"), model)
         if not reason and held_out.get("path") == dataset.get("path") and held_out.get("split"):
             config.keep("test_datasets", "dataset.eval_split", held_out["split"])
         elif not reason:
@@ -312,13 +313,13 @@ def _datasets(config: ConfigReader) -> None:
             config.refuse("test_datasets", reason, "dataset.eval_path")
 
 
-def _merged_dataset(entries: Any) -> tuple[dict[str, Any], str, str]:
+def _merged_dataset(entries: Any, model: str) -> tuple[dict[str, Any], str, str]:
     """Datasets as settings without the prefix `dataset.`, the reason why they can't be used, and a note."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return {}, "is not a list of datasets" if entries else "", ""
     datasets = []
     for entry in entries:
-        settings, reason, note = _dataset_settings({key: value for key, value in entry.items() if value is not None})
+        settings, reason, note = _dataset_settings({key: value for key, value in entry.items() if value is not None}, model)
         if reason:
             return {}, reason, ""
         datasets.append((settings, note))
@@ -328,7 +329,7 @@ def _merged_dataset(entries: Any) -> tuple[dict[str, Any], str, str]:
     return (merged, "", datasets[0][1]) if merged else ({}, DIFFERENT_DATASETS, "")
 
 
-def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+def _dataset_settings(entry: dict[str, Any], model: str) -> tuple[dict[str, Any], str, str]:
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
     if name == "sharegpt":
@@ -343,6 +344,9 @@ def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
             f"type {kind if isinstance(kind, str) else 'with its own prompt'} is unknown, and decides what rows look like",
             "",
         )
+    template = str(entry.pop("chat_template", "tokenizer_default"))
+    if (template_note := own_template_note(template, model)) is None:
+        return {}, f"chat_template {template} of a dataset is not the template of {model}, judging by its name", ""
     row_format, columns, note = _TYPES[name]
     columns, split = dict(columns), str(entry.pop("split", "train"))
     settings: dict[str, Any] = {"path": entry.pop("path", None)}
@@ -354,7 +358,7 @@ def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     if reason:
         return {}, reason, ""
     settings |= part
-    note = ". ".join(text for text in (note, part_note) if text)
+    note = ". ".join(text for text in (note, part_note, template_note) if text)
     settings |= {setting: entry.pop(setting) for setting in ("name", "revision") if setting in entry}
     if name == "completion" and entry.get("field", "text") != "text":
         columns["text"] = entry["field"]

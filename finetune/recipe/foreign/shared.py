@@ -221,20 +221,27 @@ _BASE_NOTE = "{model} may have no template of its own: then the run stops before
 _PLAIN_NOTE = "there nothing is written around prompts and answers; plain writes ### User and ### Assistant"
 
 
-def read_template(config: ConfigReader, key: str, model: str) -> None:
-    """A chat template by name: ignored if it is the model's own, otherwise refused."""
-    name, model_name = str(config.value(key)), model.rstrip("/").split("/")[-1]
+def own_template_note(name: str, model: str) -> str | None:
+    """None if the chat template `name` is not the model's own, else what to say of it: mostly nothing."""
+    model_name = model.rstrip("/").split("/")[-1]
+    if re.fullmatch(r"tokenizer_default(_fallback_.*)?", name):
+        return ""
     families = [pattern for template, pattern in _TEMPLATES.items() if re.fullmatch(template, name)]
     instruct = next((instruct for family, instruct in families if re.search(family, model_name, re.I)), None)
-    if re.fullmatch(r"tokenizer_default(_fallback_.*)?", name):
-        config.ignore(key, "the model's own chat template is used")
-    elif name in ("empty", "plain"):
+    if instruct is None:
+        return None
+    return "" if re.search(instruct, model_name, re.I) else _BASE_NOTE.format(model=model)
+
+
+def read_template(config: ConfigReader, key: str, model: str) -> None:
+    """A chat template by name: ignored if it is the model's own, otherwise refused."""
+    name = str(config.value(key))
+    if name in ("empty", "plain"):
         config.keep(key, "chat_template", "plain", _PLAIN_NOTE)
     elif name.endswith((".jinja", ".jinja2", ".j2")):
         config.keep(key, "chat_template", name)
-    elif instruct is not None:
-        note = "" if re.search(instruct, model_name, re.I) else _BASE_NOTE.format(model=model)
-        config.ignore(key, f"{name} is the template of {model}: the model's own is used", note)
+    elif (note := own_template_note(name, model)) is not None:
+        config.ignore(key, f"the model's own chat template is used, which {name} is", note)
     else:
         config.refuse(
             key,
