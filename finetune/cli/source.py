@@ -75,7 +75,7 @@ def _is_model(source: str) -> bool:
         if is_known(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
         if unknown := why_unknown(source):
-            raise RecipeError(f"{source} {unknown[0]}, and there is no recipe of that name", unknown[1]) from None
+            raise RecipeError(f"the model {source} {unknown[0]}; no recipe has that name, either", unknown[1]) from None
         close = suggestions(source)
         models = f" Or the model {' or '.join(close)}?" if close else ""
         raise RecipeError(error.problems, f"{error.fix}{models}") from None

@@ -94,6 +94,9 @@ def advice(tool: UnreadTool, flat: dict[str, Any]) -> str:
     """What to do with the file: the keys in it that recipes have, too, under their names here."""
     if tool.advice:
         return tool.advice
-    pairs = [f"{key} is {setting}" for key, setting in tool.settings.items() if flat.get(key) is not None]
-    shared = f"In a recipe {', '.join(pairs)}; " if pairs else ""
-    return f"{shared}`finetune recipes keys` lists the settings."
+    settings = {key: setting for key, setting in tool.settings.items() if flat.get(key) is not None}
+    renamed = [f"{key} is {setting}" for key, setting in settings.items() if key != setting]
+    kept = [key for key, setting in settings.items() if key == setting]
+    sentences = [f"In a recipe {', '.join(renamed)}"] if renamed else []
+    sentences += [f"{', '.join(kept)} {'keeps its name' if len(kept) == 1 else 'keep their names'}"] if kept else []
+    return "; ".join([*sentences, "`finetune recipes keys` lists the settings."])
