@@ -176,8 +176,10 @@ def refuse_other_data(rows: list[dict[str, Any]], file: str, mapped_columns: Ite
     for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k")):
         if filled_columns.issuperset((chosen, rejected)):
             first_row = next(row for row in rows if not _is_blank(row.get(chosen)))
+            named = "" if chosen == "chosen" else f"  dataset.columns={{chosen: {chosen}, rejected: {rejected}}}"
             raise DataError(
-                f"{file}: this is preference data ({chosen}/{rejected}), for DPO; finetune trains on one answer to a prompt",
+                f"{file}: this is preference data ({chosen}/{rejected}), for DPO; method sft trains on one answer to a prompt",
+                f"To learn to prefer the chosen answers:  method=dpo{named}\n"
                 f"To train on the chosen answers, in the recipe:\n  {_dataset_of_chosen(first_row, chosen, rejected)}",
             )
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import UnusedColumns, UnusedField, check_placeholders, refuse_other_data, without_columns
-from finetune.data.formats import FORMATS, Example, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
+from finetune.data.example import Example
+from finetune.data.formats import FORMATS, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.shards import prompt_digest
 from finetune.data.sources import Source, bundled_eval, find_sources
 from finetune.errors import DataError, RecipeError
 from finetune.recipe import DatasetRecipe
+from finetune.recipe.methods import METHOD_OF_FORMAT
 
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
@@ -255,7 +257,8 @@ def _choose_parser(file: str, sample: list[Row | Refused], dataset: DatasetRecip
         refused = next(row for row in sample if isinstance(row, Refused))
         raise DataError([f"{file}: none of the first {len(sample):,} row(s) can be read", str(refused)], "Correct the file.")
     columns, ignored = dataset.columns, dataset.ignore_columns
-    refuse_other_data(rows, file, {*columns.values(), *ignored})
+    if dataset.format not in METHOD_OF_FORMAT:
+        refuse_other_data(rows, file, {*columns.values(), *ignored})
     rows = [without_columns(values, ignored) for values in rows]
     check_columns(rows, file, dataset.format, columns)
     if not columns and dataset.format == "auto":

@@ -37,9 +37,21 @@ TECHNIQUES = {
     "packed": {"packing": True, "lengths": (64, 64)},
     "varlen": {"packing": True, "lengths": (64, 64), "attn_implementation": "torch_varlen"},
     "one-target": {"target_modules": ["q_proj"]},
+    "dpo": {"method": "dpo"},
+    "dpo-nf4": {"method": "dpo", "load_in_4bit": True},
+    "dpo-recomputed": RECOMPUTED | {"method": "dpo", "load_in_4bit": True},
+    "dpo-every-2": RECOMPUTED | {"method": "dpo", "activation_checkpointing_every_n_layers": 2},
+    "dpo-offload": {"method": "dpo", "activation_checkpointing": "offload"},
+    "dpo-two-pairs": {"method": "dpo", "per_device_train_batch_size": 2},
 }
 #: One of each kind in the ordinary run; together they have every quantisation and half of the techniques.
-USUAL = {("llama", "selective"), ("qwen3", "nf4-recomputed"), ("gemma3_text", "int8-offloaded"), ("qwen3_moe", "float32")}
+USUAL = {
+    ("llama", "dpo-recomputed"),
+    ("llama", "selective"),
+    ("qwen3", "nf4-recomputed"),
+    ("gemma3_text", "int8-offloaded"),
+    ("qwen3_moe", "float32"),
+}
 #: Tensors that the run holds and the dry run does not: micro-batches that wait for their turn (24 bytes a token), step counts.
 WAITING_BYTES = 16 * 1024
 CASES = [
