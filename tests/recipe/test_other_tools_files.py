@@ -157,6 +157,12 @@ def test_a_base_model_that_may_lack_the_named_template_is_said():
     assert not any("template" in note for note in axolotl("chat_template: llama3", "x/Llama-3.2-1B-Instruct").conversion.notes)
 
 
+def test_layers_that_are_not_named_are_pefts_for_that_model():
+    targets = lambda model: axolotl(model=model).recipe.target_modules  # noqa: E731
+    assert targets("microsoft/phi-2") == ["q_proj", "v_proj", "fc1", "fc2"] and targets("x/pythia-1b") == ["query_key_value"]
+    assert targets("microsoft/phi-4") == targets("tiiuae/Falcon3-7B-Instruct") == ["q_proj", "v_proj"]
+
+
 def test_the_template_of_a_dataset_is_the_models_own_or_refused():
     template = "{path: x/z, type: chat_template, chat_template: llama3}"
     assert axolotl(model="meta-llama/Meta-Llama-3-8B-Instruct", dataset=template).recipe.dataset.path == "x/z"

@@ -23,6 +23,7 @@ from finetune.recipe.foreign.shared import (
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     UPLOAD,
+    assume_peft_targets,
     merge_datasets,
     own_template_note,
     read_batch,
@@ -204,8 +205,8 @@ def finish(config: ConfigReader) -> None:
     _batch(config)
     read_schedule(config)
     read_optimizer(config, "optimizer" if "optimizer" in config.values else "optim")
-    _adapter(config)
     model = str(config.overrides.get("model_name_or_path") or config.value("base_model", ""))
+    _adapter(config, model)
     _tokens(config, model)
     _quantisation(config)
     if not {"warmup_steps", "warmup_ratio"} & {*config.values, *config.overrides}:
@@ -240,7 +241,7 @@ def _batch(config: ConfigReader) -> None:
     read_batch(config, "micro_batch_size", "gradient_accumulation_steps")
 
 
-def _adapter(config: ConfigReader) -> None:
+def _adapter(config: ConfigReader, model: str) -> None:
     adapter = config.value("adapter")
     if adapter in ("lora", "qlora"):
         config.ignore("adapter", "is what finetune does")
@@ -259,7 +260,7 @@ def _adapter(config: ConfigReader) -> None:
         else:
             config.keep("lora_target_modules", "target_modules", _modules(config.value("lora_target_modules")))
     elif not all_linear:
-        config.assume("target_modules", ["q_proj", "v_proj"])
+        assume_peft_targets(config, model)
 
 
 def _modules(value: Any) -> Any:

@@ -166,11 +166,26 @@ def read_trackers(config: ConfigReader) -> None:
         config.ignore("report_to", f"{note}: finetune logs to tensorboard, wandb or trackio")
 
 
+#: PEFT's layers where none are named, by the model's name; all others have q_proj and v_proj. PEFT 0.21.2, 2026-08:
+#: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+_PEFT_TARGETS = {
+    r"phi-(1|2)(?!\d)": ["q_proj", "v_proj", "fc1", "fc2"], r"nemotron-?h": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    r"falcon-(7b|40b|180b|rw)|pythia|gpt-?neox|bloom": ["query_key_value"], r"gpt-?2|starcoder(?!2)": ["c_attn"],
+    r"^mpt-": ["Wqkv"], r"codegen": ["qkv_proj"],
+}  # fmt: skip
+
+
+def assume_peft_targets(config: ConfigReader, model: str) -> None:
+    """PEFT's default layers for the model."""
+    name = model.rstrip("/").split("/")[-1]
+    targets = next(
+        (layers for pattern, layers in _PEFT_TARGETS.items() if re.search(pattern, name, re.I)), ["q_proj", "v_proj"]
+    )
+    config.assume("target_modules", targets)
+
+
 def read_targets(config: ConfigReader, key: str) -> None:
-    """Layers with an adapter; `all` is every linear layer, nothing is PEFT's default."""
-    if key not in config.values:
-        config.assume("target_modules", ["q_proj", "v_proj"])
-        return
+    """Layers with an adapter; `all` is every linear layer."""
     names = as_list(config.value(key))
     everything = names in (["all"], ["all-linear"], ["all_linear"])
     config.keep(key, "target_modules", "all-linear" if everything else names)

@@ -14,6 +14,7 @@ from finetune.recipe.foreign.shared import (
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     UPLOAD,
+    assume_peft_targets,
     merge_datasets,
     read_targets,
     read_training_arguments,
@@ -77,7 +78,10 @@ _LOSS_NOTE = (
 def finish(config: ConfigReader) -> None:
     """Keys of TRL that combine."""
     read_training_arguments(config)
-    read_targets(config, "lora_target_modules")
+    if "lora_target_modules" in config.values:
+        read_targets(config, "lora_target_modules")
+    else:
+        assume_peft_targets(config, str(config.overrides.get("model_name_or_path") or config.value("model_name_or_path", "")))
     if config.is_on("use_peft"):
         config.ignore("use_peft", "is what finetune does")
     else:
