@@ -96,7 +96,9 @@ def advice(tool: UnreadTool, flat: dict[str, Any]) -> str:
         return tool.advice
     settings = {key: setting for key, setting in tool.settings.items() if flat.get(key) is not None}
     renamed = [f"{key} is {setting}" for key, setting in settings.items() if key != setting]
-    kept = [key for key, setting in settings.items() if key == setting]
+    same_names = [key for key, setting in settings.items() if key == setting]
     sentences = [f"In a recipe {', '.join(renamed)}"] if renamed else []
-    sentences += [f"{', '.join(kept)} {'keeps its name' if len(kept) == 1 else 'keep their names'}"] if kept else []
+    sentences += (
+        [f"{', '.join(same_names)} {'keeps its name' if len(same_names) == 1 else 'keep their names'}"] if same_names else []
+    )
     return "; ".join([*sentences, "`finetune recipes keys` lists the settings."])
