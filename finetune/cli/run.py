@@ -32,6 +32,7 @@ from finetune.events import (
     Step,
     event_json,
 )
+from finetune.recipe.methods import MAIN_METRICS, METRICS
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
@@ -292,11 +293,18 @@ class _BarView(_JsonView):
             self._bar.print(escape(text))
 
 
+def _metrics_text(metrics: dict[str, float]) -> str:
+    """The main metrics of a training method."""
+    known = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
+    return "".join(f", {label} {text.format(value)}" for label, text, value in known)
+
+
 def _text_of(event: Event) -> str:
     """The line for an event that is worth one, or nothing."""
     match event:
         case Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
-            return f"step {event.step}: held-out loss {event.eval_loss:.4f} ({format_seconds(event.eval_s)})"
+            loss = f"step {event.step}: held-out loss {event.eval_loss:.4f}"
+            return f"{loss}{_metrics_text(event.metrics)} ({format_seconds(event.eval_s)})"
         case Checkpoint():
             took_s = (event.save_s or 0) + (event.seal_s or 0)
             return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"

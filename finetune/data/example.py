@@ -36,10 +36,10 @@ class Example:
     def pair(self) -> tuple[Example, Example]:
         """The preferred and the other answer as rows of their own."""
         chosen = replace(self, rejected=(), rejected_completion=None)
-        messages = (*self.messages[: self.answers[0]], *self.rejected) if self.messages else ()
-        answers = (
-            tuple(n for n in range(self.answers[0], len(messages)) if messages[n]["role"] == "assistant") if messages else ()
-        )
+        if not self.messages:
+            return chosen, replace(chosen, completion=self.rejected_completion)
+        messages = (*self.messages[: self.answers[0]], *self.rejected)
+        answers = tuple(n for n in range(self.answers[0], len(messages)) if messages[n]["role"] == "assistant")
         return chosen, replace(chosen, messages=messages, answers=answers)
 
     def content(self) -> dict[str, Any]:

@@ -44,5 +44,12 @@ METHODS = {
         ),
     ),
 }  # fmt: skip
+#: Metrics of methods, by the names in events -> label and format.
+METRICS = {
+    "rewards/accuracies": ("pairs in order", "{:.1%}"), "rewards/margins": ("reward margin", "{:.3g}"),
+    "rewards/chosen": ("reward of chosen", "{:.3g}"), "rewards/rejected": ("reward of rejected", "{:.3g}"),
+}  # fmt: skip
+#: Those of one line.
+MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
 #: Formats that only one of the methods reads.
 METHOD_OF_FORMAT = {method.row_format: name for name, method in METHODS.items() if method.row_format}
