@@ -18,7 +18,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, memory_now, out, show_progress, step_line
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
+from finetune.errors import FAILED, FINISHED, DiskFull, Diverged
 from finetune.events import (
     Checkpoint,
     Evaluation,
@@ -117,7 +117,8 @@ def pause_run(source: str, *, as_json: bool) -> int:
     """Free the card: ask a run to stop after its step, with a checkpoint, and wait until no process of it is left."""
     run = open_run(source)
     if not control.stop(run):
-        raise CommandError(f"{run.path} is not running: {read_state(run).state}", "`finetune runs` lists the runs.")
+        _print_state(run, read_state(run), as_json)
+        return 0
     control.wait(run, deadline_s=300)
     state = read_state(run)
     if state.state != "stopped" or as_json:
