@@ -18,7 +18,7 @@ from finetune.data.shards import prompt_digest
 from finetune.data.sources import Source, bundled_eval, find_sources
 from finetune.errors import DataError, RecipeError
 from finetune.recipe import DatasetRecipe
-from finetune.recipe.methods import METHOD_OF_FORMAT
+from finetune.recipe.methods import METHOD_FORMATS
 
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
@@ -257,7 +257,7 @@ def _choose_parser(file: str, sample: list[Row | Refused], dataset: DatasetRecip
         refused = next(row for row in sample if isinstance(row, Refused))
         raise DataError([f"{file}: none of the first {len(sample):,} row(s) can be read", str(refused)], "Correct the file.")
     columns, ignored = dataset.columns, dataset.ignore_columns
-    if dataset.format not in METHOD_OF_FORMAT:
+    if dataset.format not in METHOD_FORMATS:
         refuse_other_data(rows, file, {*columns.values(), *ignored})
     rows = [without_columns(values, ignored) for values in rows]
     check_columns(rows, file, dataset.format, columns)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.recipe.methods import METHOD_OF_FORMAT, METHODS
+from finetune.recipe.methods import METHODS, methods_reading
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
@@ -73,9 +73,8 @@ def _method(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, setting) not in (None, False, AUTO):
             yield f"{setting} does not work with method {name}: {reason}"
     row_format = recipe.dataset.format
-    if row_format != AUTO and METHOD_OF_FORMAT.get(row_format, name if method.row_format is None else "") != name:
-        needed = METHOD_OF_FORMAT.get(row_format, "sft")
-        yield f"dataset.format {row_format} is for method {needed}; the method is {name}"
+    if row_format != AUTO and name not in (readers := methods_reading(row_format)):
+        yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"
     if method.reference_passes and is_sharded(recipe.launch):
         yield f"launch.strategy {recipe.launch.strategy} does not work with method {name} yet; use ddp"
 

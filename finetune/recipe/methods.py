@@ -51,5 +51,11 @@ METRICS = {
 }  # fmt: skip
 #: Those of one line.
 MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
-#: Formats that only one of the methods reads.
-METHOD_OF_FORMAT = {method.row_format: name for name, method in METHODS.items() if method.row_format}
+#: Formats that only some methods read, all others are for those without one.
+METHOD_FORMATS = {method.row_format for method in METHODS.values()} - {None}
+
+
+def methods_reading(row_format: str) -> list[str]:
+    """The methods that read rows of this format."""
+    wanted = row_format if row_format in METHOD_FORMATS else None
+    return [name for name, method in METHODS.items() if method.row_format == wanted]
