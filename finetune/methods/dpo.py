@@ -39,7 +39,7 @@ class Dpo(TrainingMethod):
         return PairCollator(answers)
 
     def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool = False
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
         """A mean over the pairs. Rewards are beta times how much likelier an answer is than for the reference, in nats."""
         with torch.no_grad(), getattr(model, "module", model).disable_adapter():

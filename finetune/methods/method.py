@@ -43,11 +43,12 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool = False
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
         """Forward passes and loss. `model` is a PeftModel with the fused head (`add_loss`), perhaps inside DDP.
 
-        `items`: trained tokens of the whole step; None: those of the micro-batch. `routed`: ask for a mixture's auxiliary loss.
+        `items`: trained tokens of the whole step; None: those of the micro-batch. `routed`: ask for a mixture's auxiliary loss;
+        None: as the model is configured.
         """
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
@@ -55,7 +56,8 @@ class TrainingMethod(ABC):
         return {}
 
 
-def forward(model: Any, inputs: dict[str, Any], *, routed: bool) -> Any:
-    """Log-probabilities of the labels, without logits."""
-    router = {"output_router_logits": True} if routed else {}
+def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
+    """Log-probabilities of the labels, without logits. `routed`: with a mixture's auxiliary loss; None: as it is configured."""
+    is_mixture = hasattr(getattr(model, "module", model).config.get_text_config(), "output_router_logits")
+    router = {"output_router_logits": routed} if is_mixture and routed is not None else {}
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)

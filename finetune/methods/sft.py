@@ -15,7 +15,7 @@ class Sft(TrainingMethod):
     evaluates_as_sft = True
 
     def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool = False
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
         """`correct`: trained tokens that are the likeliest."""
         outputs = forward(model, inputs, routed=routed)

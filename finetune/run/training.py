@@ -107,7 +107,7 @@ class RunTrainer(SFTTrainer):
         return (loss, {}) if return_outputs else loss
 
     def _own_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> Any:
-        computed = self.method.loss(model, inputs, items=items, routed=self.aux_loss_enabled)
+        computed = self.method.loss(model, inputs, items=items, routed=self.aux_loss_enabled or None)
         loss = computed.loss
         if self.args.average_tokens_across_devices and items is not None:
             loss = loss * self.accelerator.num_processes  # of which DDP averages

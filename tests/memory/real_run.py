@@ -59,9 +59,9 @@ def save_rows(path: Path, lengths: tuple[int, ...], count: int, *, pairs: bool =
 
 
 def _pair_of(text: str) -> dict[str, str]:
-    """Two answers of one length to a prompt of one word, so that all tokens but it are trained."""
+    """Two answers to a prompt of one word; the rejected one is shorter, so that a batch is padded."""
     prompt, *answer = text.split(" ")
-    return {"prompt": prompt, "chosen": " " + " ".join(answer), "rejected": " " + " ".join(reversed(answer))}
+    return {"prompt": prompt, "chosen": " " + " ".join(answer), "rejected": " " + " ".join(reversed(answer[1:]))}
 
 
 def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS), **more):
