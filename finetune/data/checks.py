@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 #: Limit of one row in characters: about a million tokens, more than fits any GPU here, and tokenised in seconds.
@@ -62,6 +63,24 @@ def valid_json(value: Any, field: str) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(field, f"can't be written as JSON: {error}") from None
     return value
+
+
+def as_json_text(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The row with what isn't text in these columns, or in these fields of its messages, written as JSON. Raises BadRow."""
+    names = set(names)
+    if not names:
+        return row
+    written = {name: _json_text(value, name) if name in names else value for name, value in row.items()}
+    for name, value in row.items():
+        if name not in names and isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            written[name] = [as_json_text(item, names) if isinstance(item, dict) else item for item in value]
+    return written
+
+
+def _json_text(value: Any, field: str) -> Any:
+    if isinstance(value, str) or is_missing(value):
+        return value
+    return json.dumps(valid_json(value, field), ensure_ascii=False)
 
 
 def parse_if_text(value: Any, field: str) -> Any:
