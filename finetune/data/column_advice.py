@@ -12,7 +12,7 @@ from finetune.data.checks import is_missing
 from finetune.data.column_semantics import PreferenceData
 from finetune.data.formats import FORMATS, UnknownColumns
 from finetune.data.readers import Row
-from finetune.data.report import printable
+from finetune.data.report import Refused, printable
 from finetune.data.row_parser import RowParser, choose_parser
 from finetune.data.unused_columns import ColumnUse
 from finetune.errors import DataError
@@ -64,11 +64,11 @@ def advice_for_unused(
     return [*_lines(suggestions, rows, parser.file, dataset), leave_out]
 
 
-def json_advice(refused_reasons: Iterable[tuple[str | None, str]], dataset: DatasetRecipe) -> str:
-    """The setting that writes answers that aren't text as JSON; empty where no row is refused for that."""
-    fields = [name for name, reason in refused_reasons if name and re.fullmatch(r"is .*, not text", reason)]
-    names = list(dict.fromkeys(re.split(r"[.\[]", name)[-1] for name in fields if not name.endswith("]")))
-    return f"To write them as JSON:  {override('json_columns', [*dataset.json_columns, *names])}" if names else ""
+def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]:
+    """The setting that writes as JSON what isn't text; nothing where no row is refused for that."""
+    fields = [row.field for row in refused if row.field and re.fullmatch("is .*, not text", row.reason)]
+    names = list(dict.fromkeys(field.rpartition(".")[2] for field in fields if not field.endswith("]")))
+    return [f"To write them as JSON:  {override('json_columns', [*dataset.json_columns, *names])}"] if names else []
 
 
 def _lines(suggestions: Iterable[Suggestion], rows: list[Row], file: str, dataset: DatasetRecipe) -> list[str]:

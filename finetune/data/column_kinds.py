@@ -13,11 +13,11 @@ from finetune.data.checks import is_missing
 
 _BLANK_TEXTS = ("", "[]", "{}", "null", "None")
 _TRUTH_TEXTS = ("true", "false", "yes", "no")
-_INTEGER = re.compile(r"[+-]?\d{1,18}")
+_INTEGER = re.compile(r"[+-]?\d{1,15}")
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?")
 _URL = re.compile(r"(https?|ftp|s3|gs|hf|file)://\S+|www\.\S+")
 _UUID = re.compile(r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
-_HASH = re.compile(r"(?=.*\d)(?=.*[a-fA-F])([0-9a-f]{16,128}|[0-9A-F]{16,128})")
+_HASH = re.compile(r"(?=.*\d)([0-9a-f]{16,128}|[0-9A-F]{16,128})")
 _MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 _DATE = re.compile(
     rf"\d{{4}}-\d{{1,2}}(-\d{{1,2}}([T ]\d{{1,2}}:\d{{2}}\S*( ?\S{{1,6}})?)?)?|\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}"
@@ -25,6 +25,10 @@ _DATE = re.compile(
     re.IGNORECASE,
 )
 _WORD = re.compile(r"[A-Z]?[^\W\d_A-Z]{1,24}|[A-Z]{1,12}")
+_PATTERNS = (
+    ("integer", _INTEGER), ("url", _URL), ("identifier", _UUID), ("identifier", _HASH), ("float", _FLOAT), ("date", _DATE),
+    ("word", _WORD),
+)  # fmt: skip
 _LABEL_CHARACTERS, _LABEL_WORDS = 64, 6
 #: Scripts that write no spaces: a longer text is a sentence.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
@@ -45,8 +49,8 @@ _SHORT = {"word", "token", "label", "identifier"}
 #: Words of names -> the kinds of values that they are harmless with.
 _COUNTS = _word_set("length len count counts tokens turn turns words chars characters size bytes perplexity")
 _FAMILIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = tuple(
-    (_word_set(words), frozenset(kinds))
-    for words, kinds in (
+    (_word_set(names), frozenset(kinds))
+    for names, kinds in (
         ("id ids uuid guid uid idx index hash sha sha1 sha256 md5 checksum fingerprint digest rowid doi unnamed",
          {"identifier", "token", "url", "date", *_NUMBERS}),
         ("source sources origin dataset corpus model generator engine author license licence copyright publisher site website "
@@ -74,7 +78,7 @@ _ANSWERS = _word_set(
     "expected truth intent sentiment summary translation"
 )
 #: Columns of corpora from the web, beside plain text: how well a classifier likes a page.
-_TEXT_SCORES = frozenset({"score", "scores"})
+_TEXT_SCORES = frozenset({"score", "scores", "int_score", "language_score"})
 
 
 def is_blank(value: Any) -> bool:
@@ -106,23 +110,23 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
 
 def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
     """Whether name and kinds say that a column doesn't change the meaning. `has_answer`: the format has one beside it."""
-    words = set(_words(name))
+    name_words = set(_words(name))
     if kinds <= {"copy"}:
         return True
     values = kinds - {"copy"}
-    if words & _JUDGEMENTS:
+    if name_words & _JUDGEMENTS:
         return False
-    if words & _COUNTS and values <= {"float", *_NUMBERS}:
+    if name_words & _COUNTS and values <= {"float", *_NUMBERS}:
         return True
-    if words & _ANSWERS:
+    if name_words & _ANSWERS:
         return False
     if values <= ({"url", "identifier", "date"} if has_answer else {"url", "identifier"}):
         return True
-    if any(words & names and values <= allowed for names, allowed in _FAMILIES):
+    if any(name_words & names and values <= allowed for names, allowed in _FAMILIES):
         return True
     if has_answer:
-        return bool(words & _CLASSES) and values <= _CLASS_KINDS
-    return bool(words & _TEXT_SCORES) and values <= {"float", *_NUMBERS}
+        return bool(name_words & _CLASSES) and values <= _CLASS_KINDS
+    return name.lower() in _TEXT_SCORES and values <= {"float", *_NUMBERS}
 
 
 def describe(kinds: set[str]) -> str:
@@ -166,11 +170,10 @@ def _text_kind(text: str) -> str:
         return "text"
     if text in ("0", "1"):
         return "bit"
-    patterns = {"integer": _INTEGER, "float": _FLOAT, "url": _URL, "identifier": _UUID, "date": _DATE, "word": _WORD}
-    for kind, pattern in patterns.items():
+    for kind, pattern in _PATTERNS:
         if pattern.fullmatch(text):
             return kind
     if " " not in text and "\t" not in text:
-        return "identifier" if _HASH.fullmatch(text) else "token"
+        return "token"
     is_sentence = text[-1] in ".!?:;" or "?" in text or len(text) > _LABEL_CHARACTERS or len(text.split()) > _LABEL_WORDS
     return "text" if is_sentence else "label"

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.data.checks import SPLITS, BadRow, parse_if_text
 from finetune.data.column_kinds import is_blank
+from finetune.data.readers import TOKENISED
 from finetune.data.report import printable
 from finetune.errors import DataError
 
@@ -43,7 +44,8 @@ MEANINGS: dict[str, str] = {
 _DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, _CONTEXT, _REASONING)
 #: Fields of a message that change its meaning.
 _MESSAGE_FIELDS = {name for name, what in MEANINGS.items() if what not in (_CONTEXT, _SPLIT)}
-_PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+#: What stands in a text for an image, a sound or a video.
+MEDIA_TAGS = ("<image>", "<video>", "<audio>")
 _MEDIA_COLUMNS = tuple(name for name, what in MEANINGS.items() if what == _MEDIA)
 #: Weights that change nothing.
 _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
@@ -91,7 +93,7 @@ def check_placeholders(row: dict[str, Any], texts: Iterable[str]) -> None:
     if not any(not is_blank(row.get(name)) for name in _MEDIA_COLUMNS):
         return
     for text in texts:
-        if placeholder := next((tag for tag in _PLACEHOLDERS if tag in text), None):
+        if placeholder := next((tag for tag in MEDIA_TAGS if tag in text), None):
             raise BadRow(None, f"has {placeholder} in its text, in the place of what is left out")
 
 
@@ -103,11 +105,16 @@ def without_columns(row: dict[str, Any], ignored: Iterable[str]) -> dict[str, An
     return {name: _without_fields(value, ignored_names) for name, value in row.items() if name not in ignored_names}
 
 
+#: Fields without which a message is none: a column of such a name may be left out, they stay.
+_MESSAGE_PARTS = {"role", "content", "from", "value"}
+
+
 def _without_fields(value: Any, ignored: set[str]) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("[") and any(name in value for name in ignored):
         value = parse_if_text(value, "") if _is_json(value) else value
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return [{k: v for k, v in item.items() if k not in ignored} if isinstance(item, dict) else item for item in value]
+        dropped = ignored - _MESSAGE_PARTS
+        return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in value]
     return value
 
 
@@ -150,8 +157,5 @@ _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
         "these are seed tasks (self-instruct: instruction, instances); the answers are inside instances",
         "Make a row for each:  jq -c '.instruction as $i | .instances[] | {instruction: $i, input, output}' FILE > rows.jsonl",
     ),
-    ("input_ids", "labels"): (
-        "these rows are tokens already (input_ids, labels), and of one model only; finetune makes them from text",
-        "Name the file of texts that they were made from as dataset.path.",
-    ),
+    ("input_ids",): TOKENISED,
 }

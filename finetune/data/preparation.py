@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.column_advice import json_advice
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
 from finetune.data.formats import Example
@@ -291,6 +292,7 @@ def _raise_problems(splits: list[LimitedSplit], recipe: Recipe, max_length: int 
         fixes.append(
             "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
         )
+        fixes += json_advice(refused, recipe.dataset)
     if too_long and recipe.excess_length in ("raise", "chunk"):
         longest = sorted((entry for split in splits for entry in split.longest(5)), key=lambda entry: -entry[1])
         problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")

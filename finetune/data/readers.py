@@ -27,6 +27,11 @@ _MAX_VALUES = 1_000_000
 #: Extensions that may follow that of the file type.
 COMPRESSED = (".gz", ".zst")
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
+#: What is wrong with rows of tokens, and what to do.
+TOKENISED = (
+    "these rows are tokens already (input_ids), and of one model only; finetune makes them from text",
+    "Name the file of texts that they were made from as dataset.path.",
+)
 #: File types that are not text.
 TABLES = (".parquet", ".arrow")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
@@ -266,6 +271,8 @@ def _rows_in(content: Any, name: str) -> list[Any]:
     if len(lists) == 1:
         return content[lists[0]]
     columns = list(content.values())
+    if "input_ids" in content:
+        raise DataError(f"{name}: {TOKENISED[0]}", TOKENISED[1])
     if columns and all(isinstance(column, dict) or _is_plain_list(column) for column in columns):
         raise DataError(
             f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows",
@@ -306,7 +313,9 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
             if not column_names:
                 column_names = _header(cells, name)
             elif len(cells) != len(column_names):
-                yield Refused(name, line_number, None, f"has {len(cells)} cell(s), the header has {len(column_names)}")
+                amount = "few" if len(cells) < len(column_names) else "many"
+                counts = f"{len(cells)}, and the header has {len(column_names)}"
+                yield Refused(name, line_number, None, f"has too {amount} cells: {counts}")
             else:
                 yield Row(name, line_number, {key: _cell(cell) for key, cell in zip(column_names, cells, strict=True)})
 

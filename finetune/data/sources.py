@@ -253,7 +253,8 @@ def _path_hint(path: Path) -> str:
     similar = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
     if similar:
         return f"Did you mean {', '.join(printable(str(folder / name), 200) for name in similar)}?"
-    return f"In {printable(str(folder), 200)} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
+    label = "this folder" if str(folder) == "." else printable(str(folder), 200)
+    return f"In {label} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
 
 
 def _folder_content(folder: Path) -> str:

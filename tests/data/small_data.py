@@ -98,8 +98,6 @@ def advised(fix: str) -> list[dict]:
     """The settings of the dataset that each line of an error's fix says to type."""
     from finetune.recipe.yaml import parse_value
 
-    lines = [
-        [word for word in shlex.split(line) if word.startswith("dataset.")] for line in fix.splitlines() if "dataset." in line
-    ]
-    arguments = [[word.removeprefix("dataset.").partition("=") for word in words if "=" in word] for words in lines]
+    commands = [shlex.split(line) for line in fix.splitlines() if "dataset." in line]
+    arguments = [[word[8:].partition("=") for word in line if word.startswith("dataset.") and "=" in word] for line in commands]
     return [{name: parse_value(text) for name, _, text in line} for line in arguments if line]
