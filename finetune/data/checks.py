@@ -12,6 +12,12 @@ ROW_LIMIT = 4 * 2**20
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
+#: What is wrong with rows of tokens, and what to do.
+TOKENISED = (
+    "these rows are tokens already (input_ids), and of one model only; finetune makes them from text",
+    "Name the file of texts that they were made from as dataset.path.",
+)
+
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
     """A row that can't be trained on. `field` is the path inside the row, None for the whole row."""
@@ -24,6 +30,15 @@ class BadRow(Exception):  # noqa: N818 - caught where file and row number are kn
 def is_missing(value: Any) -> bool:
     """Whether a value is None or NaN, as empty cells of tables are."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a value is missing, empty, or text for that."""
+    return (
+        is_missing(value)
+        or (isinstance(value, (str, list, dict, tuple)) and len(value) == 0)
+        or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null", "None"))
+    )
 
 
 def required_text(row: dict[str, Any], field: str) -> str:

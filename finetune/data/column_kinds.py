@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from finetune.data.checks import is_missing
+from finetune.data.checks import is_blank
 
-_BLANK_TEXTS = ("", "[]", "{}", "null", "None")
 _TRUTH_TEXTS = ("true", "false", "yes", "no")
 _INTEGER = re.compile(r"[+-]?\d{1,15}")
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?")
@@ -79,15 +78,6 @@ _ANSWERS = _word_set(
 )
 #: Columns of corpora from the web, beside plain text: how well a classifier likes a page.
 _TEXT_SCORES = frozenset({"score", "scores", "int_score", "language_score"})
-
-
-def is_blank(value: Any) -> bool:
-    """Whether a value is missing, empty, or text for that."""
-    return (
-        is_missing(value)
-        or (isinstance(value, (str, list, dict, tuple)) and len(value) == 0)
-        or (isinstance(value, str) and value.strip() in _BLANK_TEXTS)
-    )
 
 
 def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:

@@ -6,9 +6,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.data.checks import SPLITS, BadRow, parse_if_text
-from finetune.data.column_kinds import is_blank
-from finetune.data.readers import TOKENISED
+from finetune.data.checks import SPLITS, TOKENISED, BadRow, is_blank, parse_if_text
 from finetune.data.report import printable
 from finetune.errors import DataError
 

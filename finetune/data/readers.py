@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.checks import SPLITS
+from finetune.data.checks import SPLITS, TOKENISED
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
 
@@ -27,11 +27,6 @@ _MAX_VALUES = 1_000_000
 #: Extensions that may follow that of the file type.
 COMPRESSED = (".gz", ".zst")
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
-#: What is wrong with rows of tokens, and what to do.
-TOKENISED = (
-    "these rows are tokens already (input_ids), and of one model only; finetune makes them from text",
-    "Name the file of texts that they were made from as dataset.path.",
-)
 #: File types that are not text.
 TABLES = (".parquet", ".arrow")
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
