@@ -9,6 +9,8 @@ from typing import Any
 
 #: Limit of one row in characters: about a million tokens, more than fits any GPU here, and tokenised in seconds.
 ROW_LIMIT = 4 * 2**20
+#: Texts that stand for no value.
+BLANK_TEXTS = ("", "[]", "{}", "null", "None")
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
@@ -34,11 +36,9 @@ def is_missing(value: Any) -> bool:
 
 def is_blank(value: Any) -> bool:
     """Whether a value is missing, empty, or text for that."""
-    return (
-        is_missing(value)
-        or (isinstance(value, (str, list, dict, tuple)) and len(value) == 0)
-        or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null", "None"))
-    )
+    if isinstance(value, str):
+        return value.strip() in BLANK_TEXTS
+    return is_missing(value) or (isinstance(value, (list, dict, tuple)) and not value)
 
 
 def required_text(row: dict[str, Any], field: str) -> str:

@@ -9,30 +9,30 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from finetune.data.checks import is_blank
+from finetune.data.checks import BLANK_TEXTS, is_blank
 
-_TRUTH_TEXTS = ("true", "false", "yes", "no")
-_INTEGER = re.compile(r"[+-]?\d{1,15}")
-_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?")
-_URL = re.compile(r"(https?|ftp|s3|gs|hf|file)://\S+|www\.\S+")
-_UUID = re.compile(r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
-_HASH = re.compile(r"(?=.*\d)([0-9a-f]{16,128}|[0-9A-F]{16,128})")
-_MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
-_DATE = re.compile(
-    rf"\d{{4}}-\d{{1,2}}(-\d{{1,2}}([T ]\d{{1,2}}:\d{{2}}\S*( ?\S{{1,6}})?)?)?|\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}"
-    rf"|\d{{4}}/\d{{1,2}}/\d{{1,2}}|(\w{{3,9}},? )?(\d{{1,2}} {_MONTH}|{_MONTH}( \d{{1,2}})?),? .{{0,16}}\d{{4}}.{{0,16}}",
-    re.IGNORECASE,
-)
-_WORD = re.compile(r"[A-Z]?[^\W\d_A-Z]{1,24}|[A-Z]{1,12}")
-_PATTERNS = (
-    ("integer", _INTEGER), ("url", _URL), ("identifier", _UUID), ("identifier", _HASH), ("float", _FLOAT), ("date", _DATE),
-    ("word", _WORD),
-)  # fmt: skip
+_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
+_CLOCK = r"[\d:.,+apmutcgz ()-]{0,24}"
+_PATTERNS = {
+    "truth": "(?i:true|false|yes|no)",
+    "bit": "[01]",
+    "integer": r"[+-]?\d{1,15}",
+    "url": r"(?:https?|ftp|s3|gs|hf|file)://\S+|www\.\S+",
+    "uuid": "[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
+    "hash": r"(?=\D*\d)(?:[0-9a-f]{16,128}|[0-9A-F]{16,128})",
+    "float": r"[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?",
+    "date": r"\d{4}-\d{1,2}(?:-\d{1,2}(?:[T ]\d{1,2}:\d{2}\S*(?: ?\S{1,6})?)?)?|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
+    r"|\d{4}/\d{1,2}/\d{1,2}"
+    rf"|(?i:(?:\w{{3,9}},? )?(?:\d{{1,2}} {_MONTH}|{_MONTH}(?: \d{{1,2}})?),? {_CLOCK}\d{{4}}{_CLOCK})",
+    "word": r"[A-Z]?[^\W\d_A-Z]{1,24}|[A-Z]{1,12}",
+}
+_ANY_KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))
+_LONG_URL = re.compile(_PATTERNS["url"])
 _LABEL_CHARACTERS, _LABEL_WORDS = 64, 6
 #: Scripts that write no spaces: a longer text is a sentence.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _UNSPACED_CHARACTERS = 8
-_TOKEN_CHARACTERS = 200
+_TOKEN_CHARACTERS, _URL_CHARACTERS = 200, 2_000
 #: Nested values with more leaves are not looked at one by one.
 _MAX_LEAVES = 200
 
@@ -85,6 +85,9 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
 
     What repeats one of `texts`, which are read, is of the kind `copy`.
     """
+    if isinstance(value, str):
+        text = value.strip()
+        return set() if text in BLANK_TEXTS else {"copy" if text in texts else _text_kind(text)}
     kinds: set[str] = set()
     for index, (leaf_name, leaf) in enumerate(_leaves(name, value)):
         if index == _MAX_LEAVES:
@@ -153,16 +156,11 @@ def _kind(value: Any) -> str:
 
 def _text_kind(text: str) -> str:
     if len(text) > _TOKEN_CHARACTERS or "\n" in text:
-        return "url" if len(text) < 2_000 and _URL.fullmatch(text) else "text"
-    if text.lower() in _TRUTH_TEXTS:
-        return "truth"
-    if len(text) > _UNSPACED_CHARACTERS and _UNSPACED.search(text) and not _URL.fullmatch(text):
+        return "url" if len(text) < _URL_CHARACTERS and _LONG_URL.fullmatch(text) else "text"
+    if not text.isascii() and len(text) > _UNSPACED_CHARACTERS and _UNSPACED.search(text):
         return "text"
-    if text in ("0", "1"):
-        return "bit"
-    for kind, pattern in _PATTERNS:
-        if pattern.fullmatch(text):
-            return kind
+    if match := _ANY_KIND.fullmatch(text):
+        return "identifier" if match.lastgroup in ("uuid", "hash") else str(match.lastgroup)
     if " " not in text and "\t" not in text:
         return "token"
     is_sentence = text[-1] in ".!?:;" or "?" in text or len(text) > _LABEL_CHARACTERS or len(text.split()) > _LABEL_WORDS

@@ -80,10 +80,10 @@ class RowParser:
         for name in self.columns:  # a column with a field's name, where the recipe reads the field from another
             if name in values and name not in self.columns.values():
                 unread[name] = values[name]
-        unused.add_meanings(unread, row.number)
+        undecided = unused.add_meanings(unread, row.number)
         example = parse(renamed, self.format, self.columns, row.file, row.number)
         check_placeholders(row.values, example.texts())
-        unused.add_row(unread, row.number, _read_texts(renamed, self.format, example) if unread else [])
+        unused.add_row(undecided, row.number, _read_texts(renamed, self.format, example) if undecided else [])
         for name in _MESSAGE_COLUMNS.get(self.format, ()):
             keys = self.columns.get("role", "role"), self.columns.get("content", "content")
             unused.add_messages(unread_fields(renamed.get(name), *keys), row.number)

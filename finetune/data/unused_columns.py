@@ -31,7 +31,7 @@ class ColumnUse:
         if len(self.first_rows) < _FIRST_ROWS and number not in self.first_rows:
             self.first_rows.append(number)
         self.kinds.update(kinds)
-        if len(self.values) < (2 if "text" in self.kinds else _MAX_VALUES):
+        if len(self.values) < 2 or (len(self.values) < _MAX_VALUES and "label" in self.kinds and "text" not in self.kinds):
             self.values.add(hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest())
 
     def merge(self, other: ColumnUse) -> None:
@@ -103,22 +103,27 @@ class UnusedColumns:
         self._file, self._format = file, format_name
         self.values = UnusedValues()
 
-    def add_meanings(self, unread: dict[str, Any], number: int) -> None:
-        """Count the columns of a row that aren't read and whose names say that they change the meaning."""
+    def add_meanings(self, unread: dict[str, Any], number: int) -> dict[str, Any]:
+        """Count the columns of a row that aren't read and whose names say that they change the meaning; returns those
+        whose names don't decide it."""
+        undecided = {}
         for column, value in unread.items():
-            if changes_meaning(column, value, self._format):
+            decision = changes_meaning(column, value, self._format)
+            if decision:
                 self.values.meanings.setdefault(column, ColumnUse()).add(number)
+            elif decision is None:
+                undecided[column] = value
+        return undecided
 
     def add_field(self, name: str, number: int) -> None:
         """Count a field of a message whose name says that it changes the meaning."""
         self.values.meanings.setdefault(name, ColumnUse()).add(number)
 
-    def add_row(self, unread: dict[str, Any], number: int, texts: list[str]) -> None:
+    def add_row(self, undecided: dict[str, Any], number: int, texts: list[str]) -> None:
         """Add the other columns of a row that can be trained on. `texts`: what is read of it."""
         self.values.rows += 1
-        for column, value in unread.items():
-            if changes_meaning(column, value, self._format) is None:
-                _add(self.values.columns, column, value, number, texts)
+        for column, value in undecided.items():
+            _add(self.values.columns, column, value, number, texts)
 
     def add_messages(self, messages: list[dict[str, Any]], number: int) -> None:
         """Add the fields of a row's messages that aren't read; one mapping for each message."""
@@ -191,9 +196,9 @@ def _rows(use: ColumnUse) -> str:
 
 def _add(uses: dict[str, ColumnUse], name: str, value: Any, number: int, texts: list[str]) -> None:
     """Count a value. A column that has all of `texts` in one, as Alpaca's `text` does, repeats them."""
-    use = uses.setdefault(name, ColumnUse())
+    use = uses.get(name) or uses.setdefault(name, ColumnUse())
     kinds = kinds_of(name, value, texts)
-    if kinds - {"copy"} and isinstance(value, str) and len(texts) > 1 and all(text in value for text in texts):
+    if len(texts) > 1 and isinstance(value, str) and texts[-1] in value and all(text in value for text in texts):
         kinds = {"copy"}
     if kinds:
         use.add(number, kinds, value)
