@@ -69,12 +69,12 @@ def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
 
 #: What to do about a column or field, by its meaning.
 FIXES = {
-    _LABEL: "To train on good answers only, keep those rows:  jq -c 'select(.label)' FILE > good.jsonl",
+    _LABEL: "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
     _REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "
     "or as reasoning_content in the messages.",
     _WEIGHT: "Messages may have train: true or false, or weight: 0 or 1. Rows have no weights here: repeat or remove rows.",
     _SCORE: "Keep the rows that are good enough, then leave the score out.",
-    _SPLIT: "To hold rows out:  dataset.eval_split=test  (the others are those of dataset.split, train)",
+    _SPLIT: "To hold rows out:  dataset.eval_split=SPLIT  (the others are those of dataset.split, train)",
     _TOOLS: "Tools are a column `tools` beside messages or conversations; calls are `tool_calls` of an assistant's message.",
 }
 

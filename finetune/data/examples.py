@@ -219,7 +219,7 @@ class SourceReader:
         """Raise DataError when columns or fields that may change the meaning aren't read."""
         if asked := self._unused.asked(self.rows_read):
             sample = [row for row in self._sample if isinstance(row, Row)]
-            fixes = [*fixes_of(asked), *advice_for_unused(asked, sample, self.parser, self._dataset)]
+            fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
             raise DataError(self._unused.problems(asked), "\n".join(fixes))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.data.checks import SPLITS
 from finetune.data.column_kinds import describe, is_harmless, kinds_of
 from finetune.data.column_semantics import FIXES, MEANINGS, changes_meaning
 from finetune.data.report import printable
@@ -32,7 +35,7 @@ class ColumnUse:
             self.first_rows.append(number)
         self.kinds.update(kinds)
         if len(self.values) < 2 or (len(self.values) < _MAX_VALUES and "label" in self.kinds and "text" not in self.kinds):
-            self.values.add(hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest())
+            self.values.add(_digest(value))
 
     def merge(self, other: ColumnUse) -> None:
         """Add the counts of other rows."""
@@ -47,7 +50,7 @@ class ColumnUse:
 
     def final_kinds(self) -> set[str]:
         """The kinds, once all rows are known: short texts of which nearly each is another are texts."""
-        is_prose = "label" in self.kinds and len(self.values) >= min(_MAX_VALUES, max(10, self.count // 2))
+        is_prose = "label" in self.kinds and len(self.values) >= min(_MAX_VALUES, max(4, self.count // 2))
         return self.kinds | {"text"} if is_prose else self.kinds
 
 
@@ -110,7 +113,7 @@ class UnusedColumns:
         for column, value in unread.items():
             decision = changes_meaning(column, value, self._format)
             if decision:
-                self.values.meanings.setdefault(column, ColumnUse()).add(number)
+                self.values.meanings.setdefault(column, ColumnUse()).add(number, value=value)
             elif decision is None:
                 undecided[column] = value
         return undecided
@@ -183,10 +186,19 @@ class UnusedColumns:
         return use.differs(total) or (is_field and bool(kinds & {"truth", "bit"}))
 
 
-def fixes_of(asked: Iterable[str]) -> list[str]:
+def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:
     """What to do about columns and fields whose names are known."""
-    meanings = dict.fromkeys(MEANINGS[name.lower()] for name in asked if name.lower() in MEANINGS)
-    return [FIXES[meaning] for meaning in meanings if meaning in FIXES]
+    fixes: dict[str, str] = {}
+    for name, use in asked.items():
+        meaning = MEANINGS.get(name.lower(), "")
+        split = next((split for split in SPLITS if _digest(split) in use.values), "test")
+        text = FIXES.get(meaning, "").replace("NAME", json.dumps(name)).replace("SPLIT", split)
+        fixes.setdefault(meaning, text.replace("FILE", shlex.quote(file)))
+    return [fix for fix in fixes.values() if fix]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _rows(use: ColumnUse) -> str:
