@@ -95,6 +95,8 @@ class Digest:
                 self._add_phase(event.phase, event)
             case Evaluation():
                 self._add("eval_loss", event.step, event.eval_loss)
+                for name, value in event.metrics.items():
+                    self._add(f"eval/{name}", event.step, value)
                 self._mark("evaluation", event.step)
             case Checkpoint():
                 self._mark("save", event.step)
@@ -123,6 +125,8 @@ class Digest:
             value = getattr(event, name)
             if value is not None:
                 self._add(name, event.step, value)
+        for name, value in event.metrics.items():
+            self._add(name, event.step, value)
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes"):
             value = getattr(event, name)
             if value is not None:

@@ -41,6 +41,11 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "one row": {"per_device_train_batch_size": 1},
     "all tokens trained": {"train_on_inputs": True},
 }
+#: DPO: a pair is two sequences.
+PAIRS: dict[str, dict[str, Any]] = {
+    "pairs": {"method": "dpo", "per_device_train_batch_size": 1},
+    "pairs, every layer": {"method": "dpo", **TECHNIQUES["every layer"]},
+}
 #: A technique for models whose output layer does not read the embeddings.
 UNTIED_ONLY = "embeddings in host memory"
 #: Model -> GPU on which its cells run, the largest first where 16 bit needs it.
@@ -74,7 +79,7 @@ class Cell:
     gpu: str
     base_format: str
     technique: str
-    rows: str = "uneven"  # even, uneven
+    rows: str = "uneven"  # even, uneven, pairs
     expandable: bool = True
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
     layers: int | None = None
@@ -116,6 +121,8 @@ def all_cells() -> list[Cell]:
     cells += [
         Cell(untied, "a100-40gb", base, UNTIED_ONLY, settings={**FORMATS[base], **TECHNIQUES[UNTIED_ONLY]}) for base in FORMATS
     ]
+    for base in FORMATS:
+        cells += [Cell(small, "rtx-4090", base, name, "pairs", settings={**FORMATS[base], **PAIRS[name]}) for name in PAIRS]
     for model, gpu in FAMILIES.items():
         for base in FORMATS:
             for technique in ("nothing recomputed", "every layer"):
@@ -143,6 +150,8 @@ def few_layers() -> list[Cell]:
         Cell(model, "rtx-4090", base, technique, settings={**FORMATS[base], **TECHNIQUES[technique]}, **more)
         for base, technique in shown
     ]
+    for base, name in (("16 bit", "pairs"), ("NF4", "pairs, every layer")):
+        cells.append(Cell(model, "rtx-4090", base, name, "pairs", settings={**FORMATS[base], **PAIRS[name]}, **more))
     segments = {**FORMATS["16 bit"], **TECHNIQUES["one row"]}
     cells.append(Cell(model, "rtx-4090", "16 bit", "one row", "even", False, segments, **more))
     cells += [  # a block for one segment is chosen
@@ -154,7 +163,8 @@ def few_layers() -> list[Cell]:
 
 
 def write_rows(path: Path, kind: str, seed: int = 0) -> None:
-    """48 conversations: `even` of one length, `uneven` of up to 900 tokens. The answers are a third of each."""
+    """48 conversations: `even` of one length, `uneven` of up to 900 tokens; `pairs`: uneven ones with two answers. The answers
+    are a third of each."""
     rng = random.Random(seed)
     vocabulary = ["alpha", "beta", "gamma", "delta", "order", "parcel", "invoice", "desk", "lamp", "blue", "Monday", "seven"]
     with path.open("w", encoding="utf-8") as file:
@@ -162,4 +172,6 @@ def write_rows(path: Path, kind: str, seed: int = 0) -> None:
             count = 300 if kind == "even" else rng.randint(6, 300)
             text = [" ".join(rng.choice(vocabulary) for _ in range(length)) for length in (2 * count // 3, count // 3)]
             turns = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), text, strict=True)]
-            file.write(json.dumps({"messages": turns}) + "\n")
+            other = {"role": "assistant", "content": f"{text[1]} {vocabulary[0]}"}
+            row = {"prompt": turns[:1], "chosen": turns[1:], "rejected": [other]} if kind == "pairs" else {"messages": turns}
+            file.write(json.dumps(row) + "\n")

@@ -88,7 +88,7 @@ def with_own_caches(folder: Path) -> None:
 
     hide_gpus()
     os.environ |= {"HF_HOME": str(folder / "hub_home"), "HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
-    for kind in ("even", "uneven"):
+    for kind in ("even", "uneven", "pairs"):
         write_rows(folder / f"{kind}.jsonl", kind)
 
 

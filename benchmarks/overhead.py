@@ -61,12 +61,13 @@ def plain_trainer(run: Any) -> Any:
     from transformers import AutoTokenizer, set_seed
     from trl import SFTTrainer
 
+    from finetune.methods.row_order import LongestEarly
     from finetune.model.adapters import attach_adapters, prepare_for_training
     from finetune.model.build import build_base
     from finetune.model.techniques import apply_techniques
     from finetune.model.transformers_config import load_config
     from finetune.planner.plan import read_plan
-    from finetune.run.training import LongestEarly, sft_config
+    from finetune.run.training import sft_config
 
     plan = read_plan(run.plan)
     set_seed(plan.settings.seed)

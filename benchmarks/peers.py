@@ -85,10 +85,10 @@ def prepare(folder: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
     from datasets import load_from_disk
 
     import finetune
+    from finetune.methods.row_order import LongestEarly
     from finetune.recipe import recipe_from
     from finetune.run.prepare import create_run
     from finetune.run.prepare import prepare as plan_run
-    from finetune.run.training import LongestEarly
 
     drawn = random.Random(0)
     vocabulary = ["the", "a", "one", "some", "any", "this", "that", "it"]

@@ -79,4 +79,5 @@ def refuse_missing_extra(extra: str, subject: str) -> None:
         return
     if missing:
         names = ", ".join(package.requirement.name for package in missing)
-        raise PackagesError(f"{subject} needs {names}, which is not installed", f"Install it: {how_to_install(missing)}")
+        problem = f"{subject} needs {names}, which is not installed (the extra '{extra}' of {DISTRIBUTION})"
+        raise PackagesError(problem, f"Install it: {how_to_install(missing)}")

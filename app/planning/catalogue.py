@@ -40,7 +40,7 @@ def local_models(workspace: Workspace) -> list[Model]:
 
 def local_datasets(workspace: Workspace) -> list[str]:
     """The bundled dataset, data files below the workspace, and uploads."""
-    datasets = ["support"]
+    datasets = ["support", "support-pairs"]
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
             files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]

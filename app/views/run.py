@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from finetune.events import Memory, OutOfMemory, Retry, RunWarning, Start, State, Step
 from finetune.memory.forecast import PARTS, PhaseForecast
 from finetune.planner.plan import Plan
+from finetune.recipe.methods import METRICS
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 from finetune.units import GIB, format_bytes, format_count, format_seconds
@@ -90,6 +92,7 @@ def more_curves(digest: Digest) -> str:
         ("grad_norm", "Gradient norm", lambda value: f"{value:.3g}"), ("tokens_per_s", "Tokens per second", format_count),
         ("token_accuracy", "Token accuracy", lambda value: f"{value:.0%}"),
         ("temperature_c", "Temperature", lambda value: f"{value:.0f} °C"), ("power_w", "Power", lambda value: f"{value:.0f} W"),
+        *_method_curves(),
     )  # fmt: skip
     charts = []
     for name, title, show in wanted:
@@ -101,6 +104,13 @@ def more_curves(digest: Digest) -> str:
         panel = Panel(f"{title} {show(series.last)}", [Line(title, series.means(), "loss")], show, css="small")
         charts.append(chart([panel], [], digest.step, label))
     return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note("These curves start with the first step.")
+
+
+def _method_curves() -> Iterator[tuple[str, str, Callable[[float], str]]]:
+    """The metrics of training methods, in training and of the held-out rows."""
+    for name, (label, text) in METRICS.items():
+        yield name, label.capitalize(), text.format
+        yield f"eval/{name}", f"Held-out {label}", text.format
 
 
 def memory(digest: Digest, plan: Plan) -> str:

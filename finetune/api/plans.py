@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
-from finetune.planner.plan import read_plan
+from finetune.errors import RecipeError
+from finetune.planner import plan as plans
 from finetune.planner.planning import plan_recipe, read_rows, without_rows
 from finetune.recipe.load import NO_DATASET, recipe_from
 
 if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
+    from datasets import Dataset
 
-__all__ = ["plan", "read_plan"]
+    from finetune.data.preparation import PreparedData
+    from finetune.recipe import Settings
+
+#: Settings that hooks around each step or several processes do; plain TRL's trainer has neither.
+_NOT_IN_PLAIN_TRL = ("activation_offloading", "int8_activations", "adapter_name_or_path", "torch_compile")
+
+
+class Plan(plans.Plan):
+    """A plan that plain TRL can train."""
+
+    def to_trl(self, output_dir: str | None = None) -> dict[str, Any]:
+        """Arguments of TRL's SFTTrainer: `SFTTrainer(**plan.to_trl()).train()` has the losses of `finetune run`.
+
+        Loads the model with its adapter and the plan's memory techniques on the plan's GPU, and reads the rows, in the order of
+        the run. Epochs follow each other in one dataset, so that where rows don't divide by the batch a step at their border
+        has rows of both. Raises a FinetuneError, also for a plan that plain TRL can't train.
+        """
+        from transformers import set_seed
+
+        from finetune.data.preparation import prepare
+        from finetune.data.tokenizer import load_tokenizer
+        from finetune.methods.trl_arguments import trl_arguments
+        from finetune.model.techniques import optimizer_class
+
+        settings = self.settings
+        _require_plain_trl(settings)
+        tokenizer = load_tokenizer(settings)
+        rows = prepare(settings, tokenizer, max_length=settings.max_length)
+        arguments = trl_arguments(
+            settings, output_dir=output_dir or settings.output_dir, total_steps=self.total_steps,
+            evaluates=rows.eval is not None, on_cpu=self.card.is_cpu,
+        )  # fmt: skip
+        set_seed(settings.seed)
+        return {
+            "model": _adapted(settings, on_cpu=self.card.is_cpu),
+            "args": _config({**arguments, "train_sampling_strategy": "sequential", "num_train_epochs": 1}, self.total_steps),
+            "train_dataset": _in_order(rows, settings, self.total_steps or 1),
+            "eval_dataset": rows.eval,
+            "processing_class": tokenizer,
+            "optimizer_cls_and_kwargs": optimizer_class(settings),
+            "callbacks": _callbacks(settings),
+        }
 
 
 def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **settings: Any) -> Plan:
@@ -23,4 +68,68 @@ def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **setting
     `finetune plan`, whose files `finetune.read_plan` reads. Raises a FinetuneError.
     """
     recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": dataset or NO_DATASET}, "gpu": gpu, **settings})
-    return plan_recipe(recipe, find_card(gpu), without_rows if dataset is None else read_rows)
+    return _with_trl(plan_recipe(recipe, find_card(gpu), without_rows if dataset is None else read_rows))
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file that `finetune plan --out` or a run has written. Raises a FinetuneError."""
+    return _with_trl(plans.read_plan(Path(path)))
+
+
+def _with_trl(made: plans.Plan) -> Plan:
+    return Plan(**{field.name: getattr(made, field.name) for field in fields(made)})
+
+
+def _require_plain_trl(settings: Settings) -> None:
+    unsupported = [f"{name}={getattr(settings, name)}" for name in _NOT_IN_PLAIN_TRL if getattr(settings, name)]
+    unsupported += [] if settings.method == "sft" else [f"method={settings.method}"]
+    unsupported += [] if settings.launch.num_processes == 1 else ["launch.num_processes"]
+    if unsupported:
+        raise RecipeError(f"plain TRL can't train a plan with {', '.join(unsupported)}", "Plan without, or use `finetune run`.")
+
+
+def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
+    """The model with its adapter and memory techniques."""
+    from finetune.model.adapters import attach_adapters
+    from finetune.model.build import build_base
+    from finetune.model.techniques import apply_techniques
+    from finetune.model.transformers_config import load_config
+
+    base = build_base(settings, load_config(settings), device="cpu" if on_cpu else "cuda:0", weights=True, offloads=True)
+    model = attach_adapters(base, settings)
+    apply_techniques(model, settings)
+    return model
+
+
+def _config(arguments: dict[str, Any], total_steps: int | None) -> Any:
+    from trl import SFTConfig
+
+    return SFTConfig(**{**arguments, "max_steps": total_steps or arguments["max_steps"]})
+
+
+def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Dataset:
+    """The rows of all epochs, as a run trains them."""
+    from finetune.data import pack
+    from finetune.methods.row_order import LongestEarly, row_lengths
+
+    train = pack(rows.train, settings.max_length, settings.seed) if settings.packing else rows.train
+    order = LongestEarly(row_lengths(train), settings.seed, settings.effective_batch_size, total_steps)
+    epochs = max(1, -(-total_steps * settings.effective_batch_size // len(train)))
+    indices = []
+    for epoch in range(epochs):
+        order.set_epoch(epoch)
+        indices.append(list(order))
+    return train.select(list(itertools.chain.from_iterable(indices)))
+
+
+def _callbacks(settings: Settings) -> list[Any]:
+    """Before the first step the adapters of a 4-bit model are fp32 again, which TRL has cast to bf16."""
+    from transformers import TrainerCallback
+
+    from finetune.model.adapters import prepare_for_training
+
+    class MasterPrecision(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            prepare_for_training(model, settings)
+
+    return [MasterPrecision()]

@@ -1,4 +1,4 @@
-"""The bundled base model `tiny` and dataset `support`, both made by scripts/bundled/, and general questions written for it."""
+"""The bundled base model `tiny` and datasets `support` and `support-pairs`, made by scripts/bundled/, and general questions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _MODELS = {"tiny": _HERE / "tiny-base"}
-_DATASETS = {"support": {"train": _HERE / "support" / "train.jsonl", "eval": _HERE / "support" / "eval.jsonl"}}
+_DATASETS = {
+    name: {split: _HERE / name / f"{split}.jsonl" for split in ("train", "eval")} for name in ("support", "support-pairs")
+}
 
 
 #: Short questions of general knowledge, arithmetic, language and form, to measure forgetting.

@@ -13,7 +13,7 @@ from finetune.card.card import Card
 from finetune.card.context import measured_context
 from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
-from finetune.card.names import catalogue_name, close_names, plain
+from finetune.card.names import catalogue_name, close_names, plain, split_count
 from finetune.card.nvidia import Device
 from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
@@ -135,9 +135,13 @@ def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
     entries = _entries()
     sizes = {name: entry["box_gb"] for name, entry in entries.items()}
-    catalogue_card = catalogue_name(gpu, sizes)
+    devices = {name: entry["device"] for name, entry in entries.items()}
+    catalogue_card = catalogue_name(gpu, sizes, devices)
     if catalogue_card:
         return _from_entry(catalogue_card, entries[catalogue_card])
+    count, single = split_count(gpu)
+    if count > 1 and (name := catalogue_name(single, sizes, devices)):
+        raise NoCard(f"gpu: '{gpu}' is {count} cards", f"Name one and say how many: gpu={name} launch.num_processes={count}")
     if other := why_unsupported(gpu):
         raise NoCard(f"gpu: {gpu}: {other[0]}", other[1])
     close = close_names(gpu, sizes)

@@ -11,11 +11,27 @@ _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|graphics|corporation|generati
 _SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
 
 
-def catalogue_name(typed: str, sizes: Mapping[str, int]) -> str | None:
-    """The one card that `typed` names, ignoring case, spaces, dashes and maker. `sizes`: name -> GB on the box."""
+_COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
+
+
+def split_count(typed: str) -> tuple[int, str]:
+    """`2x3090`, `8 x H100` or `3090 x2` as the number of cards and the card; 1 for a name without a number."""
+    count = _COUNT.search(typed.strip())
+    name = _COUNT.sub("", typed.strip()).strip() if count else typed
+    return (int(count[1] or count[2]), name) if count and name else (1, typed)
+
+
+def catalogue_name(typed: str, sizes: Mapping[str, int], devices: Mapping[str, str]) -> str | None:
+    """The one card that `typed` names, ignoring case, spaces, dashes and maker.
+
+    `sizes`: name -> GB on the box; `devices`: name -> the driver's own name, which is one, too, where only one card has it.
+    """
     names = {_short(name): name for name in sizes}
     if exact := names.get(_short(typed)):
         return exact
+    driver_names = [name for name, device in devices.items() if plain(device) == plain(typed)]
+    if len(driver_names) == 1:
+        return driver_names[0]
     size = _SIZE.search(typed.lower())
     without_size = names.get(_short(_SIZE.sub("", typed.lower()))) if size else None
     return without_size if without_size and size and sizes[without_size] == int(size[1]) else None
@@ -28,6 +44,9 @@ def close_names(typed: str, sizes: Mapping[str, int], most: int = 4) -> list[str
         return sorted((name for name in sizes if sizes[name] == int(size[1])), key=_rtx_first)[:most]
     wanted, names = _short(typed), {_short(name): name for name in sizes}
     starting = [name for short, name in names.items() if wanted and short.startswith(wanted)]
+    if not starting:  # a suffix that no card has: RTX 5070 Ti Super
+        beginnings = [short for short in names if len(short) >= 4 and short[:4].isdecimal() and wanted.startswith(short)]
+        starting = [names[max(beginnings, key=len)]] if beginnings else []
     return (starting or [names[short] for short in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)])[:most]
 
 

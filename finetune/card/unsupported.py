@@ -14,7 +14,12 @@ _OTHERS = (
         "Trained adapters still run on it.",
     ),
     (
-        r"\bamd\b|radeon|\brx ?-?\d{4}|instinct|\bmi ?-?\d{3}|\bvega|ryzen",
+        r"^(gtx ?-?)?16[356]0( ?-?(ti|super|s|d|m|max-?q))*$",
+        "GTX 16 cards have no tensor cores and are not in the catalogue",
+        "In that machine gpu=auto measures it; rtx-2060 has as much memory.",
+    ),
+    (
+        r"\bamd\b|radeon|^[67]\d00 ?-?(xtx|xt|gre)$|^90[67]0 ?-?(xt|gre)$|\brx ?-?\d{4}|instinct|\bmi ?-?\d{3}|\bvega|ryzen",
         "an AMD card needs torch's ROCm build, for which forecasts and kernels are not tested here",
         "",
     ),
@@ -33,6 +38,8 @@ _OTHERS = (
         "its memory is shared between processor and card, which the forecast does not know",
         "",
     ),
+    (r"\btpu\b|\bv[2-6]e?-\d+$|trillium", "a TPU has no CUDA, which 4-bit training and the forecast need", ""),
+    (r"colab|kaggle", "this is a service and not a card", "Its free card is a Tesla T4: gpu=t4."),
 )
 
 

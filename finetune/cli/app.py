@@ -122,11 +122,11 @@ def pause(run: RunArgument = "latest", json: Json = False) -> None:
 
 @cli.command()
 def runs(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, rm RUN ..., or rename RUN NAME.")] = "list",
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show RUN, rm RUN ..., or rename RUN NAME.")] = "list",
     names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories or names.")] = None,
     json: Json = False,
 ) -> None:
-    """List, delete or rename runs.
+    """List, show, delete or rename runs.
 
     Deleted runs are moved to .trash in their folder.
 
@@ -135,6 +135,21 @@ def runs(
     from finetune.cli.runs import change_runs
 
     change_runs(verb, names or [], as_json=json)
+
+
+@cli.command()
+def show(run: RunArgument = "latest", json: Json = False) -> None:
+    """Show a run: how far it is, its losses and scores, and its recipe.
+
+    Example:  finetune show latest
+    """
+    from finetune.cli.show import show_run
+
+    show_run(run, as_json=json)
+
+
+for other_name in ("status", "info"):  # what other tools call it
+    cli.command(other_name, hidden=True, help="The same as show.")(show)
 
 
 @cli.command()

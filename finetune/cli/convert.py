@@ -23,7 +23,15 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
         write_output(Path(output), text, new=True)
     if as_json:
         keys = [asdict(entry) for entry in read.entries] if read else []
-        print_json({"tool": read.tool if read else None, "recipe": text, "keys": keys, "assumed": read.assumed if read else {}})
+        print_json(
+            {
+                "tool": read.tool if read else None,
+                "recipe": text,
+                "keys": keys,
+                "assumed": read.assumed if read else {},
+                "notes": read.notes if read else [],
+            }
+        )
         return
     if read is None:
         err.print(f"{escape(source)} is a recipe already")
@@ -35,6 +43,8 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
                 err.print(f"    [yellow]{escape(entry.note)}[/]", soft_wrap=True)
         for setting, value in read.assumed.items():
             err.print(f"  [green]{setting}: {escape(str(value))}[/]  {read.tool}'s default", soft_wrap=True)
+        for remark in read.remarks:
+            err.print(f"  [yellow]{escape(remark)}[/]", soft_wrap=True)
     if output is not None:
         out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
     else:

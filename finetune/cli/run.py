@@ -18,7 +18,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, memory_now, out, show_progress, step_line
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
+from finetune.errors import FAILED, FINISHED, DiskFull, Diverged
 from finetune.events import (
     Checkpoint,
     Evaluation,
@@ -32,6 +32,7 @@ from finetune.events import (
     Step,
     event_json,
 )
+from finetune.recipe.methods import MAIN_METRICS, METRICS
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
@@ -116,7 +117,8 @@ def pause_run(source: str, *, as_json: bool) -> int:
     """Free the card: ask a run to stop after its step, with a checkpoint, and wait until no process of it is left."""
     run = open_run(source)
     if not control.stop(run):
-        raise CommandError(f"{run.path} is not running: {read_state(run).state}", "`finetune runs` lists the runs.")
+        _print_state(run, read_state(run), as_json)
+        return 0
     control.wait(run, deadline_s=300)
     state = read_state(run)
     if state.state != "stopped" or as_json:
@@ -293,11 +295,18 @@ class _BarView(_JsonView):
             self._bar.print(escape(text))
 
 
+def _metrics_text(metrics: dict[str, float]) -> str:
+    """The main metrics of a training method."""
+    known = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
+    return "".join(f", {label} {text.format(value)}" for label, text, value in known)
+
+
 def _text_of(event: Event) -> str:
     """The line for an event that is worth one, or nothing."""
     match event:
         case Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
-            return f"step {event.step}: held-out loss {event.eval_loss:.4f} ({format_seconds(event.eval_s)})"
+            loss = f"step {event.step}: held-out loss {event.eval_loss:.4f}"
+            return f"{loss}{_metrics_text(event.metrics)} ({format_seconds(event.eval_s)})"
         case Checkpoint():
             took_s = (event.save_s or 0) + (event.seal_s or 0)
             return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"

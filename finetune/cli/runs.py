@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 
 def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
-    """List, delete or rename runs."""
+    """List, show, delete or rename runs."""
     if verb == "list" and not names:
         _show_runs(as_json)
+    elif verb == "show" and len(names) <= 1:
+        from finetune.cli.show import show_run
+
+        show_run(*(names or ["latest"]), as_json=as_json)
     elif verb == "rm" and names:
         _remove(names, as_json)
     elif verb == "rename" and len(names) == 2:
@@ -28,7 +32,9 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
         renamed = rename_run(open_run(names[0]), names[1])
         _print(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
     else:
-        raise CommandError(f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, rm RUN ..., rename RUN NAME.")
+        raise CommandError(
+            f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, show RUN, rm RUN ..., rename RUN NAME."
+        )
 
 
 def _remove(names: list[str], as_json: bool) -> None:

@@ -24,6 +24,9 @@ def serve_runs(
 ) -> None:
     """Load the base model with each run's adapter and answer until Ctrl-C; with `only_commands` print those for others."""
     runs = [open_run(source) for source in sources]
+    if not only_commands:  # before torch is imported, which takes seconds
+        refuse_missing_extra("serve", "serving")
+        key, bound = choose_token(token, "Leave it out for a random one."), _bound(host, port)
     restrict_visible_devices(runs[0])
     from finetune.serve.models import runs_by_name
 
@@ -31,8 +34,6 @@ def serve_runs(
     if only_commands:
         _print_commands(named_runs, context, as_json=as_json)
         return
-    refuse_missing_extra("serve", "serving")
-    key, bound = choose_token(token, "Leave it out for a random one."), _bound(host, port)
     with show_progress(quiet=as_json) as progress:
         progress("counting what fits")
         fits = _serving_memory(named_runs, context)

@@ -17,6 +17,7 @@ from finetune.data.row_parser import RowParser, choose_parser
 from finetune.data.unused_columns import ColumnUse
 from finetune.errors import DataError
 from finetune.recipe import DatasetRecipe
+from finetune.recipe.methods import METHOD_FORMATS
 
 #: Names of questions and of answers, the usual ones first.
 _QUESTIONS = re.findall(
@@ -45,11 +46,13 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
     suggestions: Iterable[Suggestion] = ()
     if isinstance(error, PreferenceData):
         suggestions = _chosen_answers(values, error.chosen, error.rejected)
-    elif isinstance(error, UnknownColumns):
+    elif isinstance(error, UnknownColumns) and dataset.format not in METHOD_FORMATS:
         suggestions = _unknown_columns(values)
     lines = _lines(suggestions, rows, file, dataset)
-    if isinstance(error, PreferenceData) and lines:
-        return DataError(error.problems, "\n".join(lines[:1]))
+    if isinstance(error, PreferenceData):
+        names = {"chosen": error.chosen, "rejected": error.rejected}
+        mapping = "" if error.chosen == "chosen" else f"  {override('columns', names)}"
+        return DataError(error.problems, "\n".join([f"{error.fix}{mapping}", *lines[:1]]))
     return DataError(error.problems, "\n".join([*lines, error.fix]))
 
 

@@ -129,8 +129,8 @@ class PreferenceData(DataError):
 
     def __init__(self, file: str, chosen: str, rejected: str) -> None:
         super().__init__(
-            f"{file}: this is preference data ({chosen}/{rejected}), for DPO; finetune trains on one answer to a prompt",
-            "Make rows of prompts and answers.",
+            f"{file}: this is preference data ({chosen}/{rejected}), for DPO; method sft trains on one answer to a prompt",
+            "To learn to prefer the chosen answers:  method=dpo",
         )
         self.chosen, self.rejected = chosen, rejected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import Any
 
@@ -93,7 +94,10 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
 
 def unread_fields(value: Any, role_key: str, content_key: str) -> list[dict[str, Any]]:
     """The fields of each message in a column that `read_messages` has read, without those that it reads."""
-    messages = parse_if_text(value, "") if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    messages = value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(BadRow):  # it is plain text
+            messages = parse_if_text(value, "")
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list):

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.data_files import describe_split
-from finetune.data.formats import Example
+from finetune.data.example import Example
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.row_parser import RowParser, choose_parser

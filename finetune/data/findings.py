@@ -119,7 +119,7 @@ def find_problems(
         text = "chat_template is not the template that the base model was trained with, in {rows}"
         yield Finding("template", text, int((used & stored.has("conversation")).sum()), (), "")
     for note, (text, fix) in _NOTES.items():
-        if (rows := used & (stored.sequence_counts > 1 if note == "unrolled" else stored.has(note))).any():
+        if (rows := used & (stored.sequence_counts > 1 + stored.are_pairs if note == "unrolled" else stored.has(note))).any():
             yield finding(note, text, rows, fix)
     if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"

@@ -9,53 +9,11 @@ from typing import Any
 
 from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, optional_text, parse_if_text, required_text, type_phrase
 from finetune.data.conversation import Message, answer_indices, read_messages, read_tool_text
+from finetune.data.example import Example
+from finetune.data.preferences import from_preference
 from finetune.data.report import printable
 from finetune.data.tool_calls import read_calls, read_tools
 from finetune.errors import DataError
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row, whatever its format: messages, prompt and completion, or text.
-
-    `answers` are the indices of the messages to train on; `file` and `row` say where the row was read.
-    """
-
-    file: str
-    row: int
-    messages: tuple[Message, ...] = ()
-    answers: tuple[int, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
-    prompt: str | None = None
-    completion: str | None = None
-    text: str | None = None
-
-    def content(self) -> dict[str, Any]:
-        """The content without file and row number; equal for duplicate rows."""
-        fields = ("messages", "answers", "tools", "prompt", "completion", "text")
-        return {name: getattr(self, name) for name in fields if getattr(self, name)}
-
-    def question(self) -> list[Message] | str:
-        """The messages before the last answer, or the prompt; empty for plain text."""
-        return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
-
-    def texts(self) -> list[str]:
-        """The texts of all its messages or fields."""
-        return [*(message["content"] for message in self.messages), *filter(None, (self.prompt, self.completion, self.text))]
-
-    def texts_without_system(self) -> list[str]:
-        """Its texts without the system prompt."""
-        return [
-            *(message["content"] for message in self.messages if message["role"] not in ("system", "developer")),
-            *filter(None, (self.prompt, self.completion, self.text)),
-        ]
-
-    def reference(self) -> str | None:
-        """The last answer of the row; None for plain text, and for an answer that is only a tool call."""
-        if not self.messages:
-            return self.completion
-        last = self.messages[self.answers[-1]]
-        return None if last.get("tool_calls") and not last["content"].strip() else last["content"]
 
 
 @dataclass(frozen=True)
@@ -162,6 +120,10 @@ FORMATS = {
         '{"query": "Where is 7?", "tools": [...], "answers": [{"name": "track", "arguments": {"parcel": 7}}]}', _from_xlam,
     ),
     "text": Format(("text",), (), '{"text": "Any text; all of it is trained on."}', _from_text),
+    "preference": Format(
+        ("chosen", "rejected"), ("prompt", "messages", "conversations", "instruction", "input", "system", "tools"),
+        '{"prompt": "Say hello", "chosen": "Hello!", "rejected": "Go away."}', from_preference,
+    ),
 }  # fmt: skip
 FIELDS = sorted({"role", "content"}.union(*((*fmt.required, *fmt.optional) for fmt in FORMATS.values())))
 

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from finetune.data.formats import Example
+    from finetune.data.example import Example
 
 #: Values of a sketch, how many of them form a band, and how many must agree: 10 of 12 estimate a similarity of 0.83.
 HASHES, _BAND, _MIN_EQUAL = 12, 3, 10

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.column_advice import json_advice
+from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
-from finetune.data.formats import Example
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import SourcePart, StoredRows
 from finetune.data.sources import Source
@@ -23,6 +23,7 @@ from finetune.data.token_cache import FileInfo, tokenise_source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.recipe import DatasetRecipe, Recipe
+from finetune.recipe.methods import METHODS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -197,7 +198,7 @@ def encode(
 
     Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
     """
-    dataset = recipe.dataset
+    dataset = _as_method_reads(recipe)
     sources, eval_sources = sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs)
     infos = file_infos(dataset) if infos is None else infos
@@ -217,6 +218,12 @@ def encode(
     mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
     splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
     return EncodedRows(encoder, splits, notes)
+
+
+def _as_method_reads(recipe: Recipe) -> DatasetRecipe:
+    """The recipe's dataset with the format that its training method reads."""
+    row_format = METHODS[recipe.method].row_format
+    return recipe.dataset.model_copy(update={"format": row_format}) if row_format else recipe.dataset
 
 
 def _load_rows(
@@ -334,7 +341,7 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         tokens_dropped=limited.tokens_dropped,
         duplicate_rows=sum(finding.rows for finding in findings if finding.kind == "duplicates"),
         sequences=len(limited.lengths),
-        total_tokens=int(limited.lengths.sum(dtype=np.int64)),
+        total_tokens=limited.total_tokens,
         trained_tokens=limited.trained_tokens,
         lengths=percentiles(limited.lengths),
         unused_columns=unlimited.unused_columns,

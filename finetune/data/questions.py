@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.formats import Example
+from finetune.data.example import Example
 from finetune.data.tokens import Encoder
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import Any
 from finetune.data.checks import BadRow, as_json_text
 from finetune.data.column_semantics import UnusedField, check_other_data, check_placeholders, without_columns
 from finetune.data.conversation import unread_fields
+from finetune.data.example import Example
 from finetune.data.formats import (
     FORMATS,
-    Example,
-    UnknownColumns,
     check_columns,
     detect,
     parse,
@@ -23,8 +22,15 @@ from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.unused_columns import UnusedColumns, UnusedValues
 from finetune.recipe import DatasetRecipe
+from finetune.recipe.methods import METHOD_FORMATS
 
-_MESSAGE_COLUMNS = {"messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion")}
+_MESSAGE_COLUMNS = {
+    "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
+    "preference": ("messages", "conversations", "prompt", "chosen", "rejected"),
+}  # fmt: skip
+
+#: Where a text is a text, even if it is JSON.
+_TEXT_COLUMNS = ("prompt", "completion")
 
 
 @dataclass(frozen=True)
@@ -86,14 +92,17 @@ class RowParser:
         unused.add_row(undecided, row.number, _read_texts(renamed, self.format, example) if undecided else [])
         for name in _MESSAGE_COLUMNS.get(self.format, ()):
             keys = self.columns.get("role", "role"), self.columns.get("content", "content")
-            unused.add_messages(unread_fields(renamed.get(name), *keys), row.number)
+            value = renamed.get(name)
+            if not (isinstance(value, str) and name in _TEXT_COLUMNS):
+                unused.add_messages(unread_fields(value, *keys), row.number)
         return example
 
 
 def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe) -> RowParser:
     """The parser for rows like these. Raises DataError, UnknownColumns where other settings may read them."""
     columns, ignored = dataset.columns, dataset.ignore_columns
-    check_other_data(rows, file, {*columns.values(), *ignored})
+    if dataset.format not in METHOD_FORMATS:
+        check_other_data(rows, file, {*columns.values(), *ignored})
     header = list(dict.fromkeys(name for values in rows for name in values))
     rows = [without_columns(values, ignored) for values in rows]
     check_columns(rows, file, dataset.format, columns)
@@ -116,6 +125,3 @@ def _read_texts(row: dict[str, Any], format_name: str, example: Example) -> list
     else:
         texts = [row[name] for name in (*FORMATS[format_name].required, "input") if isinstance(row.get(name), str)]
     return [text.strip() for text in texts if text.strip()]
-
-
-__all__ = ["ParsedBatch", "RowParser", "UnknownColumns", "choose_parser"]

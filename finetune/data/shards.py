@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
-from finetune.data.formats import Example
+from finetune.data.example import Example
 from finetune.data.near_duplicates import HASHES, MAX_ROWS, near_duplicates, sketches
 from finetune.data.report import Refused
 from finetune.data.writing_scripts import SCRIPTS, script_of
@@ -36,6 +36,8 @@ _MOJIBAKE = re.compile(
 _REPLACED = "\ufffd"
 #: A name to be filled in, as in a list of answers about who the model is.
 _PLACEHOLDER = re.compile(r"\{\{ ?[A-Za-z_][\w-]* ?\}\}")
+#: Fields of an Example that are tuples.
+_LISTS = ("messages", "answers", "tools", "rejected")
 
 _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
@@ -201,6 +203,11 @@ class StoredRows:
         """Index of each row's first sequence, and of the end."""
         return np.concatenate([[0], np.cumsum(self.sequence_counts)])
 
+    @property
+    def are_pairs(self) -> bool:
+        """Whether each row is a pair of answers, with a sequence of its own for each."""
+        return any(part.format == "preference" for part in self.parts)
+
     def has(self, flag: str) -> np.ndarray:
         """Whether each row has the flag."""
         return (self.flags & np.uint32(_BIT[flag])) != 0
@@ -213,7 +220,7 @@ class StoredRows:
         """The source row."""
         table_index = self._table_index(index)
         values = json.loads(self.tables[table_index]["example"][int(index - self.starts[table_index])].as_py())
-        lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("messages", "answers", "tools") if name in values}
+        lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in _LISTS if name in values}
         return Example(file=self._files[table_index], row=int(self.row_numbers[index]), **lists, **values)
 
     def refusal(self, index: int) -> Refused:

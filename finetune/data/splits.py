@@ -88,7 +88,18 @@ class LimitedSplit:
         self.tokens_dropped = int(np.maximum(excess_lengths - (self._limit if excess_length == "truncate" else 0), 0).sum())
         self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
         self._in_chunks = np.repeat(self.chunked, stored.sequence_counts) & (stored.lengths > self._limit)
-        self.lengths = np.concatenate([self._lengths_of(mask) for mask in self.sequences])
+        self._sequence_lengths = np.concatenate([self._lengths_of(mask) for mask in self.sequences])
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each training row: of a pair's longer answer."""
+        lengths = self._sequence_lengths
+        return lengths.reshape(-1, 2).max(axis=1) if self.stored.are_pairs else lengths
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the rows used."""
+        return int(self._sequence_lengths.sum(dtype=np.int64))
 
     def _lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
         """Tokens of each training sequence made from the stored ones in `sequence_mask`."""
@@ -98,11 +109,16 @@ class LimitedSplit:
     @property
     def trained_tokens(self) -> int:
         """Trained tokens of the rows used."""
-        return int(self.trained_lengths.sum(dtype=np.int64))
+        return int(self._trained_sequence_lengths.sum(dtype=np.int64))
 
     @cached_property
     def trained_lengths(self) -> np.ndarray:
-        """Trained tokens of each training sequence, in the order of `lengths`."""
+        """Trained tokens of each training row, in the order of `lengths`; the mean of a pair's two answers."""
+        lengths = self._trained_sequence_lengths
+        return -(-lengths.reshape(-1, 2).sum(axis=1) // 2) if self.stored.are_pairs else lengths
+
+    @cached_property
+    def _trained_sequence_lengths(self) -> np.ndarray:
         return np.concatenate([self._trained_lengths_of(mask) for mask in self.sequences])
 
     def _trained_lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
@@ -138,11 +154,16 @@ class LimitedSplit:
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
-        table = pa.concat_tables([_schema().empty_table(), *self.tables()])
+        tables = list(self.tables())
+        table = pa.concat_tables(tables) if tables else _schema().empty_table()
         return Dataset(InMemoryTable(table), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
-        """The sequences (input_ids, labels), in order."""
+        """The rows, in order: input_ids and labels; of pairs those of the preferred answer, and rejected_input_ids and
+        rejected_labels."""
+        return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
+
+    def _sequence_tables(self) -> Iterator[pa.Table]:
         schema = _schema()
         pending: list[pa.Table] = []
         shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
@@ -182,6 +203,15 @@ def _schema() -> pa.Schema:
     import pyarrow as pa
 
     return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
+
+
+def _as_pairs(sequences: pa.Table) -> pa.Table:
+    """Two sequences of each row as one row."""
+    import pyarrow as pa
+
+    chosen, rejected = (sequences.take(pa.array(range(first, sequences.num_rows, 2), pa.int64())) for first in (0, 1))
+    names = [*sequences.column_names, *(f"rejected_{name}" for name in sequences.column_names)]
+    return pa.table([*chosen.columns, *rejected.columns], names=names)
 
 
 def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.checks import BadRow
 from finetune.data.conversation import REASONING, Message
-from finetune.data.formats import Example
+from finetune.data.example import Example
 from finetune.data.report import printable
 from finetune.data.tool_calls import has_call
 from finetune.errors import RecipeError

@@ -16,7 +16,7 @@ from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
 from finetune.data.escaping import SpecialTokenEscaper
-from finetune.data.formats import Example
+from finetune.data.example import Example
 from finetune.data.template import Rendered, Template, common_prefix_length
 from finetune.errors import DataError, RecipeError
 
@@ -104,11 +104,12 @@ class Encoder:
         return sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
     def encode(self, examples: Sequence[Example]) -> list[list[Encoded] | BadRow]:
-        """The sequences of each example (one, or several for templates that rewrite earlier turns), or why there are none."""
+        """The sequences of each example, or why there are none: one; two of a pair of answers; several for templates that
+        rewrite earlier turns."""
         if any(example.messages for example in examples):
             self.use_template()
         self._require_end()
-        rendered = [self._render(example) for example in examples]
+        rendered = [self._render_pair(example) if example.is_pair else self._render(example) for example in examples]
         rows = list(zip(examples, rendered, strict=True))
         encoded = iter(self._tokenise([(text, not example.messages) for example, texts in rows for text in _renderings(texts)]))
         results: list[list[Encoded] | BadRow] = []
@@ -132,6 +133,18 @@ class Encoder:
         if prompt.escaped_spans:
             return self._escaper.tokenise(prompt.text, prompt.escaped_spans)[0]
         return self._tokenise_texts([text], plain=False)[0][0]
+
+    def _render_pair(self, example: Example) -> list[Rendered] | BadRow:
+        """The sequences with the preferred and with the other answer."""
+        rendered: list[Rendered] = []
+        for name, answer in zip(("chosen", "rejected"), example.pair(), strict=True):
+            sequences = self._render(answer)
+            if isinstance(sequences, BadRow):
+                return sequences
+            if len(sequences) != 1:
+                return BadRow(name, "has several answers, of which the chat template rewrites the earlier ones")
+            rendered += sequences
+        return rendered
 
     def _render(self, example: Example) -> list[Rendered] | BadRow:
         if not example.messages:

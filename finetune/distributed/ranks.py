@@ -125,21 +125,21 @@ def all_reduce_min(number: int) -> int:
     return -all_reduce_max(-number)
 
 
-def all_reduce_sum(numbers: list[int]) -> list[int]:
+def all_reduce_sum(numbers: list[float]) -> list[float]:
     """Element-wise sums over all ranks."""
     return _all_reduce(numbers, "SUM")
 
 
-def _all_reduce(numbers: list[int], operation: str) -> list[int]:
+def _all_reduce(numbers: list[float], operation: str) -> list[float]:
     import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return numbers
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    values = torch.tensor(numbers, dtype=torch.int64, device=device)
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact for integers below 2^53
     dist.all_reduce(values, getattr(dist.ReduceOp, operation))
-    return [int(value) for value in values.tolist()]
+    return values.tolist()
 
 
 def _share_out_of_memory(number: int) -> None:

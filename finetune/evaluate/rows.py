@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.bundled import PROBE
 from finetune.data.checks import BadRow
+from finetune.data.example import Example
 from finetune.data.examples import read_examples
-from finetune.data.formats import Example
 from finetune.data.questions import questions_of
 from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokens import Encoder

@@ -101,6 +101,9 @@ class Step(Event, Memory):
     supervised_tokens: Annotated[Whole | None, "tokens that count in the loss"] = None
     real_tokens: Annotated[Whole | None, "tokens without padding"] = None
     padded_tokens: Annotated[Whole | None, "tokens with padding"] = None
+    metrics: Annotated[dict[str, float], "of the training method, by TRL's names, such as rewards/margins of dpo"] = field(
+        default_factory=dict
+    )
     step_s: Annotated[float | None, "how long the step took"] = None
     tokens_per_s: Annotated[float | None, "real tokens per second"] = None
     temperature_c: Annotated[float | None, "temperature of the GPU"] = None
@@ -131,6 +134,7 @@ class Evaluation(Event):
     eval_loss: Annotated[float | None, "mean loss of the held-out rows"] = None
     eval_s: Annotated[float | None, "how long it took"] = None
     eval_token_accuracy: Annotated[float | None, "share of the held-out rows' supervised tokens predicted correctly"] = None
+    metrics: Annotated[dict[str, float], "of the training method, of the held-out rows"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from finetune.memory.trace import NotRepeated
 from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
 from finetune.recipe import resolved
 from finetune.recipe.compatibility import is_zero3, padding_multiple
+from finetune.recipe.methods import METHODS
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Decides, settings_that_decide
 
@@ -247,14 +248,16 @@ def _replay(
 
 
 def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
-    """The largest micro-batches: fields of `simulate.Batch`."""
-    eval_rows = 0 if settings.eval_steps == 0 else settings.per_device_eval_batch_size
+    """The largest micro-batches: fields of `simulate.Batch`, whose rows are sequences."""
+    sequences = METHODS[settings.method].sequences
+    eval_rows = 0 if settings.eval_steps == 0 else sequences * settings.per_device_eval_batch_size
     eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
     eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
+    train_rows = sequences * micro_batch
     return {
-        "rows": micro_batch, "tokens": _padded(settings, micro_batch, rows.tokens),
-        "trained_tokens": round(rows.trained_share * micro_batch * (rows.tokens - 1)),
-        "padded": micro_batch > 1 and settings.packing is not True,
+        "rows": train_rows, "tokens": _padded(settings, micro_batch, rows.tokens),
+        "trained_tokens": round(rows.trained_share * train_rows * (rows.tokens - 1)),
+        "padded": train_rows > 1 and settings.packing is not True,
         "documents": max(1, rows.tokens // 256) if settings.packing is True else 1,
         "eval_rows": eval_rows, "eval_tokens": _padded(settings, eval_rows, eval_tokens) if eval_rows else 0,
         "eval_trained_tokens": round(eval_share * eval_rows * (eval_tokens - 1)),

@@ -32,6 +32,7 @@ from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_sta
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.trace import NotRepeated
 from finetune.memory.tracker import StorageTracker
+from finetune.methods import method_of
 from finetune.model.adapters import attach_adapters, restore_master_precision, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import base_of, decoder_layers
@@ -236,13 +237,12 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
 def _forward(
     model: Any, settings: Settings, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
 ) -> torch.Tensor:
-    """Forward and loss, as in `RunTrainer.compute_loss`. The mask of rows of equal length has no effect."""
+    """Forward and loss, which `RunTrainer.compute_loss` also calls. The mask of rows of equal length has no effect."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
     masked = batch.padded and batch.rows > 1
     with _autocast(settings):
-        outputs = model(**(inputs if masked else without_mask(inputs)), use_cache=False, fused_lm_head=True)
-        loss = (-outputs.log_probs).sum() / outputs.label_mask.sum().clamp(min=1)
-        return loss if outputs.aux_loss is None else loss + outputs.aux_loss
+        computed = method_of(settings).loss(model, inputs if masked else without_mask(inputs))
+        return computed.loss if computed.auxiliary is None else computed.loss + computed.auxiliary
 
 
 @contextmanager
@@ -258,6 +258,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
         layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
         layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
         wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
+    base_of(model).base_model.register_forward_pre_hook(functools.partial(_begin_forward, tracker))
     base_of(model).base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
 
 
@@ -276,6 +277,12 @@ def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: An
 
 def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
     tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
+
+
+def _begin_forward(tracker: StorageTracker, _module: Any, _inputs: Any) -> None:
+    """A second pass, after that of a reference."""
+    tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
+    tracker.part = "activations"
 
 
 def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:

@@ -13,6 +13,7 @@ from finetune import hub
 from finetune.errors import ModelError
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
+from finetune.model.unknown_names import why_unknown
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -115,7 +116,9 @@ def _exists(repo: str) -> bool:
 
 
 def _did_you_mean(name: str) -> str:
-    """`Did you mean A or B? `, or nothing."""
+    """`Did you mean A or B? `, what the name stands for, or nothing."""
+    if unknown := why_unknown(name):
+        return f"{name} {unknown[0]}. {unknown[1]} "
     close = suggestions(name)
     return f"Did you mean {' or '.join(close)}? " if close else ""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from finetune.model.catalogue import entries
+from finetune.model.unknown_names import why_unknown
 
 #: Accounts that publish copies of others' models under the same names: quantised, converted or without a gate.
 _COPIES = {
@@ -91,7 +92,12 @@ def is_known(typed: str) -> bool:
 
 
 def suggestions(typed: str, most: int = 4) -> list[str]:
-    """Ids that may be meant, best first: the same words, or the same family with the nearest version and size."""
+    """Ids that may be meant, best first: the same words, or the same family with the nearest version and size.
+
+    None for a name that is known to be another model's.
+    """
+    if why_unknown(typed):
+        return []
     wanted = _parsed(typed)
     scores = {name: _likeness(wanted, parsed) for name, parsed in _parsed_entries().items()}
     best = max(scores.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from finetune.recipe.methods import METHODS
 from finetune.units import format_count
 
 if TYPE_CHECKING:
@@ -43,8 +44,15 @@ def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
     return 32.0, f"scale 32 / {rank}: with a fixed alpha the best learning rate hardly depends on rank (LoRA Without Regret)"
 
 
-def advise_learning_rate(shape: ModelShape) -> tuple[float, str]:
-    """Two significant digits. Families that the paper fitted use its formula, others QLoRA's table."""
+def advise_learning_rate(shape: ModelShape, method: str = "sft") -> tuple[float, str]:
+    """Two significant digits, for this training method: SFT's rate times the method's factor."""
+    rate, why = _rate_of_sft(shape)
+    factor, source = METHODS[method].rate_factor, METHODS[method].rate_source
+    return (_two_digits(rate * factor), f"{source}; SFT's: {why}") if source else (rate, why)
+
+
+def _rate_of_sft(shape: ModelShape) -> tuple[float, str]:
+    """Families that the paper fitted use its formula, others QLoRA's table."""
     power = FAMILY_POWER.get(shape.family)
     if power is None:
         rate = QLORA_RATE if shape.parameters < QLORA_LARGE else QLORA_LARGE_RATE

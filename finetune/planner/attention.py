@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.model.configuration import default_attention
+from finetune.recipe.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -53,6 +54,8 @@ def choose_packing(
 
 
 def _packing(choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None) -> tuple[bool, str]:
+    if not METHODS[choices.recipe.method].packs:
+        return False, f"method {choices.recipe.method} does not pack its rows"
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
         return False, "torch's varlen attention needs an NVIDIA card of compute capability 8.0 or higher"
     problem = _varlen_conflict(config)

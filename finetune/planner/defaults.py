@@ -84,7 +84,7 @@ def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | 
     choices = choices.choose("target_modules", shape.targets, why)
     choices = choices.choose("lora_r", *advise_rank(shape, data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
-    return choices.choose("learning_rate", *advise_learning_rate(shape))
+    return choices.choose("learning_rate", *advise_learning_rate(shape, choices.recipe.method))
 
 
 def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:

@@ -33,6 +33,7 @@ from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours
 from finetune.planner.suggest import largest_model, shortfall_of, suggest
 from finetune.recipe import AUTO
 from finetune.recipe.compatibility import is_sharded
+from finetune.recipe.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -240,7 +241,7 @@ class _Planner:
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
-                lean=choices.value("lean_layers"),
+                lean=choices.value("lean_layers"), method=METHODS[self.recipe.method],
             )  # fmt: skip
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 

@@ -147,20 +147,24 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
     return statistics_of_lengths(
         training.lengths, training.trained_lengths,
         held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
+        total=training.total_tokens, trained_total=training.trained_tokens,
     )  # fmt: skip
 
 
 def statistics_of_lengths(
-    lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = ()
-) -> DataStatistics:
-    """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss."""
+    lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = (), *,
+    total: int | None = None, trained_total: int | None = None,
+) -> DataStatistics:  # fmt: skip
+    """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss. `total` and
+    `trained_total`: in all, where a row has more sequences than one."""
     import numpy as np
 
     tokens, counts, eval_tokens, eval_counts = (
         np.asarray(values, dtype=np.int64) for values in (lengths, trained, eval_lengths, eval_trained)
     )
     return DataStatistics(
-        len(tokens), len(eval_tokens), int(tokens.sum()), int(counts.sum()), tuple(np.sort(tokens).tolist()),
+        len(tokens), len(eval_tokens), int(tokens.sum()) if total is None else total,
+        int(counts.sum()) if trained_total is None else trained_total, tuple(np.sort(tokens).tolist()),
         most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
         eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
         eval_most_trained=_largest(eval_counts),

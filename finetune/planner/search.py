@@ -51,7 +51,7 @@ def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[Evaluate
 
 
 def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
-    shape, tokens = job.shape, strategy.micro * width
+    shape, tokens = job.shape, job.micro_batch_tokens(strategy, width)
     usual = USUAL_SAVED_BYTES * saved_bytes(strategy.bits, job.lean) / SAVED_BYTES
     activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
     adapters = (8 + OPTIMIZERS[strategy.optim].state_bytes) * job.rank * shape.adapter_per_rank
@@ -84,14 +84,14 @@ def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job)
     parts["optimizer"] = max(0.0, parts["optimizer"] + more_bytes * job.rank * shape.adapter_per_rank)
     parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
     activation_bytes = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
-    tokens = strategy.micro * width
+    tokens = job.micro_batch_tokens(strategy, width)
     ratio = saved_bytes(strategy.bits, job.lean) / saved_bytes(reference.bits, job.lean)
     layer = _layer_bytes(reference, activation_bytes, tokens, shape) * ratio
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
     return parts
 
 
-def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: ModelShape) -> float:
+def _activation_bytes(strategy: Strategy, layer: float, tokens: float, shape: ModelShape) -> float:
     """Activations of all layers when one layer saves `layer` bytes; recomputed layers keep only their input."""
     recomputed = strategy.recomputed_layers(shape.layers)
     kept_input = 0 if strategy.checkpointing == "offload" else 2 * shape.hidden * tokens
@@ -100,7 +100,7 @@ def _activation_bytes(strategy: Strategy, layer: float, tokens: int, shape: Mode
     return (shape.layers - recomputed) * layer + recomputed * kept_input + (layer if recomputed else 0)
 
 
-def _layer_bytes(reference: Strategy, activation_bytes: float, tokens: int, shape: ModelShape) -> float:
+def _layer_bytes(reference: Strategy, activation_bytes: float, tokens: float, shape: ModelShape) -> float:
     """Inverse of `_activation_bytes`: bytes one layer saves, from the bytes `kept` by all layers."""
     recomputed = reference.recomputed_layers(shape.layers)
     whole = shape.layers - recomputed + (1 if recomputed else 0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.recipe.compatibility import BUFFERS
+from finetune.recipe.methods import METHODS, Method
 from finetune.recipe.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 
 @dataclass(frozen=True)
 class Job:
-    """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank`."""
+    """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and
+    the training method."""
 
     shape: ModelShape
     card: Card
@@ -141,6 +143,11 @@ class Job:
     offloading: bool = False
     lean: bool = False
     drive_bytes_s: float = ASSUMED_DRIVE
+    method: Method = METHODS["sft"]
+
+    def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:
+        """Tokens of a micro-batch whose rows are padded to `width`."""
+        return self.method.sequences * strategy.micro * width
 
 
 @dataclass(frozen=True)
@@ -197,17 +204,18 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     flops = (card.bf16_flops or usual_flops) * MATMUL_SHARE
     bandwidth, pcie = card.bandwidth_bytes_s or usual_bandwidth, card.pcie_bytes_s or ASSUMED_PCIE
     width = batches.mean_width(strategy.micro, job.batch // job.world)
-    tokens = strategy.micro * width
+    tokens = job.micro_batch_tokens(strategy, width)
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
-    passes = 2 + recomputed_share
+    references = job.method.reference_passes  # forward passes without gradients
+    passes = 2 + recomputed_share + references
     quantised = shape.linear + (shape.expert_4bit if strategy.bits == 4 else 0)
     micro = {
         "matmul": max(
-            _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, rank) / flops,
+            _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, job) / flops,
             passes * 2 * (shape.linear + shape.expert) / bandwidth,
         ),
-        "loss": 6 * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
-        "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share) * overhead / bandwidth,
+        "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
+        "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share + references) * overhead / bandwidth,
         "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
@@ -226,18 +234,21 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         parts["transfer"] += copies.waiting_s
     parts["optimizer"] = _optimizer_s(strategy.optim, shape, rank, bandwidth, pcie)
     step_s = sum(parts.values())
-    return Timing(step_s, job.batch * batches.tokens_per_row / step_s, parts, copies)
+    return Timing(step_s, job.batch * job.method.sequences * batches.tokens_per_row / step_s, parts, copies)
 
 
-def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, rank: int) -> float:
-    """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8.
+def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, job: Job) -> float:
+    """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8. A pass of the
+    reference costs 2, and has no adapters.
 
     Causal attention: 2 x layers x width of the heads x length a token forward, 2.5 times that backward.
     """
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
     recomputed_attention = 0.0 if strategy.checkpointing == "selective" else recomputed_share
-    weights = (4 + 2 * recomputed_share) * shape.computed + (6 + 2 * recomputed_share) * rank * shape.adapter_per_rank
-    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention)
+    references = job.method.reference_passes
+    frozen = (4 + 2 * recomputed_share + 2 * references) * shape.computed
+    weights = frozen + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
+    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention + references)
     return (weights + attention) * tokens
 
 

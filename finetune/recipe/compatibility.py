@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from finetune.recipe.methods import METHODS, methods_reading
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
@@ -49,6 +50,7 @@ def reads_own_rows(settings: Settings) -> bool:
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """Combinations that fail on any machine, one line each."""
+    yield from _method(recipe)
     yield from _quantisation(recipe)
     yield from _batch(recipe)
     yield from _checkpointing(recipe)
@@ -59,6 +61,22 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _offload(recipe.launch)
     yield from _evaluation(recipe)
     yield from _names(recipe)
+
+
+def _method(recipe: Recipe) -> Iterator[str]:
+    name, method = recipe.method, METHODS[recipe.method]
+    for other, its in METHODS.items():
+        for setting in its.settings if other != name else ():
+            if setting not in method.settings and getattr(recipe, setting) is not None:
+                yield f"{setting} is a setting of method {other}; the method is {name}"
+    for setting, reason in method.refused:
+        if getattr(recipe, setting) not in (None, False, AUTO):
+            yield f"{setting} does not work with method {name}: {reason}"
+    row_format = recipe.dataset.format
+    if row_format != AUTO and name not in (readers := methods_reading(row_format)):
+        yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"
+    if method.reference_passes and is_sharded(recipe.launch):
+        yield f"launch.strategy {recipe.launch.strategy} does not work with method {name} yet; use ddp"
 
 
 def _quantisation(recipe: Recipe) -> Iterator[str]:
@@ -101,7 +119,8 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 def padding_multiple(recipe: Recipe, rows: int) -> int:
     """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Layers that were compiled for any length are
     compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
-    return 64 if recipe.torch_compile and rows > 1 and recipe.packing is not True else 1
+    sequences = rows * METHODS[recipe.method].sequences
+    return 64 if recipe.torch_compile and sequences > 1 and recipe.packing is not True else 1
 
 
 def lean_layers_conflict(recipe: Recipe) -> str:

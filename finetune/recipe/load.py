@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NO_DATASET = "none"
 _DATA_SUFFIXES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
+_TOKENIZER_TOKEN = re.compile(r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|eot|image|video|audio|concat|new)_token$", re.I)
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b"
@@ -57,10 +58,11 @@ def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[s
 
 def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = (), folder: Path = Path()) -> LoadedRecipe:
     """The same as `load_source` from the text; `folder` is where the file is, for other files that it names."""
-    document = yaml.parse(text, name)
     our_keys = {*Recipe.model_fields, *ALIASES, *SWITCHES}
-    tool = _tool_of(document.values, our_keys)
+    document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
+    tool = _tool_of(document.values, our_keys, name)
     if tool is None:
+        document = yaml.parse(text, name)
         locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
         for override in overrides:
             _apply_override(override, document.values, locations)
@@ -84,11 +86,13 @@ def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = 
     return LoadedRecipe(_validated(values, locations, name, [*document.problems, *conversion.problems(name)]), conversion)
 
 
-def _tool_of(values: dict[str, Any], our_keys: set[str]) -> foreign.Tool | None:
+def _tool_of(values: dict[str, Any], our_keys: set[str], name: str) -> foreign.Tool | None:
+    """The tool whose file this is, None for a recipe. Raises RecipeError for the file of a tool that is not read."""
     if our_keys.issuperset(values) and not (isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]):
         return None
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
+    foreign.refuse_unread(values, name)
     return foreign.tool_of(values)
 
 
@@ -282,7 +286,8 @@ def _with_canonical_names(values: dict[str, Any], locations: dict[str, str], pro
 
 def _secret_in(key: str, value: Any) -> str | None:
     """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
-    if _SECRET_NAME.search(key) or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+    is_secret = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
+    if is_secret or (isinstance(value, str) and _SECRET_VALUE.search(value)):
         return key
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     nested_secrets = (_secret_in(str(name), item) for name, item in items)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from finetune.recipe import compatibility
+from finetune.recipe.methods import METHODS
 from finetune.recipe.optimizers import OPTIMIZERS
 
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
@@ -66,14 +67,17 @@ Dtype = Annotated[
 ]  # fmt: skip
 if TYPE_CHECKING:
     _OptimizerName = str
+    _MethodName = str
 else:
     _OptimizerName = Literal[tuple(OPTIMIZERS)]
+    _MethodName = Literal[tuple(METHODS)]
 Optimizer = Annotated[
     _OptimizerName,
     _synonyms({synonym: name for name, optimizer in OPTIMIZERS.items() for synonym in optimizer.synonyms}),
 ]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
 Layers = Annotated[str | list[str], BeforeValidator(_layers)]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"]
 Checkpointing = bool | Literal["selective", "offload"]
 
 
@@ -128,7 +132,7 @@ class DatasetRecipe(_Strict):
     split: str = _data("train", TOKENS | RESULT, "Split to train on, of a hub dataset, a saved folder, a file with splits.")
     eval_split: str | None = _data(None, TOKENS, "Split to hold out, of the same dataset, folder or file.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
-    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text"]] = _data(
+    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text", "preference"]] = _data(
         AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns."
     )
     columns: dict[str, str] = _data(
@@ -227,6 +231,13 @@ class Recipe(_Strict):
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
     # -- training
+    method: _MethodName = _training(
+        "sft", TOKENS | COST | RESULT, "sft learns answers; dpo to prefer the chosen of two answers (columns chosen, rejected)."
+    )
+    beta: Annotated[float, Field(gt=0, le=100)] | None = _training(
+        None, RESULT, "dpo: how closely the model stays to the one before the training; more is closer. By default 0.1."
+    )
+    loss_type: PreferenceLoss | None = _training(None, RESULT, "dpo: the loss on a pair. By default sigmoid.")
     effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all GPUs together.")
     per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and GPU.")
     gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batches per optimizer step.")

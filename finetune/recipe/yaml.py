@@ -1,4 +1,7 @@
-"""Strict YAML: the 1.2 core rules, line numbers, and none of YAML 1.1's traps (no, 010, 12:30, 1e-4, duplicate keys, bombs)."""
+"""Strict YAML: the 1.2 core rules, line numbers, and none of YAML 1.1's traps (no, 010, 12:30, 1e-4, duplicate keys, bombs).
+
+Files of other tools are read as those tools do, with PyYAML: YAML 1.1 and anchors, still without duplicate keys and bombs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ MAX_BYTES, MAX_DEPTH, MAX_NODES = 1_000_000, 12, 10_000
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_CONSTRUCTED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null")}
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -26,12 +31,15 @@ class Document:
     problems: list[str] = field(default_factory=list)  # refused values; syntax errors are raised
 
 
-def parse(text: str, name: str) -> Document:
-    """Parse one mapping. Raises RecipeError naming `name` and the line when it is not YAML at all."""
+def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
+    """Parse one mapping. Raises RecipeError naming `name` and the line when it is not YAML at all.
+
+    With `yaml_1_1` as PyYAML does: yes and on are true, 8_192 is a number, and anchors and merge keys are followed.
+    """
     if len(text) > MAX_BYTES:
         raise RecipeError(f"{name}: {len(text):,} characters are too long for a recipe; the limit is {MAX_BYTES:,}")
     try:
-        _refuse_hostile(text, name)
+        _refuse_hostile(text, name, yaml_1_1)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         position = getattr(error, "problem_mark", None)
@@ -43,7 +51,7 @@ def parse(text: str, name: str) -> Document:
     if not isinstance(root, yaml.MappingNode):
         fix = f"If it is data: finetune data tiny-cpu dataset.path={name}" if isinstance(root, yaml.SequenceNode) else ""
         raise RecipeError(f"{name}: not a recipe; it must be a list of `key: value` lines", fix)
-    document.values = _mapping(root, "", document.lines, document.problems, name)
+    document.values = _Reader(document, name, yaml_1_1).mapping(root, "")
     return document
 
 
@@ -65,12 +73,12 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _refuse_hostile(text: str, name: str) -> None:
+def _refuse_hostile(text: str, name: str, aliases: bool) -> None:
     depth = nodes = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         location = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
         documents += isinstance(event, yaml.DocumentStartEvent)
-        if isinstance(event, yaml.AliasEvent):
+        if isinstance(event, yaml.AliasEvent) and not aliases:
             raise RecipeError(f"{location}: aliases (*{event.anchor}) are not used in recipes; write the value out")
         if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
             raise RecipeError(f"{location}: zero bytes and lone surrogates (\\u0000, \\ud800 to \\udfff) are not allowed")
@@ -84,30 +92,50 @@ def _refuse_hostile(text: str, name: str) -> None:
             raise RecipeError(f"{location}: nested too deep, too long, or more than one document; a recipe is one flat list")
 
 
-def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str], name: str) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, lines, problems, name)
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item, f"{path}.{index}", lines, problems, name) for index, item in enumerate(node.value)]
-    assert isinstance(node, yaml.ScalarNode)
-    return _scalar(node, problems, f"{name}:{node.start_mark.line + 1}")
+class _Reader:
+    """From nodes to values, with the line of each key; `yaml_1_1` as in `parse`."""
 
+    def __init__(self, document: Document, name: str, yaml_1_1: bool) -> None:
+        self.lines, self.problems, self.name, self.yaml_1_1 = document.lines, document.problems, name, yaml_1_1
+        self.nodes = 0  # an alias is counted each time it is used
 
-def _mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[str], name: str) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(f"{name}:{line}: a key must be a plain word")
-            continue
-        key = key_node.value
-        key_path = f"{path}.{key}" if path else key
-        if key in values:
-            problems.append(f"{name}:{line}: '{key_path}' is set twice (first on line {lines[key_path]}); keep one")
-            continue
-        lines[key_path] = line
-        values[key] = _value(value_node, key_path, lines, problems, name)
-    return values
+    def value(self, node: yaml.Node, path: str) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES or path.count(".") > 10 * MAX_DEPTH:
+            raise RecipeError(f"{self.name}:{node.start_mark.line + 1}: nested too deep or too long, with its aliases")
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, f"{path}.{index}") for index, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        scalar = _scalar_1_1 if self.yaml_1_1 else _scalar
+        return scalar(node, self.problems, f"{self.name}:{node.start_mark.line + 1}")
+
+    def mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(f"{self.name}:{line}: a key must be a plain word")
+                continue
+            key = key_node.value
+            key_path = f"{path}.{key}" if path else key
+            if key in values:
+                self.problems.append(
+                    f"{self.name}:{line}: '{key_path}' is set twice (first on line {self.lines[key_path]}); keep one"
+                )
+                continue
+            self.lines[key_path] = line
+            values[key] = self.value(value_node, key_path)
+        return self._merged(values) if self.yaml_1_1 else values
+
+    @staticmethod
+    def _merged(values: dict[str, Any]) -> dict[str, Any]:
+        """`<<: *defaults` is the other mapping's keys, under the mapping's own."""
+        defaults = values.pop("<<", {})
+        for mapping in reversed(defaults) if isinstance(defaults, list) else [defaults]:
+            values = {**mapping, **values} if isinstance(mapping, dict) else values
+        return values
 
 
 def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
@@ -137,6 +165,17 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
             return None
         return value
     return text
+
+
+def _scalar_1_1(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
+    """A value as PyYAML reads it, but 1e-4 as the number that those tools make of it, and dates as text."""
+    if node.style is not None or node.tag not in _CONSTRUCTED:
+        return _scalar(node, problems, location) if node.tag != _TIMESTAMP else node.value
+    try:
+        value = yaml.constructor.SafeConstructor().construct_object(node)
+    except (yaml.YAMLError, ValueError):
+        return _scalar(node, problems, location)
+    return value if value is None or abs(value) < float("inf") else _scalar(node, problems, location)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -94,7 +94,7 @@ class RunCallback(TrainerCallback):
         """Emit the step: loss and gradient norm are known here, and the device is synchronised."""
         if not logs or "loss" not in logs or self.trainer is None:
             return
-        tokens = self.trainer.take_token_counts()
+        tokens = self.trainer.take_counts()
         correct, supervised = tokens["correct"], tokens["supervised"]
         step_s = time.perf_counter() - self._began
         memory = self._memory.sample()
@@ -109,6 +109,7 @@ class RunCallback(TrainerCallback):
             supervised_tokens=tokens["supervised"],
             real_tokens=tokens["real"],
             padded_tokens=tokens["padded"],
+            metrics=self.trainer.method.metrics(tokens),
             step_s=step_s,
             tokens_per_s=tokens["real"] / step_s if tokens["real"] and step_s > 0 else None,
             **vars(memory),

@@ -77,8 +77,8 @@ def _statistics(run: RunDirectory) -> DataStatistics:
     """Of the prepared rows on the disk; plan.json has no lengths."""
     from datasets import load_from_disk
 
+    from finetune.methods.row_order import row_lengths, trained_counts
     from finetune.planner.planning import statistics_of_lengths
-    from finetune.run.training import row_lengths, trained_counts
 
     counts: list[Any] = []
     for name in ("train", "eval"):

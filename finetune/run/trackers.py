@@ -53,9 +53,9 @@ class Trackers:
         if isinstance(event, Start):
             self._start(event.step)
         elif isinstance(event, Step):
-            self._log(event.step, {**_renamed(_STEP_NAMES, event), **self._forecast})
+            self._log(event.step, {**_renamed(_STEP_NAMES, event), **_prefixed("train", event.metrics), **self._forecast})
         elif isinstance(event, Evaluation):
-            self._log(event.step, _renamed(_EVAL_NAMES, event))
+            self._log(event.step, {**_renamed(_EVAL_NAMES, event), **_prefixed("eval", event.metrics)})
 
     def close(self, code: int) -> None:
         """Flush and close the trackers; `code` is the exit status."""
@@ -99,6 +99,10 @@ def forecast_numbers(plan: Plan) -> dict[str, float]:
 def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
     """An event's numbers by their names in trackers; null ones are left out."""
     return {name: getattr(event, field) for field, name in names.items() if getattr(event, field) is not None}
+
+
+def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:

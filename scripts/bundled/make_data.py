@@ -1,8 +1,10 @@
-"""Writes the bundled dataset `support`: customer messages, each answered with one line of JSON that routes it. No dependencies.
+"""Writes the bundled datasets: `support`, customer messages, each answered with one line of JSON that routes it; and
+`support-pairs`, messages with a right answer and one with a wrong field. No dependencies.
 
     python scripts/bundled/make_data.py [FOLDER]
 
-Writes train.jsonl and eval.jsonl into FOLDER (default: finetune/bundled/support), the same bytes each time.
+Writes support/ and support-pairs/, with train.jsonl and eval.jsonl each, into FOLDER (default: finetune/bundled), the same bytes
+each time.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 from messages import ARTICLES, NO_ARTICLE, Message, draw_messages
 
 TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
+#: Training rows of the pairs.
+PAIRS = 450
 INSTRUCTION = "Route this message:"
 BUNDLED = Path(__file__).resolve().parents[2] / "finetune" / "bundled"
 
@@ -48,12 +53,20 @@ def bundled_texts() -> set[str]:
     return {message.text for message in draw_messages(random.Random(SEED), TRAIN_ROWS + EVAL_ROWS, excluded=set())}
 
 
+def pairs() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out pairs: the right answer, and one that differs in a field drawn at random."""
+    random_fields = random.Random(SEED)
+    train, held_out = rows()
+    return [_pair(row, random_fields) for row in train[:PAIRS]], [_pair(row, random_fields) for row in held_out]
+
+
 def write(folder: Path) -> None:
-    """Write both files as UTF-8 with LF line ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, split_rows in zip(("train.jsonl", "eval.jsonl"), rows(), strict=True):
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in split_rows)
-        (folder / name).write_text(lines, encoding="utf-8", newline="\n")
+    """Write all files as UTF-8 with LF line ends."""
+    for dataset, splits in (("support", rows()), ("support-pairs", pairs())):
+        (folder / dataset).mkdir(parents=True, exist_ok=True)
+        for name, split_rows in zip(("train.jsonl", "eval.jsonl"), splits, strict=True):
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in split_rows)
+            (folder / dataset / name).write_text(lines, encoding="utf-8", newline="\n")
 
 
 def _row(message: Message) -> dict[str, list[dict[str, str]]]:
@@ -61,5 +74,14 @@ def _row(message: Message) -> dict[str, list[dict[str, str]]]:
     return {"messages": [question, {"role": "assistant", "content": route(message)}]}
 
 
+def _pair(row: dict[str, list[dict[str, str]]], random_fields: random.Random) -> dict[str, Any]:
+    question, answer = row["messages"]
+    fields = json.loads(answer["content"])
+    name = random_fields.choice(list(fields))
+    others = {"queue": QUEUES, "priority": PRIORITIES, "product": PRODUCTS}[name].values()
+    wrong = {**fields, name: random_fields.choice(sorted(set(others) - {fields[name]}))}
+    return {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": json.dumps(wrong)}]}
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED / "support")
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED)

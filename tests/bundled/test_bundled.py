@@ -51,8 +51,17 @@ def greedy_answer(question: str) -> str:
 
 def test_the_data_script_reproduces_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
     write(tmp_path)
-    for part, path in PATHS.items():
-        assert (tmp_path / f"{part}.jsonl").read_bytes() == path.read_bytes()
+    for dataset in ("support", "support-pairs"):
+        for part, path in dataset_paths(dataset).items():
+            assert (tmp_path / dataset / f"{part}.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_the_answers_of_a_pair_differ_in_one_field() -> None:
+    pairs = [json.loads(line) for path in dataset_paths("support-pairs").values() for line in path.read_text().splitlines()]
+    for pair in pairs:
+        chosen, rejected = (json.loads(pair[name][0]["content"]) for name in ("chosen", "rejected"))
+        assert sum(chosen[name] != rejected[name] for name in chosen) == 1
+    assert len(pairs) == 570
 
 
 def test_there_are_enough_rows_and_no_message_is_there_twice() -> None:

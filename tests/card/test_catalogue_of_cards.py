@@ -40,6 +40,28 @@ def test_short_names_of_variants_are_understood(typed, meant):
     assert find_card(typed).name == meant
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("A100-SXM4-80GB", "a100-80gb"), ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("Tesla V100-SXM2-16GB", "v100-16gb"),
+     ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"), ("Tesla T4", "t4")],
+)  # fmt: skip
+def test_the_drivers_own_name_is_the_card(typed, meant):
+    assert find_card(typed).name == meant
+
+
+@pytest.mark.parametrize("typed", ["2x3090", "3090 x2", "2 x RTX 3090", "2x rtx-3090"])
+def test_several_cards_are_one_card_and_their_number(typed):
+    with pytest.raises(RecipeError) as error:
+        find_card(typed)
+    assert error.value.fix == "Name one and say how many: gpu=rtx-3090 launch.num_processes=2"
+
+
+def test_a_suffix_that_no_card_has_suggests_the_card_without_it():
+    with pytest.raises(RecipeError) as error:
+        find_card("RTX 5070 Ti Super")
+    assert error.value.fix == "Did you mean rtx-5070-ti?"
+
+
 def test_a_size_alone_suggests_cards_of_that_size():
     with pytest.raises(RecipeError) as error:
         find_card("24GB")
@@ -104,6 +126,8 @@ def test_a_context_that_includes_other_programs_is_not_recorded():
     [
         ("gtx-1080", "no tensor cores", "adapters"), ("1080", "CUDA 13 no longer", "adapters"), ("980ti", "GTX 10", "adapters"),
         ("1080 ti", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
+        ("7900xtx", "ROCm", "gpu=cpu"), ("1660 super", "GTX 16", "gpu=auto"), ("tpu v3", "no CUDA", "gpu=cpu"),
+        ("colab", "not a card", "gpu=t4"), ("kaggle", "not a card", "gpu=t4"),
         ("arc-a770", "XPU", "gpu=cpu"), ("jetson-orin", "shared", "gpu=cpu"),
     ],
 )  # fmt: skip

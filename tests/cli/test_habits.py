@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from finetune.cli.entry import main
 from finetune.errors import RecipeError
 from finetune.files import write_json
+from finetune.requirements import Package
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
 from finetune.run.rename_delete import delete_run, rename_run
 from finetune.run.update_settings import update_settings
@@ -42,6 +44,33 @@ def planned(tmp_path, monkeypatch):
 def test_train_is_run(capsys, monkeypatch):
     code, captured = finetune(capsys, monkeypatch, "train", "no-such-recipe")
     assert code == 2 and "no-such-recipe" in captured.err
+
+
+@pytest.mark.parametrize("command", [["show"], ["status"], ["info"], ["runs", "show"]])
+def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, capsys, monkeypatch, kept_run, command):
+    run = RunDirectory(kept_run(tmp_path))
+    (run.path / "evaluations").mkdir()
+    score = {"exact_match": 0.25, "loss": 1.5}
+    (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps({"rows": 8, "base": score, "tuned": score}))
+    code, captured = finetune(capsys, monkeypatch, *command, str(run.path))
+    assert code == 0 and "step 6 of 6" in captured.out and "lowest held-out loss" in captured.out
+    assert "exact match" in captured.out and "0.2500" in captured.out and "lora_r: 1" in captured.out
+    code, captured = finetune(capsys, monkeypatch, *command, str(run.path), "--json")
+    assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
+
+
+def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, capsys, monkeypatch, kept_run):
+    run = kept_run(tmp_path)
+    stopped, paused = (finetune(capsys, monkeypatch, command, str(run)) for command in ("stop", "pause"))
+    assert stopped == paused and stopped[0] == 0 and "finished" in stopped[1].out
+
+
+def test_serve_says_what_is_not_installed_before_it_loads_anything(tmp_path, capsys, monkeypatch, kept_run):
+    missing = Package(Requirement("openai>=3"), None)
+    monkeypatch.setattr("finetune.requirements.packages", lambda extra: [missing])
+    monkeypatch.setattr("finetune.cli.serve.restrict_visible_devices", lambda run: pytest.fail("loads torch"))
+    code, captured = finetune(capsys, monkeypatch, "serve", str(kept_run(tmp_path)))
+    assert code == 2 and "the extra 'serve'" in captured.err and "pip install 'openai>=3'" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,12 @@ def test_fields_of_messages_that_are_not_read_are_listed(write):
     assert read_examples(recipe(path).dataset).train.unused_columns == ("messages[].id",)
 
 
+def test_texts_that_begin_like_json_stay_texts(write):
+    rows = [{"prompt": "[INST] Hi [/INST]", "completion": "{x}"}, {"prompt": '[{"a": 1}]', "completion": '{"b": true}'}]
+    split = read_examples(recipe(write("rows.jsonl", rows)).dataset).train
+    assert [(example.prompt, example.completion) for example in split.examples] == [tuple(row.values()) for row in rows]
+
+
 def test_a_weight_of_the_loss_is_honoured(write):
     row = {"messages": [*turns(1), *turns(2)]}
     row["messages"][1]["loss_weight"], row["messages"][3]["loss_weight"] = 0.0, 1.0

@@ -25,6 +25,7 @@ from finetune.memory.simulate import AUXILIARY, Batch, garbage_collection_paused
 from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
+from finetune.recipe.methods import METHODS
 
 #: Tokens of the longest rows and of a pack.
 TOKENS = 128
@@ -48,21 +49,28 @@ def save_model(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-def save_rows(path: Path, lengths: tuple[int, ...], count: int) -> str:
+def save_rows(path: Path, lengths: tuple[int, ...], count: int, *, pairs: bool = False) -> str:
     """Rows that have, with EOS, these numbers of tokens by turns."""
     texts = [
         " ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % len(lengths)] - 1)) for row in range(count)
     ]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps(_pair_of(text) if pairs else {"text": text}) + "\n" for text in texts))
     return str(path)
+
+
+def _pair_of(text: str) -> dict[str, str]:
+    """Two answers of one length to a prompt of one word, so that all tokens but it are trained."""
+    prompt, *answer = text.split(" ")
+    return {"prompt": prompt, "chosen": " " + " ".join(answer), "rejected": " " + " ".join(reversed(answer))}
 
 
 def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS), **more):
     """The run directory of a small recipe, and its plan."""
     from finetune.run.prepare import create_run, prepare
 
-    rows = save_rows(folder / "rows.jsonl", lengths, 8)
-    held_out = save_rows(folder / "held-out.jsonl", (TOKENS, TOKENS), 2)
+    pairs = more.get("method") == "dpo"
+    rows = save_rows(folder / "rows.jsonl", lengths, 8, pairs=pairs)
+    held_out = save_rows(folder / "held-out.jsonl", (TOKENS, TOKENS), 2, pairs=pairs)
     recipe = recipe_from(
         {
             "model_name_or_path": model, "dataset": {"path": rows, "eval_path": held_out}, "gpu": "cpu", "dtype": "bfloat16",
@@ -82,9 +90,10 @@ def forecast(plan) -> dict[str, int]:
     """Peak bytes of each phase of the plan's dry run at full depth."""
     settings = plan.settings
     micro, tokens = settings.per_device_train_batch_size, settings.max_length
+    sequences = METHODS[settings.method].sequences
     batch = Batch(
-        rows=micro, tokens=tokens, trained_tokens=micro * (tokens - 1), padded=micro > 1,
-        documents=2 if settings.packing else 1, eval_rows=settings.per_device_eval_batch_size,
+        rows=sequences * micro, tokens=tokens, trained_tokens=sequences * micro * (tokens - 1), padded=sequences * micro > 1,
+        documents=2 if settings.packing else 1, eval_rows=sequences * settings.per_device_eval_batch_size,
     )  # fmt: skip
     return by_phase(simulate(load_config(settings), settings, batch, None))
 

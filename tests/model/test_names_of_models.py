@@ -2,9 +2,11 @@
 
 import pytest
 
+from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model.configuration import named_model, read_config
 from finetune.model.names import resolve, suggestions
+from finetune.model.unknown_names import why_unknown
 from finetune.recipe import recipe_from
 
 Q, L, M = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3"
@@ -63,6 +65,23 @@ def test_a_name_typed_carelessly_is_the_model_that_is_meant(typed, meant):
 def test_a_name_that_could_be_another_model_is_only_answered_with_suggestions(typed, first):
     assert resolve(typed) is None
     assert first is None or suggestions(typed)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("llama 4 scout", "Llama-4-Scout"), ("deepseek v3", "deepseek-ai/DeepSeek-V3"), ("gpt2", "openai-community/gpt2"),
+        ("gpt-4o", "no published weights"), ("claude", "no published weights"), ("bert-base-uncased", "encoder"),
+        ("t5-small", "encoder with a decoder"), ("whisper large", "not a model of text"),
+        ("llava 1.5 7b", "llava-hf/llava-1.5-7b-hf"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_kind_of_model_gets_the_reason_and_no_suggestion(typed, says):
+    with pytest.raises(RecipeError) as error:
+        recipe_of(typed, [])
+    assert says in f"{error.value} {error.value.fix}" and suggestions(typed) == []
+    assert why_unknown("gpt-oss-20b") is why_unknown("meta-llama/Llama-3.1-8B") is why_unknown("llama-40b") is None
+    assert suggestions("me/claude-style-llama-3.1-8b")
 
 
 def test_names_of_several_models_suggest_each_of_them():

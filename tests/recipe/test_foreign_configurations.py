@@ -135,9 +135,18 @@ def test_dataset_info_becomes_the_dataset_section():
     assert questions.columns == {"instruction": "question", "output": "response"} or questions.columns == {
         "instruction": "question", "output": "answer"
     }  # fmt: skip
-    limited = text.replace("identity", "identity,alpaca_en_demo") + "max_samples: 50\n"
+
+
+def test_a_limit_of_each_dataset_is_a_share_of_those_that_are_larger(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"a": {"file_name": "a.jsonl"}, "b": {"file_name": "b.jsonl"}}')
+    (tmp_path / "a.jsonl").write_text('{"instruction": "x", "output": "y"}\n' * 20)
+    (tmp_path / "b.jsonl").write_text('{"instruction": "x", "output": "y"}\n' * 5)
+    text = f"model_name_or_path: x/y\nstage: sft\ndataset_dir: {tmp_path}\ndataset: a,b\nmax_samples: "
+    assert parse_source(f"{text}10", "x", folder=tmp_path).recipe.dataset.weights == [0.5, 1.0]
+    assert parse_source(f"{text}20", "x", folder=tmp_path).recipe.dataset.weights is None
+    (tmp_path / "b.jsonl").unlink()
     with pytest.raises(RecipeError, match="for each dataset there"):
-        parse_source(limited, "x", folder=HERE)
+        parse_source(f"{text}10", "x", folder=tmp_path)
 
 
 def test_a_list_of_datasets_keeps_their_formats_and_numbers_of_rows(tmp_path):

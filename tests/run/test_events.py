@@ -117,6 +117,7 @@ def filled(kind):
     """An event of that kind with a value in every field."""
     values = {
         int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, int]: {"a": 3},
+        dict[str, float]: {"a": 0.5},
         dict[str, Any]: {"a": 1},
     }  # fmt: skip
     annotations = get_type_hints(kind)

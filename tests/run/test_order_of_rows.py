@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from finetune.run.training import LongestEarly
+from finetune.methods.row_order import LongestEarly
 
 BATCH = 4
 

@@ -19,6 +19,7 @@ from finetune.run.state import read_state
 pytestmark = pytest.mark.slow
 EPOCHS = ["max_steps=null", "num_train_epochs=2"]
 PADDED = ["effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32"]
+PAIRS = ["method=dpo", "dataset.path=support-pairs"]
 LEAN = ["lora_dropout=0", "lean_layers=true"]
 TILED = ["activation_checkpointing=true", "mlp_tile_tokens=32"]
 
@@ -222,9 +223,9 @@ def test_a_checkpoint_of_other_rows_is_refused(unbroken, tmp_path, train):
 
 @pytest.mark.parametrize(
     "overrides",
-    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS, LEAN, [*LEAN, *TILED]],
+    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS, LEAN, [*LEAN, *TILED], PAIRS],
 )
-def test_resume_is_exact_with_padding_packing_workers_epochs_lean_layers_and_tiles(make_run, train, tmp_path, overrides):
+def test_resume_is_exact_with_padding_packing_workers_epochs_lean_layers_tiles_and_pairs(make_run, train, tmp_path, overrides):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
     assert train(whole) == 0, whole.log.read_text()[-2000:]

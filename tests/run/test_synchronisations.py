@@ -28,7 +28,7 @@ def count_reads(run):
                 self.fused += func is torch.ops.aten._fused_adamw_.default
                 return func(*args, **(kwargs or {}))
 
-        step, take = RunTrainer.training_step, RunTrainer.take_token_counts
+        step, take = RunTrainer.training_step, RunTrainer.take_counts
 
         def watched(name, function):
             @functools.wraps(function)
@@ -41,7 +41,7 @@ def count_reads(run):
 
             return counted
 
-        RunTrainer.training_step, RunTrainer.take_token_counts = watched("micro", step), watched("tokens", take)
+        RunTrainer.training_step, RunTrainer.take_counts = watched("micro", step), watched("tokens", take)
         torch.optim.AdamW.step = watched("update", torch.optim.AdamW.step)
 
     return put_in

@@ -6,17 +6,20 @@ together, as micro-batch and accumulation do.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.recipe.foreign import axolotl, llama_factory, mlx_lm, torchtune, trl, unsloth
+from finetune.recipe.foreign import axolotl, llama_factory, llama_factory_v1, mlx_lm, torchtune, trl, unread, unsloth
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, KeyReport, Refuse, Tool
 
-__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "hint_for_key", "tool_of"]
+__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "hint_for_key", "refuse_unread", "tool_of"]
 
-TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, axolotl.TOOL, torchtune.TOOL, unsloth.TOOL, mlx_lm.TOOL, trl.TOOL)
+TOOLS: tuple[Tool, ...] = (
+    llama_factory.TOOL, llama_factory_v1.TOOL, axolotl.TOOL, torchtune.TOOL, unsloth.TOOL, mlx_lm.TOOL, trl.TOOL,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,12 @@ class Conversion:
     locations: dict[str, str]  # our dotted setting -> file:line
     entries: tuple[KeyReport, ...]
     assumed: dict[str, Any]
+    remarks: tuple[str, ...] = ()  # differences that no key of the file has
 
     @property
     def notes(self) -> list[str]:
-        """The differences in keys that are carried over."""
-        return [f"{entry.key}: {entry.note}" for entry in self.entries if entry.note]
+        """The differences: in keys that are carried over, and where keys are absent."""
+        return [*(f"{entry.key}: {entry.note}" for entry in self.entries if entry.note), *self.remarks]
 
     def problems(self, name: str) -> list[str]:
         """The refused keys, each with its line."""
@@ -52,7 +56,21 @@ def tool_of(values: dict[str, Any]) -> Tool | None:
         flat = _flat(values) if tool.nested else values
         if any(_has(flat, marker) for marker in tool.markers):
             matches.append((sum(tool.rule(key) is not None for key in flat) / max(1, len(flat)), tool.name, tool))
-    return max(matches)[2] if matches else None
+    if matches:
+        return max(matches)[2]
+    return trl.TOOL if trl.has_only_its_keys(values) else None
+
+
+def refuse_unread(values: dict[str, Any], name: str) -> None:
+    """Raises RecipeError, one sentence, for a configuration that is recognised and not read."""
+    flat = _flat(values)
+    if tool := unread.recognise(flat, values):
+        readable = ", ".join(dict.fromkeys(tool.name.removesuffix(" v1") for tool in TOOLS))
+        whose = tool.name if tool.name.endswith("'s") or "'s " in tool.name else f"{tool.name}'s"
+        raise RecipeError(
+            f"{name}: this looks like {whose} configuration, which finetune does not read; it reads those of {readable}",
+            unread.advice(tool, flat),
+        )
 
 
 def convert(
@@ -60,11 +78,16 @@ def convert(
     our_keys: set[str],
 ) -> Conversion:  # fmt: skip
     """`values` of `tool` as a recipe's. `lines` of the keys and `folder` are the file's; `overrides` the user's overrides."""
-    flat = _flat(values) if tool.nested else values
+    flat, references = _flat(values) if tool.nested else values, set()
+    if tool.interpolates:
+        references = {key for value in flat.values() if isinstance(value, str) for key in _REFERENCE.findall(value)}
+        flat = _interpolated(flat, _flat(values), name, lines)
     config = ConfigReader(tool, {key: value for key, value in flat.items() if value is not None}, lines, folder, overrides)
     for key in config.values:
         if tool.rule(key) is None and key in our_keys and key.partition(".")[0] in our_keys:
             config.keep(key, key, config.values[key])
+        elif tool.rule(key) is None and key in references:
+            config.ignore(key, f"is read where ${{{key}}} stands")
         else:
             config.apply(key)
     try:
@@ -74,14 +97,15 @@ def convert(
     for key in [key for key in config.values if key not in config.entries]:
         config.refuse(key, "is not understood beside the other keys")
     for setting, value in tool.defaults.items():
-        if not (setting == "warmup_ratio" and "warmup_steps" in config.settings):
+        other = {"warmup_ratio": "warmup_steps", "warmup_steps": "warmup_ratio"}.get(setting)
+        if other not in config.settings and other not in config.overrides:
             config.assume(setting, value)
     for key, value in flat.items():
         if value is None:
             config.ignore_empty(key)
     reports = sorted(config.entries.values(), key=lambda entry: entry.line or 0)
     locations = {setting: _location(name, config.line_of(key)) for setting, key in config.keys_by_setting.items()}
-    return Conversion(tool.name, _nested(config.settings), locations, tuple(reports), config.assumed)
+    return Conversion(tool.name, _nested(config.settings), locations, tuple(reports), config.assumed, tuple(config.notes))
 
 
 def hint_for_key(key: str) -> str | None:
@@ -97,6 +121,7 @@ def hint_for_key(key: str) -> str | None:
     return _KEY_HINTS.get(key)
 
 
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 #: Keys that a tool reads together with others -> what to use here.
 _KEY_HINTS = {
     "val_size": "that is LLaMA-Factory's name for 'dataset.test_split_size'",
@@ -125,6 +150,24 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _interpolated(flat: dict[str, Any], dotted: dict[str, Any], name: str, lines: dict[str, int]) -> dict[str, Any]:
+    """The values with `${key}` replaced by the other key's. Raises RecipeError where there is none, or a circle."""
+
+    def value_of(key: str, text: str, depth: int = 0) -> Any:
+        for reference in _REFERENCE.findall(text):
+            other = dotted.get(reference)
+            if other is None or depth > 5:
+                location = _location(name, lines.get(key))
+                raise RecipeError(f"{location}: {key} {text}: ${{{reference}}} has no value; write the value out")
+            other = value_of(key, other, depth + 1) if isinstance(other, str) else other
+            if text == f"${{{reference}}}":
+                return other
+            text = text.replace(f"${{{reference}}}", str(other))
+        return text
+
+    return {key: value_of(key, value) if isinstance(value, str) else value for key, value in flat.items()}
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:

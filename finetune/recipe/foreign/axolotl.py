@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, is_off
@@ -21,8 +23,11 @@ from finetune.recipe.foreign.shared import (
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     UPLOAD,
+    assume_peft_targets,
     merge_datasets,
+    own_template_note,
     read_batch,
+    read_optimizer,
     read_schedule,
     read_template,
 )  # fmt: skip
@@ -31,16 +36,23 @@ _MODEL = Ignore("is read from the model")
 _PREFERRED = Refuse("preference training is not supported")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
 
+_SWANLAB = [f"swanlab_{name}" for name in (
+    "project", "experiment_name", "description", "mode", "workspace", "log_model", "log_completions",
+    "completion_log_interval", "completion_max_buffer", "web_host", "api_host", "run_id", "tags",
+)]  # fmt: skip
+
 KEYS: dict[str, Rule] = {
     **{key: rule for key, rule in TRAINING_ARGUMENTS.items() if not key.startswith("per_device")},
     # -- model
     "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"), "base_model_config": _MODEL,
     "tokenizer_config": Refuse("the model's own tokenizer is used"),
     "model_type": _MODEL, "tokenizer_type": _MODEL, "tokenizer_use_fast": PROCESS, "tokenizer_legacy": PROCESS,
-    "processor_type": PROCESS,
+    "processor_type": Refuse("is for images, video or sound; rows are text here", lifted_by="dataset.path"),
     "is_falcon_derived_model": _MODEL, "is_llama_derived_model": _MODEL, "is_mistral_derived_model": _MODEL,
     "is_qwen_derived_model": _MODEL,
     "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
+    "model_config": Refuse("the model's own configuration is used"),
+    "freeze_mm_modules": Ignore("only the language model trains"),
     "strict": PROCESS, "gptq": NOT_TRAINED, "overrides_of_model_config": Refuse("the model's own configuration is used"),
     "overrides_of_model_kwargs": _OWN_LOADER,
     "special_tokens": Read(), "tokens": Refuse("new tokens are not trained"),
@@ -48,7 +60,11 @@ KEYS: dict[str, Rule] = {
     "resize_token_embeddings_to_32x": Refuse("the vocabulary keeps its size"),
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
     "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),
-    "bnb_config_kwargs": Refuse("4 bits are NF4 with double quantisation"),
+    "bnb_config_kwargs": Read(),
+    "model_quantization_config": Refuse("the model is loaded as it is stored, or in 16 bit", ("Mxfp4Config",)),
+    "model_quantization_config_kwargs": Refuse("the model is loaded as it is stored, or in 16 bit", ({"dequantize": True},)),
+    "llama4_linearized_experts": Refuse("experts are not taken apart into linear layers"),
+    "quantize_moe_experts": Ignore("experts are quantised with the other layers"),
     "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": GPUS,
     "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
     # -- adapter
@@ -57,7 +73,7 @@ KEYS: dict[str, Rule] = {
     "lora_target_parameters": Refuse("adapters are on linear layers"),
     "lora_model_dir": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
     "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
-    "lora_fan_in_fan_out": Refuse("layers are linear"),
+    "lora_fan_in_fan_out": Ignore("layers are linear: PEFT turns it off"),
     "peft_use_dora": Keep("use_dora"), "peft_use_rslora": Keep("use_rslora"),
     "peft_layers_to_transform": Refuse("every layer gets an adapter"),
     "lora_layers_to_transform": Refuse("every layer gets an adapter"),
@@ -71,7 +87,7 @@ KEYS: dict[str, Rule] = {
     # -- training
     "micro_batch_size": Read(), "batch_size": Read(), "eval_batch_size": Keep("per_device_eval_batch_size"),
     "num_epochs": Keep("num_train_epochs", float),
-    "optimizer": Keep("optim"), "lr_scheduler": Keep("lr_scheduler_type"), "learning_rate": Keep("learning_rate", float),
+    "optimizer": Read(), "lr_scheduler": Keep("lr_scheduler_type"), "learning_rate": Keep("learning_rate", float),
     "cosine_min_lr_ratio": Refuse("the cosine ends at zero"), "cosine_constant_lr_ratio": Refuse("changes the schedule"),
     "lr_quadratic_warmup": Refuse("the warmup is linear"),
     "lr_groups": Refuse("one learning rate for all adapters"), "embedding_lr": Refuse("embeddings are not trained"),
@@ -93,18 +109,29 @@ KEYS: dict[str, Rule] = {
     "unsloth_rms_norm": KERNELS, "unsloth_rope": KERNELS,
     "plugins": Read(), "liger_rope": KERNELS, "liger_rms_norm": KERNELS, "liger_glu_activation": KERNELS,
     "liger_swiglu": KERNELS, "liger_layer_norm": KERNELS, "liger_fused_linear_cross_entropy": KERNELS,
-    "liger_cross_entropy": KERNELS, "cut_cross_entropy": KERNELS,
+    "liger_cross_entropy": KERNELS, "cut_cross_entropy": KERNELS, "liger_rms_norm_gated": KERNELS,
+    "use_kernels": KERNELS, "use_scattermoe": KERNELS, "use_sonicmoe": KERNELS, "experts_implementation": KERNELS,
+    "fused_attn_kernel": KERNELS, "gemma4_hybrid_attn_impl": KERNELS, "flex_attn_compile_kwargs": KERNELS,
+    "flash_optimum": KERNELS, "use_glm_dsa_kernels": KERNELS, "use_dsv4_kernels": KERNELS, "tiled_mlp": MEMORY,
+    "tiled_mlp_num_shards": MEMORY, "tiled_mlp_use_original_mlp": MEMORY, "layer_offloading": MEMORY,
+    "experimental_skip_move_to_device": MEMORY, "selective_checkpointing": MEMORY,
+    "tokenizer_use_mistral_common": Ignore("the model's own tokenizer and chat template are used"),
+    "tokenizer_save_jinja_files": PROCESS,
     "rl": _PREFERRED, "rl_beta": PREFERENCE, "trl": PREFERENCE, "reward_model": _PREFERRED, "process_reward_model": _PREFERRED,
     "qat": NOT_TRAINED, "quantization": NOT_TRAINED, "vllm": PREFERENCE,
     "debug": PROCESS, "ddp": GPUS, "world_size": GPUS, "ddp_bucket_cap_mb": GPUS, "ddp_broadcast_buffers": GPUS,
     "accelerator_config": GPUS, "fsdp_version": GPUS, "fsdp_final_state_dict_type": GPUS,
     "tensor_parallel_size": GPUS, "context_parallel_size": GPUS, "sequence_parallel_degree": GPUS, "use_ray": GPUS,
+    "dp_shard_size": GPUS, "dp_replicate_size": GPUS, "expert_parallel_size": GPUS, "context_parallel_strategy": GPUS,
     "ray_num_workers": GPUS, "resources_per_worker": GPUS,
     "wandb_project": TRACKERS, "wandb_entity": TRACKERS, "wandb_watch": TRACKERS, "wandb_name": TRACKERS,
     "wandb_run_id": TRACKERS, "wandb_mode": TRACKERS, "wandb_log_model": TRACKERS, "use_wandb": TRACKERS,
     "mlflow_tracking_uri": TRACKERS, "mlflow_experiment_name": TRACKERS, "use_mlflow": TRACKERS, "use_comet": TRACKERS,
-    "comet_project_name": TRACKERS, "use_tensorboard": TRACKERS, "use_trackio": TRACKERS,
-    "profiler_steps": EVERY_STEP, "hf_use_auth_token": PROCESS, "push_dataset_to_hub": UPLOAD, "hub_token": SECRET,
+    "comet_project_name": TRACKERS, "use_swanlab": TRACKERS, **dict.fromkeys(_SWANLAB, TRACKERS), "use_otel_metrics": TRACKERS,
+    "otel_metrics_host": TRACKERS, "otel_metrics_port": TRACKERS, "use_tensorboard": TRACKERS, "use_trackio": TRACKERS,
+    "profiler_steps": EVERY_STEP, "profiler_steps_start": EVERY_STEP, "include_tkps": EVERY_STEP,
+    "generate_samples": Ignore("see sample_answers"), "hf_use_auth_token": PROCESS, "push_dataset_to_hub": UPLOAD,
+    "hub_token": SECRET,
     "auto_resume_from_checkpoints": Ignore("`finetune resume RUN` continues"),
     # -- data
     "datasets": Read(), "test_datasets": Read(), "pretraining_dataset": NOT_TRAINED, "dataset_prepared_path": DATASET_CACHE,
@@ -123,7 +150,7 @@ KEYS: dict[str, Rule] = {
     "sample_packing_eff_est": PROCESS, "sample_packing_sequentially": Refuse("rows are packed by length"),
     "curriculum_sampling": Refuse("rows are shuffled"), "total_num_tokens": PROCESS, "total_supervised_tokens": PROCESS,
     "train_on_inputs": Keep("train_on_inputs"), "chat_template": Read(), "chat_template_jinja": Read(),
-    "eot_tokens": Refuse("answers end with what the template writes"),
+    "eot_tokens": Read(),
     "default_system_message": Refuse("no system prompt is added to rows"), "use_pose": NOT_TRAINED,
 }  # fmt: skip
 
@@ -134,6 +161,7 @@ DEFAULTS: dict[str, Any] = {
     "lora_dropout": 0.0, "load_in_4bit": False, "load_in_8bit": False, "packing": False,
 }  # fmt: skip
 
+_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _ALPACA_NOTE = (
     "Axolotl writes alpaca rows as text with `### Instruction:`; here the model's chat template is used where it has one"
 )
@@ -142,6 +170,21 @@ _TYPES: dict[str, tuple[str, dict[str, str], str]] = {
     "alpaca": ("alpaca", {}, _ALPACA_NOTE), "chat_template": ("messages", {}, ""), "completion": ("text", {}, ""),
     "alpaca_chat": ("alpaca", {}, ""), "chat_template.default": ("messages", {}, ""),
     "alpaca_chat.load_qa": ("alpaca", {"instruction": "question", "output": "answer"}, ""),
+}  # fmt: skip
+#: Plugins of kernels, trackers and several GPUs.
+_HARMLESS_PLUGINS = ("Liger", "CutCrossEntropy", "KernelsPlugin", "SwanLab", "ExpertParallel")
+_CHATML = ("<|im_end|>", "<|startoftext|>", "<|endoftext|>", "<|end_of_text|>")
+#: Models -> the special tokens of their own tokenizer and the tokens that end a turn in their template, by their publishers'
+#: tokenizer_config.json and generation_config.json, 2026-08.
+_OWN_TOKENS = {
+    r"gemma-?4": ("<bos>", "<eos>", "<turn|>"), r"gemma": ("<bos>", "<eos>", "<end_of_turn>"),
+    r"llama-?4": ("<|begin_of_text|>", "<|eot|>", "<|end_of_text|>"),
+    r"llama-?3": ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"),
+    r"gpt-oss": ("<|return|>", "<|end|>", "<|startoftext|>"), r"phi-?3": ("<|end|>", "<|endoftext|>", "<s>"),
+    r"phi-?4": ("<|im_end|>", "<|end|>", "<|endoftext|>"),
+    r"phi-?[12]|pythia|gpt-neox|stablelm|falcon-\d|xgen": ("<|endoftext|>",),
+    r"qwen|smollm|granite-?4|falcon-h1|hermes|olmo|lfm": _CHATML, r"yi-": _CHATML,
+    r"mi[nx]?i?stral|mixtral|devstral|magistral|voxtral|code-?llama|llama-?2|tinyllama|open_llama": ("<s>", "</s>"),
 }  # fmt: skip
 _ROLES = {
     "user": {"human", "user"},
@@ -154,7 +197,6 @@ _NEUTRAL_VALUES = {
     "ds_type": None, "preprocess_shards": None, "trust_remote_code": None, "split_thinking": False,
     "roles_to_train": ["assistant"], "train_on_eos": "turn",
     "train_on_eot": "turn", "drop_system_message": False, "field_tools": "tools", "field_system": "system",
-    "chat_template": "tokenizer_default",
 }  # fmt: skip
 
 
@@ -162,9 +204,13 @@ def finish(config: ConfigReader) -> None:
     """Keys of Axolotl that combine."""
     _batch(config)
     read_schedule(config)
-    _adapter(config)
-    _tokens(config)
+    read_optimizer(config, "optimizer" if "optimizer" in config.values else "optim")
     model = str(config.overrides.get("model_name_or_path") or config.value("base_model", ""))
+    _adapter(config, model)
+    _tokens(config, model)
+    _quantisation(config)
+    if not {"warmup_steps", "warmup_ratio"} & {*config.values, *config.overrides}:
+        config.assume("warmup_ratio", 0.03, "warmup of 3 % of the steps is Axolotl's default; there it is at most 100 steps")
     if config.is_on("chat_template_jinja"):
         config.refuse("chat_template_jinja", "save the template as a file", "chat_template")
     if "chat_template" in config.values:
@@ -174,13 +220,13 @@ def finish(config: ConfigReader) -> None:
             read_template(config, "chat_template", model)
     if "plugins" in config.values:
         plugins = as_list(config.value("plugins"))
-        other_plugins = [name for name in plugins if "Liger" not in name and "CutCrossEntropy" not in name]
+        other_plugins = [name for name in plugins if not any(harmless in name for harmless in _HARMLESS_PLUGINS)]
         if other_plugins:
             config.refuse("plugins", f"{', '.join(other_plugins)} may change what is learnt")
         else:
             config.ignore("plugins", KERNELS.reason)
     if not config.is_replaced("dataset.path", ("datasets", "test_datasets")):
-        _datasets(config)
+        _datasets(config, model)
 
 
 def _batch(config: ConfigReader) -> None:
@@ -195,7 +241,7 @@ def _batch(config: ConfigReader) -> None:
     read_batch(config, "micro_batch_size", "gradient_accumulation_steps")
 
 
-def _adapter(config: ConfigReader) -> None:
+def _adapter(config: ConfigReader, model: str) -> None:
     adapter = config.value("adapter")
     if adapter in ("lora", "qlora"):
         config.ignore("adapter", "is what finetune does")
@@ -214,30 +260,44 @@ def _adapter(config: ConfigReader) -> None:
         else:
             config.keep("lora_target_modules", "target_modules", _modules(config.value("lora_target_modules")))
     elif not all_linear:
-        config.assume("target_modules", ["q_proj", "v_proj"])
+        assume_peft_targets(config, model)
 
 
 def _modules(value: Any) -> Any:
-    """Names of modules as a list; a regular expression stays one text."""
-    return value if isinstance(value, str) and set(value) & set("*|()\\[") else as_list(value)
+    """Names of modules as a list; a regular expression stays one text, and also matches a language model loaded alone."""
+    if isinstance(value, str) and set(value) & set("*|()\\["):
+        return re.sub(r"language_model\\?\.", r"(language_model\\.)?", value)
+    return as_list(value)
 
 
-def _tokens(config: ConfigReader) -> None:
-    tokens = config.value("special_tokens")
-    if not isinstance(tokens, dict):
-        return
+def _tokens(config: ConfigReader, model: str) -> None:
+    """Special tokens and ends of turns, accepted where they are what the model's tokenizer and template have anyway."""
+    name = model.rstrip("/").split("/")[-1]
+    own_tokens = next((tokens for pattern, tokens in _OWN_TOKENS.items() if re.search(pattern, name, re.I)), ())
     usual = {"bos_token": ("<s>", "<|begin_of_text|>"), "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>")}
-    other_tokens = [
-        f"{name} {value}" for name, value in tokens.items() if name in usual and value is not None and value not in usual[name]
-    ]
-    if other_tokens:
-        config.refuse("special_tokens", f"{', '.join(other_tokens)}: the model's own special tokens are used")
-    else:
-        config.ignore("special_tokens", "the model's own are used; padding is never learnt")
+    tokens = config.value("special_tokens")
+    for key, value in tokens.items() if isinstance(tokens, dict) else ():
+        if key in usual and value is not None and value not in (*usual[key], *own_tokens):
+            config.refuse("special_tokens", f"{key} {value}: the model's own special tokens are used")
+    config.ignore("special_tokens", "the model's own are used; padding is never learnt")
+    if other_ends := [token for token in as_list(config.value("eot_tokens", [])) if token not in own_tokens]:
+        config.refuse("eot_tokens", f"{', '.join(other_ends)}: answers end with what the template writes", "chat_template")
+    config.ignore("eot_tokens", "answers end with what the model's template writes, which this is")
 
 
-def _datasets(config: ConfigReader) -> None:
-    dataset, reason, note = _merged_dataset(config.value("datasets", []))
+def _quantisation(config: ConfigReader) -> None:
+    """bitsandbytes' own arguments, accepted where they are what 4 bits are here."""
+    arguments = config.value("bnb_config_kwargs")
+    neutral = {"bnb_4bit_use_double_quant": (True,), "bnb_4bit_quant_type": ("nf4",), "llm_int8_has_fp16_weight": (False,)}
+    free = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+    for key, value in arguments.items() if isinstance(arguments, dict) else ():
+        if key not in free and value not in neutral.get(key, ()):
+            config.refuse("bnb_config_kwargs", f"{key} {value}: 4 bits are NF4 with double quantisation")
+    config.ignore("bnb_config_kwargs", "is what finetune does")
+
+
+def _datasets(config: ConfigReader, model: str) -> None:
+    dataset, reason, note = _merged_dataset(config.value("datasets", []), model)
     if reason:
         config.refuse("datasets", reason, "dataset.path")
     elif dataset:
@@ -245,7 +305,7 @@ def _datasets(config: ConfigReader) -> None:
             config.keep("datasets", f"dataset.{name}", value)
         config.keep("datasets", "dataset.path", dataset["path"], note)
     if "test_datasets" in config.values:
-        held_out, reason, _ = _merged_dataset(config.value("test_datasets"))
+        held_out, reason, _ = _merged_dataset(config.value("test_datasets"), model)
         if not reason and held_out.get("path") == dataset.get("path") and held_out.get("split"):
             config.keep("test_datasets", "dataset.eval_split", held_out["split"])
         elif not reason:
@@ -254,13 +314,13 @@ def _datasets(config: ConfigReader) -> None:
             config.refuse("test_datasets", reason, "dataset.eval_path")
 
 
-def _merged_dataset(entries: Any) -> tuple[dict[str, Any], str, str]:
+def _merged_dataset(entries: Any, model: str) -> tuple[dict[str, Any], str, str]:
     """Datasets as settings without the prefix `dataset.`, the reason why they can't be used, and a note."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return {}, "is not a list of datasets" if entries else "", ""
     datasets = []
     for entry in entries:
-        settings, reason, note = _dataset_settings({key: value for key, value in entry.items() if value is not None})
+        settings, reason, note = _dataset_settings({key: value for key, value in entry.items() if value is not None}, model)
         if reason:
             return {}, reason, ""
         datasets.append((settings, note))
@@ -270,25 +330,36 @@ def _merged_dataset(entries: Any) -> tuple[dict[str, Any], str, str]:
     return (merged, "", datasets[0][1]) if merged else ({}, DIFFERENT_DATASETS, "")
 
 
-def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+def _dataset_settings(entry: dict[str, Any], model: str) -> tuple[dict[str, Any], str, str]:
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
+    if name == "sharegpt":
+        return (
+            {},
+            "Axolotl no longer reads type sharegpt; its successor is type chat_template, field_messages conversations",
+            "",
+        )
     if not isinstance(kind, str) or name not in _TYPES:
         return (
             {},
             f"type {kind if isinstance(kind, str) else 'with its own prompt'} is unknown, and decides what rows look like",
             "",
         )
+    template = str(entry.pop("chat_template", "tokenizer_default"))
+    if (template_note := own_template_note(template, model)) is None:
+        return {}, f"chat_template {template} of a dataset is not the template of {model}, judging by its name", ""
     row_format, columns, note = _TYPES[name]
     columns, split = dict(columns), str(entry.pop("split", "train"))
-    if "[" in split:
-        return {}, f"split {split} takes a part of the rows; set dataset.max_rows", ""
     settings: dict[str, Any] = {"path": entry.pop("path", None)}
     if settings["path"] in ("json", "csv", "parquet", None) or "data_files" in entry:
         settings["path"] = entry.pop("data_files", None) or settings["path"]
     if not settings["path"]:
         return {}, "a dataset has no path", ""
-    settings |= {"split": split} if split != "train" else {}
+    part, reason, part_note = _part(split, str(settings["path"]))
+    if reason:
+        return {}, reason, ""
+    settings |= part
+    note = ". ".join(text for text in (note, part_note, template_note) if text)
     settings |= {setting: entry.pop(setting) for setting in ("name", "revision") if setting in entry}
     if name == "completion" and entry.get("field", "text") != "text":
         columns["text"] = entry["field"]
@@ -301,6 +372,25 @@ def _dataset_settings(entry: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
         if key not in _NEUTRAL_VALUES or not (_NEUTRAL_VALUES[key] is None or is_off(value) or value == _NEUTRAL_VALUES[key]):
             return {}, f"{key} {value} of a dataset is not known, or changes what is learnt", ""
     return {**settings, "format": row_format, **({"columns": columns} if columns else {})}, "", note
+
+
+def _part(split: str, path: str) -> tuple[dict[str, Any], str, str]:
+    """A split such as `train[:20%]` as settings, the reason why it can't be read, and a note.
+
+    The hub's loader slices splits itself; of a local file only the first rows, or a share of all, can be taken.
+    """
+    name, bracket, rows = split.partition("[")
+    settings = {"split": name} if name != "train" else {}
+    if not bracket:
+        return settings, "", ""
+    if not (path.startswith(("/", ".", "~")) or Path(path).exists() or Path(path).suffix in _DATA_SUFFIXES):
+        return {"split": split}, "", ""
+    match = re.fullmatch(r":(\d+)(%?)\]", rows)
+    if not match:
+        return {}, f"split {split} takes a part from the middle; set dataset.max_rows", ""
+    if not match[2]:
+        return {**settings, "max_rows": int(match[1])}, "", ""
+    return {**settings, "weights": [int(match[1]) / 100]}, "", f"{match[1]} % of the rows, chosen by seed; there the first ones"
 
 
 def _conversation(entry: dict[str, Any]) -> tuple[str, dict[str, str], str]:

@@ -29,7 +29,17 @@ from finetune.recipe.foreign.shared import (
 )  # fmt: skip
 
 _IMAGES = Ignore("for images, video or sound; rows are text here")
+_EXPORT = Refuse("is for exporting: `finetune merge RUN` writes the merged model")
 _OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
+
+_OTHER_METHODS_KEYS = (
+    "oft_block_size", "oft_rank", "oft_target", "module_dropout", "galore_target", "galore_rank", "galore_scale",
+    "galore_layerwise", "galore_update_interval", "galore_proj_type", "apollo_target", "apollo_rank", "apollo_scale",
+    "apollo_layerwise", "apollo_scale_type", "badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
+    "badam_update_ratio", "badam_mask_mode", "badam_start_block", "asft_alpha", "eaft_alpha", "muon_lr", "kt_config",
+    "kt_cpu_activation", "kt_optimize_rule", "ppo_epochs", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight",
+    "fp8_enable_fsdp_float8_all_gather", "freeze_extra_modules",
+)  # fmt: skip
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
@@ -66,7 +76,8 @@ KEYS: dict[str, Rule] = {
     "use_adam_mini": NOT_TRAINED,
     "use_muon": NOT_TRAINED, "use_dft_loss": NOT_TRAINED, "use_asft_loss": NOT_TRAINED, "use_eaft_loss": NOT_TRAINED,
     "use_llama_pro": NOT_TRAINED,
-    "use_mca": NOT_TRAINED, "freeze_trainable_layers": _OTHER_METHOD, "freeze_trainable_modules": _OTHER_METHOD,
+    "use_mca": NOT_TRAINED, "use_kt": NOT_TRAINED, **dict.fromkeys(_OTHER_METHODS_KEYS, _OTHER_METHOD),
+    "freeze_trainable_layers": _OTHER_METHOD, "freeze_trainable_modules": _OTHER_METHOD,
     "freeze_vision_tower": _IMAGES, "freeze_multi_modal_projector": _IMAGES, "freeze_language_model": NOT_TRAINED,
     "pref_beta": PREFERENCE, "pref_ftx": PREFERENCE, "pref_loss": PREFERENCE, "ref_model": PREFERENCE,
     "reward_model": PREFERENCE,
@@ -88,13 +99,14 @@ KEYS: dict[str, Rule] = {
     "data_shared_file_system": DATASET_CACHE,
     "ignore_pad_token_for_loss": Refuse("padding is never learnt", (True,)), "eval_num_beams": GENERATION,
     "eval_on_each_dataset": PROCESS,
+    "image_resolution": _IMAGES, "video_resolution": _IMAGES,
     "media_dir": _IMAGES, "image_max_pixels": _IMAGES, "image_min_pixels": _IMAGES, "video_max_pixels": _IMAGES,
     "video_min_pixels": _IMAGES,
     "video_fps": _IMAGES, "video_maxlen": _IMAGES, "audio_sampling_rate": _IMAGES,
     "max_new_tokens": GENERATION, "max_length": GENERATION, "temperature": GENERATION, "top_p": GENERATION,
     "top_k": GENERATION, "do_sample": GENERATION,
     "num_beams": GENERATION, "repetition_penalty": GENERATION, "ray_run_name": PROCESS, "ray_storage_path": PROCESS,
-    "ray_num_workers": GPUS,
+    "ray_num_workers": GPUS, **dict.fromkeys(("export_dir", "export_size", "export_device", "export_legacy_format"), _EXPORT),
     "resources_per_worker": GPUS, "placement_strategy": GPUS, "ray_init_kwargs": PROCESS,
 }  # fmt: skip
 
@@ -193,15 +205,21 @@ def _max_samples(config: ConfigReader, paths: list[str]) -> None:
     max_samples = config.value("max_samples")
     if max_samples is None:
         return
+    counts = [count_rows(Path(path)) for path in paths]
     if len(paths) == 1:
         config.keep("max_samples", "dataset.max_rows", max_samples)
-    elif all((row_count := _count_rows(Path(path))) is not None and row_count <= max_samples for path in paths):
+    elif all(row_count is not None and row_count <= max_samples for row_count in counts):
         config.ignore("max_samples", "no dataset has more rows")
+    elif all(counts) and "dataset.weights" not in config.settings:
+        weights = [min(1.0, max_samples / (row_count or 1)) for row_count in counts]
+        config.keep(
+            "max_samples", "dataset.weights", weights, "of a larger dataset so many rows, chosen by seed; there the first"
+        )
     else:
         config.refuse("max_samples", "is for each dataset there, and for all together here", "dataset.max_rows")
 
 
-def _count_rows(path: Path) -> int | None:
+def count_rows(path: Path) -> int | None:
     """Number of rows of a small local file; None if unknown."""
     if not path.is_file() or path.stat().st_size > 50_000_000:
         return None
@@ -245,7 +263,7 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path) -> dict[str
             return f"{name} calls a role {tags[tag]}; finetune knows {' and '.join(roles)}"
     settings: dict[str, Any] = {"path": str(entry.get("hf_hub_url") or folder / str(entry.get("file_name")))}
     if (sample_count := entry.get("num_samples")) is not None:
-        row_count = _count_rows(Path(settings["path"]))
+        row_count = count_rows(Path(settings["path"]))
         if not row_count:
             return f"{name} has num_samples {sample_count}, and its rows can't be counted here; use dataset.weights"
         settings["weights"] = [sample_count / row_count]
@@ -282,4 +300,5 @@ TOOL = Tool(
     KEYS,
     DEFAULTS,
     finish,
+    interpolates=True,
 )

@@ -17,8 +17,7 @@ KEYS: dict[str, Rule] = {
     "training_mode": Refuse("preference training is not supported", ("normal",)),
     "train_mode": Refuse("preference training is not supported", ("sft",)),
     "optimizer": Read(), "optimizer_config.*": Read(), "data": Read(), "seed": Keep("seed"),
-    "num_layers": Refuse("adapters only in the last layers; num_layers=-1 is every layer, as here", (-1,)),
-    "lora_layers": Refuse("adapters only in the last layers; lora_layers=-1 is every layer, as here", (-1,)),
+    "num_layers": Read(), "lora_layers": Read(),
     "batch_size": Read(), "grad_accumulation_steps": Read(), "iters": Read(), "learning_rate": Keep("learning_rate", float),
     "lr_schedule.*": Read(),
     "val_batches": _EVALUATION, "steps_per_report": EVERY_STEP, "steps_per_eval": Keep("eval_steps"),
@@ -44,6 +43,9 @@ DEFAULTS: dict[str, Any] = {
     "target_modules": "all-linear", "max_steps": 1000,
     "packing": False, "train_on_inputs": True,
 }  # fmt: skip
+#: What mlx-lm does without the keys: `CONFIG_DEFAULTS` of mlx_lm/lora.py.
+_SCALE, _LAYERS = 20.0, 16
+_BIAS_NOTE = "MLX's Adam does not correct its bias by default; PyTorch's does"
 #: MLX's default weight decay of AdamW.
 _ADAMW_DECAY = 0.01
 
@@ -60,14 +62,26 @@ def finish(config: ConfigReader) -> None:
     else:
         config.ignore("fine_tune_type", "is what finetune does")
     _optimizer(config)
+    _layers(config)
     if (names := config.value("lora_parameters.keys")) is not None:
         config.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in as_list(names)}))
-    scale, rank = config.value("lora_parameters.scale", 10.0), config.settings.get("lora_r", DEFAULTS["lora_r"])
+    scale, rank = config.value("lora_parameters.scale", _SCALE), config.settings.get("lora_r", DEFAULTS["lora_r"])
     if "lora_parameters.scale" in config.values:
         config.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
     config.assume("lora_alpha", float(scale) * rank)
     _schedule(config)
     _data(config)
+
+
+def _layers(config: ConfigReader) -> None:
+    """Which decoder layers get adapters: here every one, there the last 16 unless the file says otherwise."""
+    key = next((key for key in ("num_layers", "lora_layers") if key in config.values), None)
+    if key is None:
+        config.notes.append(f"num_layers is not set: mlx-lm's adapters are in the last {_LAYERS} layers, here in every layer")
+    elif config.value(key) > 0:
+        config.refuse(key, f"adapters only in the last layers; {key}=-1 is every layer, as here")
+    else:
+        config.ignore(key, "every layer gets an adapter, as here")
 
 
 def _steps(config: ConfigReader) -> None:
@@ -87,7 +101,9 @@ def _optimizer(config: ConfigReader) -> None:
         config.refuse("optimizer", "adam and adamw are supported", "optim")
         return
     if "optimizer" in config.values:
-        config.keep("optimizer", "optim", "adamw_torch", "MLX's Adam does not correct its bias by default; PyTorch's does")
+        config.keep("optimizer", "optim", "adamw_torch", _BIAS_NOTE)
+    else:
+        config.notes.append(f"optimizer is not set: adam; {_BIAS_NOTE}")
     if name == "adamw":
         config.assume("weight_decay", float(config.value("optimizer_config.adamw.weight_decay", _ADAMW_DECAY)))
     for key in [key for key in config.values if key.startswith("optimizer_config.")]:

@@ -66,6 +66,7 @@ class Tool:
     defaults: dict[str, Any]
     finish: Callable[[ConfigReader], None]
     nested: bool = False  # keys are dotted: `lora.lora_r`
+    interpolates: bool = False  # `${output_dir}/logs` has the value of another key, as OmegaConf reads it
 
     def rule(self, key: str) -> Rule | None:
         """The rule of a key; a rule of `section.*` is for all keys of that section."""
@@ -87,6 +88,7 @@ class ConfigReader:
     keys_by_setting: dict[str, str] = field(default_factory=dict)
     entries: dict[str, KeyReport] = field(default_factory=dict)
     assumed: dict[str, Any] = field(default_factory=dict)  # the tool's defaults
+    notes: list[str] = field(default_factory=list)  # differences that no key of the file has
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key, or `default` where it is absent or empty."""
@@ -133,10 +135,12 @@ class ConfigReader:
         hint = f"; or set {lifted_by}=..." if lifted_by else ""
         self._report(key, "refused", f"{short_value(self.value(key))}: {reason}{hint}")
 
-    def assume(self, setting: str, value: Any) -> None:
-        """Set `setting` to what the tool does when its key is absent."""
+    def assume(self, setting: str, value: Any, note: str = "") -> None:
+        """Set `setting` to what the tool does when its key is absent; `note` is a difference that remains."""
         if setting not in self.settings and setting not in self.overrides:
             self.settings[setting] = self.assumed[setting] = value
+            if note:
+                self.notes.append(note)
 
     def line_of(self, key: str) -> int | None:
         """The line of a key in the file, from 1."""
@@ -174,7 +178,7 @@ def is_off(value: Any) -> bool:
 
 def short_value(value: Any) -> str:
     """A value on one short line."""
-    text = {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -26,7 +26,7 @@ TRAINING_ARGUMENTS: dict[str, Rule] = {
     "output_dir": Keep("output_dir"), "seed": Keep("seed"), "learning_rate": Keep("learning_rate", float),
     "num_train_epochs": Keep("num_train_epochs", float), "max_steps": Read(), "lr_scheduler_type": Keep("lr_scheduler_type"),
     "warmup_ratio": Read(), "warmup_steps": Read(), "weight_decay": Keep("weight_decay", float),
-    "max_grad_norm": Keep("max_grad_norm", float), "optim": Keep("optim"),
+    "max_grad_norm": Keep("max_grad_norm", float), "optim": Read(),
     "per_device_train_batch_size": Read(), "gradient_accumulation_steps": Read(),
     "per_device_eval_batch_size": Keep("per_device_eval_batch_size"), "dataloader_num_workers": Keep("dataloader_num_workers"),
     "eval_steps": Read(), "save_steps": Read(), "eval_strategy": Read(), "evaluation_strategy": Read(), "save_strategy": Read(),
@@ -70,6 +70,7 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 def read_training_arguments(config: ConfigReader, micro_batch: int = 8) -> None:
     """The TrainingArguments that combine with others."""
     read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", micro_batch)
+    read_optimizer(config, "optim")
     read_schedule(config)
 
 
@@ -165,11 +166,26 @@ def read_trackers(config: ConfigReader) -> None:
         config.ignore("report_to", f"{note}: finetune logs to tensorboard, wandb or trackio")
 
 
+#: PEFT's layers where none are named, by the model's name; all others have q_proj and v_proj. PEFT 0.21.2, 2026-08:
+#: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+_PEFT_TARGETS = {
+    r"phi-(1|2)(?!\d)": ["q_proj", "v_proj", "fc1", "fc2"], r"nemotron-?h": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    r"falcon-(7b|40b|180b|rw)|pythia|gpt-?neox|bloom": ["query_key_value"], r"gpt-?2|starcoder(?!2)": ["c_attn"],
+    r"^mpt-": ["Wqkv"], r"codegen": ["qkv_proj"],
+}  # fmt: skip
+
+
+def assume_peft_targets(config: ConfigReader, model: str) -> None:
+    """PEFT's default layers for the model."""
+    name = model.rstrip("/").split("/")[-1]
+    targets = next(
+        (layers for pattern, layers in _PEFT_TARGETS.items() if re.search(pattern, name, re.I)), ["q_proj", "v_proj"]
+    )
+    config.assume("target_modules", targets)
+
+
 def read_targets(config: ConfigReader, key: str) -> None:
-    """Layers with an adapter; `all` is every linear layer, nothing is PEFT's default."""
-    if key not in config.values:
-        config.assume("target_modules", ["q_proj", "v_proj"])
-        return
+    """Layers with an adapter; `all` is every linear layer."""
     names = as_list(config.value(key))
     everything = names in (["all"], ["all-linear"], ["all_linear"])
     config.keep(key, "target_modules", "all-linear" if everything else names)
@@ -199,38 +215,68 @@ def paths_of(dataset: dict[str, Any]) -> list[str]:
     return [dataset["path"]] if isinstance(dataset["path"], str) else list(dataset["path"])
 
 
-#: Names of chat templates -> models that have that template of their own.
+#: Names of chat templates -> models that have that template of their own, and of these those that surely have it (instruct).
 _TEMPLATES = {
-    r"llama2(_zh)?": r"llama-?2.*chat", r"llama3": r"llama-?3.*instruct", r"llama4": r"llama-?4.*instruct",
-    r"qwen|qwen_25|qwen2?5?|qwen2\.5": r"qwen(1\.5|2|2\.5)-", r"qwen3(_nothink)?": r"qwen3(?!\.)",
-    r"qwen3_5(_nothink)?|qwen3\.5": r"qwen3\.5",
-    r"gemma[234n]?(_text|3n|3)?": r"gemma.*-it", r"mi(ni)?stral.*": r"mi[nx]?i?stral.*instruct|mixtral.*instruct",
-    r"phi_?(3|35|4)(_small|_mini)?": r"phi-?[34]", r"deepseek.*": r"deepseek", r"yi": r"yi-.*chat", r"glm_?4.*": r"glm-?4",
-    r"gpt(_oss|oss)?": r"gpt-oss", r"granite.*": r"granite.*instruct", r"cohere|command_?.*": r"command|aya",
-    r"falcon.*": r"falcon.*instruct",
-    r"intern2?": r"internlm2?.*chat", r"smollm2?": r"smollm.*instruct", r"exaone.*": r"exaone", r"olmo.*": r"olmo.*instruct",
-    r"chatml": r"hermes|smollm.*instruct|dolphin", r"zephyr": r"zephyr", r"vicuna": r"vicuna",
+    r"llama2(_zh)?": (r"llama-?2", r"chat"), r"llama3|llama3_2_vision": (r"llama-?3", r"instruct"),
+    r"llama4": (r"llama-?4", r""), r"qwen|qwen_25|qwen2?5?|qwen2\.5": (r"qwen(1\.5|2|2\.5)-", r""),
+    r"qwen2(_5)?_vl": (r"qwen2(\.5)?-vl", r""), r"qwen3_vl(_nothink)?": (r"qwen3-vl", r""),
+    r"qwen3(_nothink)?": (r"qwen3(?!\.|-vl)", r""), r"qwen3_5(_nothink)?|qwen3\.5": (r"qwen3\.5", r""),
+    r"gemma4(_unified)?n?": (r"gemma-?4", r"-it"), r"gemma3n?": (r"gemma-?3", r"-it"), r"gemma2?(_text)?": (r"gemma", r"-it"),
+    r"mi(ni)?stral.*|magistral.*": (r"mi[nx]?i?stral|mixtral|magistral", r"instruct|magistral"),
+    r"pixtral": (r"pixtral", r""), r"phi_?(3|35|4)(_small|_mini)?": (r"phi-?[34]", r""), r"deepseek.*": (r"deepseek", r""),
+    r"yi": (r"^yi-", r"chat"), r"glm_?4.*": (r"glm-?4", r""), r"gpt(_oss|oss)?": (r"gpt-oss", r""),
+    r"granite.*": (r"granite", r"instruct"), r"cohere|command_?.*": (r"command|aya", r""), r"aya": (r"aya", r""),
+    r"falcon_h1": (r"falcon-h1", r"instruct"), r"falcon": (r"falcon", r"instruct"), r"jamba": (r"jamba", r""),
+    r"nemotron_h": (r"nemotron-?h", r"instruct|chat"), r"llava": (r"llava", r""), r"moss_vl": (r"moss-vl", r""),
+    r"intern2?": (r"internlm2?", r"chat"), r"smollm2?": (r"smollm", r"instruct"), r"exaone.*": (r"exaone", r""),
+    r"olmo.*": (r"olmo", r"instruct"), r"chatml": (r"hermes|smollm.*instruct|dolphin", r""), r"zephyr": (r"zephyr", r""),
+    r"vicuna": (r"vicuna", r""),
 }  # fmt: skip
-_OWN_TEMPLATE = re.compile(r"tokenizer_default(_fallback_.*)?|default")
+_BASE_NOTE = "{model} may have no template of its own: then the run stops before training, and chat_template names a file"
+_PLAIN_NOTE = "there nothing is written around prompts and answers; plain writes ### User and ### Assistant"
+
+
+def own_template_note(name: str, model: str) -> str | None:
+    """None if the chat template `name` is not the model's own, else what to say of it: mostly nothing."""
+    model_name = model.rstrip("/").split("/")[-1]
+    if re.fullmatch(r"tokenizer_default(_fallback_.*)?", name):
+        return ""
+    families = [pattern for template, pattern in _TEMPLATES.items() if re.fullmatch(template, name)]
+    instruct = next((instruct for family, instruct in families if re.search(family, model_name, re.I)), None)
+    if instruct is None:
+        return None
+    return "" if re.search(instruct, model_name, re.I) else _BASE_NOTE.format(model=model)
 
 
 def read_template(config: ConfigReader, key: str, model: str) -> None:
     """A chat template by name: ignored if it is the model's own, otherwise refused."""
     name = str(config.value(key))
-    if _OWN_TEMPLATE.fullmatch(name):
-        config.ignore(key, "the model's own chat template is used")
-    elif name in ("empty", "plain"):
-        config.keep(key, "chat_template", "plain")
+    if name in ("empty", "plain"):
+        config.keep(key, "chat_template", "plain", _PLAIN_NOTE)
     elif name.endswith((".jinja", ".jinja2", ".j2")):
         config.keep(key, "chat_template", name)
-    elif any(
-        re.fullmatch(template_pattern, name) and re.search(model_pattern, model.rstrip("/").split("/")[-1], re.I)
-        for template_pattern, model_pattern in _TEMPLATES.items()
-    ):
-        config.ignore(key, f"{name} is the template of {model}: the model's own is used")
+    elif (note := own_template_note(name, model)) is not None:
+        config.ignore(key, f"the model's own chat template is used, which {name} is", note)
     else:
         config.refuse(
             key,
             f"not the template of {model}, judging by its name; chat_template=null uses the model's own",
             "chat_template",
         )
+
+
+_EIGHT_BIT_NOTE = "the 8-bit states are bitsandbytes' here"
+#: Optimizers of other tools that are AdamW in another implementation -> ours, and the difference.
+_OPTIMIZERS = {
+    "adamw_torch_8bit": ("adamw_8bit", f"{_EIGHT_BIT_NOTE}, torchao's there"),
+    "adamw_torch_4bit": ("adamw_8bit", f"{_EIGHT_BIT_NOTE}, torchao's of 4 bits there"),
+    "adamw_apex_fused": ("adamw_torch_fused", ""), "adamw_anyprecision": ("adamw_torch", ""),
+    "adamw_torch_xla": ("adamw_torch", ""), "adamw_torch_npu_fused": ("adamw_torch_fused", ""),
+}  # fmt: skip
+
+
+def read_optimizer(config: ConfigReader, key: str) -> None:
+    """The optimizer by its name in transformers; another implementation of AdamW is ours, with a note."""
+    if key in config.values:
+        name = str(config.value(key)).removeprefix("OptimizerNames.").lower()
+        config.keep(key, "optim", *_OPTIMIZERS.get(name, (name, "")))

@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
-from finetune.recipe.foreign.shared import EVERY_STEP, KERNELS, MEMORY, NOT_TRAINED, PROCESS, read_batch, read_dtype
+from finetune.recipe.foreign.shared import (
+    EVERY_STEP,
+    GPUS,
+    KERNELS,
+    MEMORY,
+    NOT_TRAINED,
+    PROCESS,
+    STEPS,
+    read_batch,
+    read_dtype,
+)  # fmt: skip
 
 _READ_FROM_MODEL = Ignore("is read from the model")
+
+_IMAGES = Refuse("is of a model of images and text; rows are text here")
 
 KEYS: dict[str, Rule] = {
     "output_dir": Keep("output_dir"), "model._component_": Read(), "model.lora_attn_modules": Read(),
@@ -18,7 +30,7 @@ KEYS: dict[str, Rule] = {
     "model.lora_dropout": Keep("lora_dropout", float), "model.use_dora": Keep("use_dora"),
     "model.quantize_base": Keep("load_in_4bit"),
     "tokenizer._component_": _READ_FROM_MODEL, "tokenizer.path": _READ_FROM_MODEL, "tokenizer.merges_file": _READ_FROM_MODEL,
-    "tokenizer.max_seq_len": Keep("max_length"),
+    "tokenizer.max_seq_len": Keep("max_length"),  # without it rows are not cut, see finish
     "tokenizer.prompt_template": Refuse("the model's own chat template is used", lifted_by="chat_template"),
     "tokenizer.*": _READ_FROM_MODEL,
     "checkpointer.checkpoint_dir": Read(),
@@ -51,7 +63,10 @@ KEYS: dict[str, Rule] = {
     "low_cpu_ram": MEMORY, "fsdp_cpu_offload": MEMORY, "custom_sharded_layers": MEMORY, "data_parallel_shard_dim": MEMORY,
     "data_parallel_replicate_dim": MEMORY,
     "tensor_parallel_dim": MEMORY, "teacher_model.*": NOT_TRAINED, "kd_ratio": NOT_TRAINED, "kd_loss.*": NOT_TRAINED,
-    "quantizer.*": NOT_TRAINED,
+    "quantizer.*": NOT_TRAINED, "teacher_checkpointer.*": NOT_TRAINED, "fsdp.*": GPUS, "dataloader.*": PROCESS,
+    "tensor_parallel_plan.*": GPUS, "save_every_n_epochs": STEPS, "model.image_size": _IMAGES,
+    "model.encoder_trainable": _IMAGES, "model.decoder_trainable": _IMAGES, "model.fusion_trainable": _IMAGES,
+    "datasets": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -68,6 +83,10 @@ _OPTIMIZERS = {
     "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
     "bitsandbytes.optim.PagedAdamW": "paged_adamw_32bit",
 }  # fmt: skip
+_ALPACA_NOTE = (
+    "torchtune writes alpaca rows as text, 'Below is an instruction ...' with `### Instruction:`, before the model's template; "
+    "here the template alone is used"
+)
 #: Datasets with a source of their own: path, format, whether prompts are learnt.
 _DATASETS = {
     "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", True), "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", True),
@@ -99,6 +118,8 @@ def finish(config: ConfigReader) -> None:
         else:
             config.refuse("max_steps_per_epoch", "each epoch is cut there", "max_steps")
     read_dtype(config)
+    if "tokenizer.max_seq_len" not in config.values and not {"max_length", "excess_length"} & set(config.overrides):
+        config.assume("excess_length", "raise", "tokenizer.max_seq_len is not set: no row is cut; one too long stops the run")
     _dataset(config)
 
 
@@ -145,7 +166,9 @@ def _dataset(config: ConfigReader) -> None:
     config.settings["dataset.format"] = row_format
     config.assume("train_on_inputs", trains_on_prompts)
     columns = {key.rpartition(".")[2]: config.values[key] for key in mapped}
-    columns = {"instruction" if name == "input" else name: column for name, column in columns.items()}
+    if name == "instruct_dataset":  # rows of input and output, without alpaca's instruction
+        columns = {"instruction": columns.get("input", "input"), "output": columns.get("output", "output")}
+        columns = {field: column for field, column in columns.items() if field != column}
     columns |= {"text": config.value("dataset.column")} if "dataset.column" in config.values else {}
     field = "conversations" if row_format == "sharegpt" else "messages"
     columns |= (
@@ -156,8 +179,9 @@ def _dataset(config: ConfigReader) -> None:
     if columns:
         config.settings["dataset.columns"] = columns
     for key in keys:
-        config.share(key, f"dataset.path {config.settings['dataset.path']}")
+        note = _ALPACA_NOTE if name.startswith("alpaca") and key == "dataset._component_" else ""
+        config.share(key, f"dataset.path {config.settings['dataset.path']}", note)
         config.keys_by_setting["dataset.path"] = key
 
 
-TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True)
+TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True, interpolates=True)

@@ -7,14 +7,25 @@ from typing import Any
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool
 from finetune.recipe.foreign.shared import (
     DATASET_CACHE,
+    DIFFERENT_DATASETS,
     KERNELS,
     MEMORY,
-    NOT_TRAINED,
+    PROCESS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
+    UPLOAD,
+    assume_peft_targets,
+    merge_datasets,
     read_targets,
     read_training_arguments,
 )  # fmt: skip
+from finetune.recipe.schema import ALIASES, SWITCHES, Recipe
+
+_REWARDS = (
+    "reward_funcs", "reward_weights", "num_generations", "max_completion_length", "log_completions", "temperature",
+    "dataset_prompt_column", "system_prompt", "use_vllm", "num_iterations", "epsilon", "scale_rewards",
+)  # fmt: skip
+PREFERENCE_LOSS = Refuse("is of training by preferences or rewards, which is not supported")
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
@@ -36,7 +47,10 @@ KEYS: dict[str, Rule] = {
     "dataset_test_split": Read(),
     "datasets": Refuse("one dataset is read", lifted_by="dataset.path"), "dataset_streaming": MEMORY,
     "dataset_text_field": Read(), "dataset_num_proc": DATASET_CACHE,
-    "dataset_kwargs": Refuse("rows are prepared by finetune"), "max_length": Keep("max_length"),
+    "dataset_kwargs": Read(), "dataset_mixture": Read(), "dataset_mixer": Read(), "dataset_splits": Read(),
+    "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), "use_flash_attention_2": KERNELS,
+    "beta": PREFERENCE_LOSS, "max_prompt_length": PREFERENCE_LOSS, "rpo_alpha": PREFERENCE_LOSS,
+    **dict.fromkeys(_REWARDS, PREFERENCE_LOSS), "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
     "max_seq_length": Keep("max_length"),
     "truncation_mode": Refuse("the start is kept", ("keep_start",)), "packing": Keep("packing"), "eval_packing": MEMORY,
     "packing_strategy": Refuse("rows are packed whole", ("bfd", "ffd")), "padding_free": MEMORY, "pad_to_multiple_of": MEMORY,
@@ -47,7 +61,6 @@ KEYS: dict[str, Rule] = {
     "shuffle_dataset": Ignore("rows are shuffled anyway"),
     "router_aux_loss_coef": Refuse("the router's loss is not added"), "use_liger": KERNELS, "ignore_bias_buffers": KERNELS,
     "gradient_checkpointing_use_reentrant": MEMORY,
-    "use_vllm": NOT_TRAINED,
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -56,17 +69,28 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_LOSS_NOTE = (
+    "as TRL does without assistant_only_loss, prompts of messages are learnt, too; of rows with prompt and completion TRL "
+    "learns only the completion: then set train_on_inputs=false"
+)
+
+
 def finish(config: ConfigReader) -> None:
     """Keys of TRL that combine."""
     read_training_arguments(config)
-    read_targets(config, "lora_target_modules")
+    if "lora_target_modules" in config.values:
+        read_targets(config, "lora_target_modules")
+    else:
+        assume_peft_targets(config, str(config.overrides.get("model_name_or_path") or config.value("model_name_or_path", "")))
     if config.is_on("use_peft"):
         config.ignore("use_peft", "is what finetune does")
     else:
-        config.refuse("use_peft", "is off, which trains all parameters; finetune trains LoRA adapters")
+        state = "is off" if "use_peft" in config.values else "is not set"
+        config.refuse("use_peft", f"{state}, which trains all parameters; use_peft=true trains LoRA adapters, as finetune does")
     _loss(config)
     if not config.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in config.values:
         config.keep("dataset_name", "dataset.path", config.value("dataset_name"))
+    _mixture(config)
     if "dataset_text_field" in config.values:
         field = config.value("dataset_text_field")
         if field == "text":
@@ -80,23 +104,89 @@ def finish(config: ConfigReader) -> None:
             config.keep("dataset_test_split", "dataset.eval_split", config.value("dataset_test_split"))
 
 
+def _mixture(config: ConfigReader) -> None:
+    """The alignment handbook's list of datasets with their weights."""
+    kwargs = config.value("dataset_kwargs")
+    if isinstance(kwargs, dict) and all(value is False for value in kwargs.values()):
+        config.ignore("dataset_kwargs", "the template writes the special tokens")
+    elif kwargs:
+        config.refuse("dataset_kwargs", "rows are prepared by finetune")
+    keys = [key for key in ("dataset_mixture", "dataset_mixer", "dataset_splits") if key in config.values]
+    if not keys or config.is_replaced("dataset.path", keys):
+        return
+    mixture = config.value("dataset_mixture")
+    entries = mixture.get("datasets") if isinstance(mixture, dict) else None
+    if keys != ["dataset_mixture"] or not isinstance(entries, list) or not all(_is_plain(entry) for entry in entries):
+        for key in keys:
+            config.refuse(key, "is a mixture of datasets that finetune doesn't read", "dataset.path")
+        return
+    merged = merge_datasets(_joined_splits(entries))
+    if not merged:
+        config.refuse("dataset_mixture", DIFFERENT_DATASETS, "dataset.path")
+        return
+    held_out = {"test_split_size": mixture["test_split_size"]} if mixture.get("test_split_size") else {}
+    for setting, value in reversed({**merged, **held_out}.items()):
+        config.keep("dataset_mixture", f"dataset.{setting}", value)
+
+
+def _is_plain(entry: Any) -> bool:
+    """Whether a dataset of a mixture has only keys and columns that finetune reads."""
+    columns = {"messages", "prompt", "completion", "text"}
+    return (
+        isinstance(entry, dict)
+        and set(entry) <= {"id", "config", "split", "columns", "weight"}
+        and isinstance(entry.get("id"), str)
+        and set(entry.get("columns") or []) <= columns
+    )
+
+
+def _joined_splits(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each dataset as settings; the splits of one dataset as one, `train+test`, as the hub's loader reads it."""
+    datasets: dict[tuple[str, str | None, float], dict[str, Any]] = {}
+    for entry in entries:
+        weight, split = float(entry.get("weight") or 1.0), str(entry.get("split") or "train")
+        dataset = datasets.setdefault((entry["id"], entry.get("config"), weight), {"path": entry["id"], "split": ""})
+        dataset["split"] = f"{dataset['split']}+{split}".lstrip("+")
+        dataset |= {"name": entry["config"]} if entry.get("config") not in (None, "default") else {}
+        dataset |= {"weights": [weight]} if weight != 1.0 else {}
+    for dataset in datasets.values():
+        if dataset["split"] == "train":
+            del dataset["split"]
+    return list(datasets.values())
+
+
 def _loss(config: ConfigReader) -> None:
     """Which tokens are learnt. TRL also learns the prompts of messages, but of prompt and completion only the completions."""
     answer_only_keys = [key for key in ("assistant_only_loss", "completion_only_loss") if config.is_on(key)]
     for key in ("assistant_only_loss", "completion_only_loss"):
         if key in config.values:
             config.keep(key, "train_on_inputs", not answer_only_keys)
-    if "train_on_inputs" not in config.settings and "train_on_inputs" not in config.overrides:
-        config.refuse(
-            "assistant_only_loss",
-            "is not set: TRL learns prompts of messages, too (train_on_inputs=true), but not of prompt and completion (false)",
-            "train_on_inputs",
-        )
+    config.assume("train_on_inputs", True, _LOSS_NOTE if "dataset_text_field" not in config.values else "")
+
+
+def has_only_its_keys(values: dict[str, Any]) -> bool:
+    """Whether a configuration without a key of its own is TRL's: all its keys are, and three or more are not a recipe's."""
+    others = set(values) - {*Recipe.model_fields, *ALIASES, *SWITCHES}
+    return len(others) >= 3 and all(key in KEYS for key in values)
 
 
 TOOL = Tool(
     "TRL",
-    frozenset({"use_peft", "dataset_name", "dataset_text_field", "lora_task_type", "assistant_only_loss"}),
+    frozenset(
+        {
+            "use_peft",
+            "dataset_name",
+            "dataset_text_field",
+            "lora_task_type",
+            "assistant_only_loss",
+            "dataset_mixture",
+            "dataset_mixer",
+            "dataset_train_split",
+            "chat_template_path",
+            "completion_only_loss",
+            "use_bnb_nested_quant",
+        }
+    ),
     KEYS,
     DEFAULTS,
     finish,

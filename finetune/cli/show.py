@@ -1,0 +1,64 @@
+"""`finetune show`: one run's state, losses, scores and recipe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.markup import escape
+
+from finetune.cli.output import print_json
+from finetune.cli.render import out, state_text, table
+from finetune.events import Evaluation, EventReader
+from finetune.run.directory import RunDirectory, open_run
+from finetune.run.state import read_state
+
+_SCORES = {"exact_match": "exact match", "score": "score", "loss": "loss per trained token", "token_accuracy": "token accuracy"}
+
+
+def show_run(source: str, *, as_json: bool) -> None:
+    """Print one run: how far it is, its losses, the scores of its evaluations, and its recipe."""
+    run = open_run(source)
+    state, recipe = read_state(run), run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
+    losses = [event.eval_loss for event in EventReader(run.events).new() if isinstance(event, Evaluation)]
+    held_out = min((loss for loss in losses if loss is not None), default=None)
+    scores = _scores(run)
+    if as_json:
+        print_json({
+            "run": str(run.path), "state": state.state, "message": state.message, "step": state.step,
+            "total_steps": state.total_steps, "loss": state.loss, "eval_loss": held_out, "scores": scores, "recipe": recipe,
+        })  # fmt: skip
+        return
+    out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
+    loss = "" if state.loss is None else f", loss {state.loss:.4f}"
+    best = "" if held_out is None else f", lowest held-out loss {held_out:.4f}"
+    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}{loss}{best}")
+    if scores:
+        _print_scores(scores)
+    else:
+        out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
+    print(f"\n{recipe}", end="")
+
+
+def _scores(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The scores of each evaluation, base and tuned, without their rows."""
+    evaluations = {}
+    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            pair = {name: {key: values[name].get(key) for key in _SCORES} for name in ("base", "tuned")}
+        except (OSError, ValueError, KeyError, AttributeError):
+            continue
+        evaluations[path.stem.removeprefix("scores-")] = {"rows": values.get("rows"), **pair}
+    return evaluations
+
+
+def _print_scores(scores: dict[str, dict[str, Any]]) -> None:
+    shown = table("evaluation", "score", ">base", ">tuned")
+    for name, values in scores.items():
+        for key, title in _SCORES.items():
+            if values["tuned"][key] is not None and values["base"][key] is not None:
+                shown.add_row(
+                    f"{name}, {values['rows']} rows", title, f"{values['base'][key]:.4f}", f"{values['tuned'][key]:.4f}"
+                )
+    out.print(shown)

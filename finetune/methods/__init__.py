@@ -1,0 +1,22 @@
+"""What a training method computes: its batches, the loss that the worker and the dry run call, and its metrics.
+
+finetune/recipe/methods.py has what data, forecast and planner must know of each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.methods.dpo import Dpo
+from finetune.methods.method import TrainingMethod
+from finetune.methods.sft import Sft
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
+
+_METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "dpo": Dpo}
+
+
+def method_of(settings: Settings) -> TrainingMethod:
+    """The method of a recipe, with its settings."""
+    return _METHODS[settings.method](settings)

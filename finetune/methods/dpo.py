@@ -1,0 +1,98 @@
+"""Direct preference optimisation (Rafailov et al., 2023): learn to prefer the chosen of two answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, forward
+
+#: beta of the paper, TRL, LLaMA-Factory and Axolotl.
+USUAL_BETA = 0.1
+
+
+class PairCollator:
+    """A batch with the chosen answer of each row, and after these the rejected ones."""
+
+    def __init__(self, answers: Collator) -> None:
+        self._answers = answers
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """input_ids, labels and attention_mask of 2 x rows sequences."""
+        columns = ("input_ids", "labels")
+        return self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
+
+
+class Dpo(TrainingMethod):
+    """Losses on pairs, as TRL's DPOTrainer. The reference is the model without its adapter: no second model.
+
+    Its forward pass comes first, when no activations of the training pass are in memory.
+    """
+
+    counts_items = False
+
+    def collator(self, answers: Collator) -> Collator:
+        """Pairs."""
+        return PairCollator(answers)
+
+    def loss(
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool = False
+    ) -> MicroBatchLoss:
+        """A mean over the pairs. Rewards are beta times how much likelier an answer is than for the reference, in nats."""
+        with torch.no_grad(), getattr(model, "module", model).disable_adapter():
+            reference = forward(model, inputs, routed=False).log_probs.sum(dim=1)
+        outputs = forward(model, inputs, routed=routed)
+        log_ratios = outputs.log_probs.sum(dim=1) - reference
+        lengths = (inputs["labels"] != -100).sum(dim=1).clamp(min=1)
+        beta = self.settings.beta or USUAL_BETA
+        losses = PREFERENCE_LOSSES[self.settings.loss_type or "sigmoid"](beta, *log_ratios.chunk(2), *lengths.chunk(2))
+        chosen, rejected = (beta * log_ratios.detach()).chunk(2)
+        counts = {
+            "correct": outputs.is_top1.sum(), "pairs": torch.ones_like(chosen).sum(), "rewards/chosen": chosen.sum(),
+            "rewards/rejected": rejected.sum(), "rewards/accuracies": (chosen > rejected).sum(),
+        }  # fmt: skip
+        return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
+
+    def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
+        """Means over the pairs, by TRL's names."""
+        pairs = counts.get("pairs")
+        if not pairs:
+            return {}
+        means = {name: count / pairs for name, count in counts.items() if name.startswith("rewards/") and count is not None}
+        return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+
+
+def _sigmoid(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
+    return -logsigmoid(beta * (chosen - rejected))
+
+
+def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> torch.Tensor:
+    """Equation 17 of IPO, of means over the tokens of an answer."""
+    return (chosen / chosen_tokens - rejected / rejected_tokens - 1 / (2 * beta)) ** 2
+
+
+def _hinge(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
+    return torch.relu(1 - beta * (chosen - rejected))
+
+
+def _apo_zero(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
+    """For chosen answers better than the model's own."""
+    return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def _apo_down(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
+    """For chosen answers worse than the model's own."""
+    return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
+
+
+def _sppo_hard(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
+    return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+
+
+#: `loss_type` -> losses of pairs, from beta, the log-ratios of the chosen and rejected answers, and their tokens.
+PREFERENCE_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "sigmoid": _sigmoid, "ipo": _ipo, "hinge": _hinge, "apo_zero": _apo_zero, "apo_down": _apo_down, "sppo_hard": _sppo_hard,
+}  # fmt: skip

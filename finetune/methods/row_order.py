@@ -1,0 +1,85 @@
+"""Which rows are in a step, and in what order: the longest early, a step's rows by length."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from pyarrow import compute
+from torch.utils.data import Sampler
+
+from finetune.data.tokens import NOT_TRAINED
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Tokens of each row (of its longest answer), from the offsets: a million rows as lists of integers would take minutes and
+    gigabytes."""
+    columns = _columns(rows, "input_ids")
+    return np.max([compute.list_value_length(ids).to_numpy(zero_copy_only=False) for ids in columns], axis=0).tolist()
+
+
+def trained_counts(rows: Any) -> list[int]:
+    """Tokens of each row that count in the loss; the mean of several answers."""
+    return (
+        np.ceil(np.mean([_trained(labels.combine_chunks()) for labels in _columns(rows, "labels")], axis=0))
+        .astype(int)
+        .tolist()
+    )
+
+
+def _columns(rows: Any, name: str) -> list[Any]:
+    table = rows.with_format("arrow")[:]
+    return [table[column] for column in table.column_names if column.endswith(name)]
+
+
+def _trained(labels: Any) -> np.ndarray:
+    ends = np.cumsum(compute.list_value_length(labels).to_numpy(zero_copy_only=False))
+    counts = np.concatenate(([0], np.cumsum(labels.flatten().to_numpy(zero_copy_only=False) != NOT_TRAINED)))
+    return np.diff(counts[ends], prepend=0)
+
+
+class LongestEarly(Sampler[int]):
+    """Random order by seed and epoch, except that the two longest rows train in the first two optimizer steps, so that out of
+    memory happens there and not at step 2,321, and that a step's rows are sorted by length, so that its micro-batches have
+    little padding. Which rows are in a step is not changed by the sorting, and so neither is the step's gradient.
+
+    The second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
+    gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
+    are swapped with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
+    the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps.
+    """
+
+    def __init__(self, lengths: list[int], seed: int, batch: int, steps: int) -> None:
+        self._lengths, self._seed, self._batch, self._steps, self._epoch = lengths, seed, batch, steps, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which selects the order."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = torch.randperm(len(self._lengths), generator=generator).tolist()
+        indices = self._longest_indices()
+        longest = heapq.nlargest(len(indices), range(len(order)), key=self._lengths.__getitem__)
+        for row, index in zip(longest, indices, strict=True):
+            other = order.index(row)
+            order[index], order[other] = row, order[index]
+        starts = range(0, len(order), self._batch)
+        return iter([row for start in starts for row in self._sorted(order[start : start + self._batch], start)])
+
+    def _sorted(self, rows: list[int], start: int) -> list[int]:
+        """A step's rows by length: those of the first step from the longest down, others up."""
+        return sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
+
+    def _longest_indices(self) -> tuple[int, ...]:
+        """Indices of the longest rows in this epoch, the longest first."""
+        rows = len(self._lengths)
+        if self._epoch == 0:
+            return (0,)[:rows] if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)
+        return (rows - 1,) if self._epoch == 1 and 0 < rows <= self._batch else ()  # one step an epoch

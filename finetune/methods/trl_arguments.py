@@ -1,0 +1,65 @@
+"""A recipe's settings as fields of TRL's SFTConfig."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.model.techniques import training_arguments
+from finetune.recipe.compatibility import padding_multiple
+from finetune.recipe.methods import METHODS
+
+if TYPE_CHECKING:
+    from finetune.recipe import Settings
+
+
+def _warmup_steps(settings: Settings, total_steps: int) -> int:
+    return round(settings.warmup_ratio * total_steps) if settings.warmup_steps is None else settings.warmup_steps
+
+
+def trl_arguments(
+    settings: Settings, *, output_dir: str, total_steps: int | None, evaluates: bool, on_cpu: bool
+) -> dict[str, Any]:
+    """Fields of SFTConfig, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32).
+
+    `total_steps`: of the run; `evaluates`: whether there are held-out rows.
+    """
+    return dict(
+        output_dir=output_dir,
+        dataset_kwargs={"skip_prepare_dataset": True},  # rows come tokenised, with labels, none over max_length
+        max_length=None,
+        packing=False,  # packed by finetune.data.pack already, which checks that nothing is lost
+        padding_free=settings.packing,
+        pad_to_multiple_of=padding_multiple(settings, settings.per_device_train_batch_size),
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        per_device_eval_batch_size=settings.per_device_eval_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        num_train_epochs=settings.num_train_epochs,
+        max_steps=settings.max_steps or -1,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        warmup_steps=_warmup_steps(settings, total_steps or 0),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        bf16=settings.dtype == "bfloat16",
+        fp16=settings.dtype == "float16",
+        use_cpu=on_cpu,
+        ddp_find_unused_parameters=False,
+        save_on_each_node=settings.launch.num_machines > 1,  # each machine has a run directory of its own
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # it would replace a NaN by the last finite loss
+        eval_strategy="steps" if settings.eval_steps and evaluates else "no",
+        eval_steps=settings.eval_steps or None,
+        prediction_loss_only=True,
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=None,  # see finetune.run.seal.rotate
+        report_to=[],  # trackers follow the events, see finetune.run.trackers
+        disable_tqdm=True,
+        dataloader_num_workers=settings.dataloader_num_workers,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=METHODS[settings.method].sequences == 1,
+        **training_arguments(settings),
+    )

@@ -1,0 +1,61 @@
+"""The training methods of a recipe's `method`: a row for each, with what data, forecast and planner must know of it.
+
+What they compute is in finetune/methods. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """`sequences`: tokenised sequences of a row, all in one micro-batch. `reference_passes`: forward passes without gradients
+    beside each training pass.
+
+    `row_format`: the only format of its rows; None: any format with one answer. `settings`: those of a recipe that no other
+    method reads. `refused`: other settings that don't work with it, and why. `rate_factor`: what its learning rate is of
+    SFT's, with `rate_source`.
+    """
+
+    sequences: int = 1
+    reference_passes: int = 0
+    row_format: str | None = None
+    settings: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    rate_factor: float = 1.0
+    rate_source: str = ""
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows can be packed."""
+        return "packing" not in dict(self.refused)
+
+
+METHODS = {
+    "sft": Method(),
+    "dpo": Method(
+        sequences=2, reference_passes=1, row_format="preference", settings=("beta", "loss_type"),
+        rate_factor=0.025, rate_source="a fortieth of SFT's: 5e-6 where that has 2e-4 (TRL's dpo.py and sft.py with LoRA)",
+        refused=(
+            ("packing", "pairs are not packed"),
+            ("train_on_inputs", "the prompt is the same in both answers of a pair"),
+            ("adapter_name_or_path", "the reference would be the bare base; merge that adapter first:  finetune merge RUN"),
+        ),
+    ),
+}  # fmt: skip
+#: Metrics of methods, by the names in events -> label and format.
+METRICS = {
+    "rewards/accuracies": ("pairs in order", "{:.1%}"), "rewards/margins": ("reward margin", "{:.3g}"),
+    "rewards/chosen": ("reward of chosen", "{:.3g}"), "rewards/rejected": ("reward of rejected", "{:.3g}"),
+}  # fmt: skip
+#: Those of one line.
+MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
+#: Formats that only some methods read, all others are for those without one.
+METHOD_FORMATS = {method.row_format for method in METHODS.values()} - {None}
+
+
+def methods_reading(row_format: str) -> list[str]:
+    """The methods that read rows of this format."""
+    wanted = row_format if row_format in METHOD_FORMATS else None
+    return [name for name, method in METHODS.items() if method.row_format == wanted]

@@ -1,0 +1,99 @@
+"""Pairs of answers in the shapes of other tools: the same prompt and answers from each, or one sentence why not."""
+
+import json
+
+import pytest
+from small_data import recipe, talk
+from test_nothing_learnt_by_mistake import DPO
+
+from finetune.data import prepare, read_examples
+from finetune.data.formats import parse
+from finetune.data.tokens import NOT_TRAINED
+from finetune.errors import DataError
+from finetune.recipe import recipe_from
+
+HELLO, GO = ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in ("Hello", "Go."))
+ASK = [{"from": "human", "value": "Hi"}]
+#: TRL with the prompt in the answers, and apart; UltraFeedback; LLaMA-Factory's two; Anthropic's transcripts; JSON in text.
+SHAPES = {
+    "implicit": {"chosen": HELLO, "rejected": GO},
+    "explicit": {"prompt": HELLO[:1], "chosen": HELLO[1:], "rejected": GO[1:]},
+    "ultrafeedback": {"prompt": "Hi", "chosen": HELLO, "rejected": GO},
+    "ranking-sharegpt": {
+        "conversations": ASK, "chosen": {"from": "gpt", "value": "Hello"}, "rejected": {"from": "gpt", "value": "Go."},
+    },
+    "ranking-alpaca": {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "Go."},
+    "axolotl": {"messages": HELLO[:1], "chosen": HELLO[1], "rejected": GO[1]},
+    "transcripts": {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go."},
+    "json": {"prompt": HELLO[:1], "chosen": json.dumps(HELLO[1:]), "rejected": json.dumps(GO[1:])},
+}  # fmt: skip
+
+
+def pairs(path, **more):
+    return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path, **more}, "method": "dpo"})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_the_same_pair(shape):
+    example = parse(SHAPES[shape], "preference", {}, "rows.jsonl", 1)
+    assert [one.question()[-1]["content"] for one in example.pair()] == ["Hi", "Hi"]
+    assert [one.reference() for one in example.pair()] == ["Hello", "Go."]
+
+
+def test_texts_stay_texts():
+    example = parse({"prompt": "Q: 1+1?", "chosen": " 2", "rejected": " 3"}, "preference", {}, "rows.jsonl", 1)
+    assert [(one.prompt, one.completion) for one in example.pair()] == [("Q: 1+1?", " 2"), ("Q: 1+1?", " 3")]
+
+
+@pytest.mark.parametrize("shape", ["implicit", "ranking-alpaca"])
+def test_a_row_has_both_answers_and_trains_nothing_of_the_prompt(write, tokenizer, shape):
+    longer = {"implicit": talk("Hi", "Hello and welcome")["messages"], "ranking-alpaca": "Hello and welcome"}[shape]
+    path = write("rows.jsonl", [SHAPES[shape], {**SHAPES[shape], "chosen": longer}])
+    prepared = prepare(pairs(path), tokenizer, max_length=None)
+    rows = prepared.train[:]
+    assert list(rows) == ["input_ids", "labels", "rejected_input_ids", "rejected_labels"]
+    for prefix, answers in (("", ["Hello", "Hello and welcome"]), ("rejected_", ["Go.", "Go."])):
+        for ids, labels, answer in zip(rows[f"{prefix}input_ids"], rows[f"{prefix}labels"], answers, strict=True):
+            trained = [token for token in labels if token != NOT_TRAINED]
+            assert tokenizer.decode(trained, skip_special_tokens=True).strip() == answer
+            start = next(index for index, label in enumerate(labels) if label != NOT_TRAINED)
+            assert ids[:start] == rows["input_ids"][0][:start]
+    assert prepared.lengths == [max(map(len, ids)) for ids in zip(rows["input_ids"], rows["rejected_input_ids"], strict=True)]
+    assert prepared.report.total_tokens == sum(map(len, (*rows["input_ids"], *rows["rejected_input_ids"])))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Hi", "chosen": "Yes", "rejected": " Yes"}, "are equal"),
+        ({"chosen": HELLO, "rejected": HELLO}, "are equal"),
+        ({"chosen": HELLO, "rejected": [{"role": "user", "content": "Other"}, GO[1]]}, "differ in the prompt"),
+        ({"prompt": "Bye", "chosen": HELLO, "rejected": GO}, "its prompt is not the row's"),
+        ({"chosen": "Hello", "rejected": "Go."}, "without a prompt"),
+        ({"chosen": HELLO[1:], "rejected": GO[1:]}, "no prompt"),
+        ({"prompt": "Hi", "chosen": "", "rejected": "Go."}, "empty"),
+        ({"prompt": "Hi", "chosen": None, "rejected": "Go."}, "missing"),
+        ({"prompt": "Hi", "chosen": 7, "rejected": "Go."}, "number"),
+        ({"chosen": [*HELLO, HELLO[0]], "rejected": HELLO}, "what follows"),
+    ],
+)
+def test_what_is_no_pair_is_refused_by_its_row(write, tokenizer, row, reason):
+    path = write("rows.jsonl", [SHAPES["implicit"] if "prompt" not in row else SHAPES["ultrafeedback"], row])
+    with pytest.raises(DataError, match=f"(?s)row 2.*{reason}"):
+        prepare(pairs(path), tokenizer, max_length=None)
+
+
+def test_sft_names_the_method_for_pairs_and_dpo_refuses_single_answers(write, tokenizer):
+    path = write("rows.jsonl", [SHAPES["implicit"]])
+    with pytest.raises(DataError, match=DPO) as error:
+        read_examples(recipe(path).dataset)
+    assert "method=dpo" in error.value.fix
+    with pytest.raises(DataError, match="chosen"):
+        prepare(pairs(write("talks.jsonl", [talk("Hi", "Hello")])), tokenizer, max_length=None)
+
+
+def test_columns_by_other_names_are_mapped(write, tokenizer):
+    row = {"question": "Hi", "response_j": "Hello", "response_k": "Go."}
+    columns = {"instruction": "question", "chosen": "response_j", "rejected": "response_k"}
+    prepared = prepare(pairs(write("rows.jsonl", [row]), columns=columns), tokenizer, max_length=None)
+    assert prepared.examples[0].reference() == "Hello"

@@ -1,0 +1,101 @@
+"""Loss, rewards and gradients of pairs against TRL's own DPOTrainer, on the same rows."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from finetune.methods.dpo import PREFERENCE_LOSSES, Dpo
+from finetune.model.checkpointing import decoder_layers
+from finetune.model.lean_layers import make_lean, undo_lean
+from finetune.recipe import plainest, recipe_from
+
+VOCABULARY = 64
+#: Prompt, chosen and rejected answer as words, of uneven lengths.
+PAIRS = [("w3 w4 w5", "w6 w7", "w8 w9 w10 w11"), ("w12", "w13 w14 w15 w16 w17", "w18")]
+
+
+def tokenizer():
+    words = {f"w{number}": number for number in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    backend = Tokenizer(WordLevel(words, "w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """TRL's, of a model whose adapter is not zero, so that it differs from its reference."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, pad_token_id=62
+    )
+    arguments = DPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False, report_to=[], beta=0.3, max_length=None
+    )
+    texts = Dataset.from_list([{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in PAIRS])
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = DPOTrainer(
+        model=LlamaForCausalLM(config), args=arguments, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter
+    )
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return trainer
+
+
+def rows():
+    """The pairs as this project's rows, and as TRL's."""
+    ids = [[[int(word[1:]) for word in text.split()] for text in texts] for texts in PAIRS]
+    ours, trls = [], []
+    for prompt, chosen, rejected in ids:
+        row = {}
+        for prefix, answer in (("", chosen), ("rejected_", rejected)):
+            row |= {f"{prefix}input_ids": prompt + answer, f"{prefix}labels": [-100] * len(prompt) + answer}
+        ours.append(row)
+        trls.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
+    return ours, trls
+
+
+def gradients(model):
+    copies = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return copies
+
+
+@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("loss_type", PREFERENCE_LOSSES)
+def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
+    ours, trls = rows()
+    model = trainer.model.train()
+    trainer.loss_types = [loss_type]
+    theirs = trainer.compute_loss(model, DataCollatorForPreference(pad_token_id=62)(trls))
+    theirs.backward()
+    expected = gradients(model)
+
+    (make_lean if lean else undo_lean)(list(decoder_layers(model)))
+    settings = plainest(recipe_from({
+        "model_name_or_path": "m", "dataset": "d.jsonl", "method": "dpo", "beta": 0.3, "loss_type": loss_type,
+    }))  # fmt: skip
+    method = Dpo(settings)
+    batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours)
+    computed = method.loss(model, batch)
+    computed.loss.backward()
+    undo_lean(list(decoder_layers(model)))
+
+    assert computed.loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
+    computed_gradients = gradients(model)
+    assert computed_gradients.keys() == expected.keys()
+    for name, gradient in computed_gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    metrics = method.metrics({name: float(count) for name, count in computed.counts.items()})
+    measured = {name: values[-1] for name, values in trainer._metrics["train"].items() if name in metrics}
+    assert metrics == pytest.approx(measured, abs=1e-6)
+    assert len(measured) == 4
