@@ -103,13 +103,13 @@ def test_what_may_matter_in_public_datasets_is_one_question_with_its_answer(writ
 )
 def test_a_harmless_name_with_other_values_is_asked_about(write, name, values):
     path = write("rows.jsonl", [{**alpaca(n), name: values[n % 2]} for n in range(4)])
-    with pytest.raises(DataError, match=f"aren't used: {name} "):
+    with pytest.raises(DataError, match=f"is learnt: {name} "):
         read_examples(recipe(path).dataset)
 
 
 def test_a_column_that_the_mapping_hides_is_asked_about(write):
     path = write("rows.jsonl", [{"instruction": f"Secret {n}", "question": f"Q {n}", "output": f"A {n}"} for n in range(4)])
-    with pytest.raises(DataError, match="aren't used: instruction .text."):
+    with pytest.raises(DataError, match="is learnt: instruction .text."):
         read_examples(recipe(path, columns={"instruction": "question"}).dataset)
 
 
@@ -131,7 +131,7 @@ def test_constant_empty_and_left_out_columns_are_listed(write):
 def test_a_flag_on_messages_is_asked_about(write, flag):
     path = write("rows.jsonl", [{"messages": [{**turn, **flag} for turn in turns(n)]} for n in range(3)])
     [name] = flag
-    with pytest.raises(DataError, match=f"of messages .* aren't used: {name}") as error:
+    with pytest.raises(DataError, match=f"of messages .* is learnt: {name}") as error:
         read_examples(recipe(path).dataset)
     [settings] = advised(error.value.fix)
     assert len(read_examples(recipe(path, **settings).dataset).train.examples) == 3
