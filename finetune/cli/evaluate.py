@@ -76,8 +76,13 @@ def show_scores(
     )
     names = ("before", "now") if forgetting else ("base", "tuned")
     gap = " - ".join(reversed(names))
+    if len(result.tuned.row_losses) > result.rows:
+        kind += f", loss of {len(result.tuned.row_losses)} sequences"
     reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
+    if result.trained_rows:
+        share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
+        out.print(f"[yellow]note:[/] the run was trained on {share}: what is learnt by heart scores well here")
     for note in result.notes:
         err.print(f"[yellow]{escape(note)}[/]")
     out.print(_table(result, names))

@@ -157,6 +157,8 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
         if report is not None:
             if report.rows_read != report.rows_used:
                 out.print(f"{name} data: {escape(report.account())}")
+            if report.unused_columns:
+                out.print(f"{name} data: columns not used: {escape(', '.join(report.unused_columns))}")
             for warning in report.warnings:
                 out.print(f"[yellow]note:[/] {escape(warning)}")
     if (origin := base_adapter_of(run)) is not None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 #: Limit of one row in characters: about a million tokens, more than fits any GPU here, and tokenised in seconds.
 ROW_LIMIT = 4 * 2**20
+#: Texts that stand for no value.
+BLANK_TEXTS = ("", "[]", "{}", "null", "None")
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
+
+#: What is wrong with rows of tokens, and what to do.
+TOKENISED = (
+    "these rows are tokens already (input_ids), and of one model only; finetune makes them from text",
+    "Name the file of texts that they were made from as dataset.path.",
+)
 
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
@@ -23,6 +32,13 @@ class BadRow(Exception):  # noqa: N818 - caught where file and row number are kn
 def is_missing(value: Any) -> bool:
     """Whether a value is None or NaN, as empty cells of tables are."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a value is missing, empty, or text for that."""
+    if isinstance(value, str):
+        return value.strip() in BLANK_TEXTS
+    return is_missing(value) or (isinstance(value, (list, dict, tuple)) and not value)
 
 
 def required_text(row: dict[str, Any], field: str) -> str:
@@ -62,6 +78,24 @@ def valid_json(value: Any, field: str) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(field, f"can't be written as JSON: {error}") from None
     return value
+
+
+def as_json_text(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The row with what isn't text in these columns, or in these fields of its messages, written as JSON. Raises BadRow."""
+    names = set(names)
+    if not names:
+        return row
+    written = {name: _json_text(value, name) if name in names else value for name, value in row.items()}
+    for name, value in row.items():
+        if name not in names and isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            written[name] = [as_json_text(item, names) if isinstance(item, dict) else item for item in value]
+    return written
+
+
+def _json_text(value: Any, field: str) -> Any:
+    if isinstance(value, str) or is_missing(value):
+        return value
+    return json.dumps(valid_json(value, field), ensure_ascii=False)
 
 
 def parse_if_text(value: Any, field: str) -> Any:

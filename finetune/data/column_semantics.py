@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.data.checks import SPLITS, BadRow, is_missing, parse_if_text
+from finetune.data.checks import SPLITS, TOKENISED, BadRow, is_blank, parse_if_text
 from finetune.data.report import printable
 from finetune.errors import DataError
 
@@ -37,11 +38,12 @@ MEANINGS: dict[str, str] = {
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call", "function_calls"), _TOOLS),
     "split": _SPLIT,
 }  # fmt: skip
-#: Scores, weights and reasoning beside plain text, as corpora from the web have, don't change it.
-_IRRELEVANT_FOR_TEXT = (_SCORE, _CONTEXT, _REASONING)
+#: Beside plain text a score, as corpora from the web have it, doesn't change it.
+_DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, _CONTEXT, _REASONING)
 #: Fields of a message that change its meaning.
 _MESSAGE_FIELDS = {name for name, what in MEANINGS.items() if what not in (_CONTEXT, _SPLIT)}
-_PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+#: What stands in a text for an image, a sound or a video.
+MEDIA_TAGS = ("<image>", "<video>", "<audio>")
 _MEDIA_COLUMNS = tuple(name for name, what in MEANINGS.items() if what == _MEDIA)
 #: Weights that change nothing.
 _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
@@ -55,74 +57,24 @@ class UnusedField(BadRow):
         self.name = name
 
 
-class UnusedColumns:
-    """Collects the numbers of rows with columns or message fields that change the meaning and aren't used."""
-
-    def __init__(self, file: str, format_name: str, used_columns: Iterable[str]) -> None:
-        self._file, self._format, self._used = file, format_name, set(used_columns)
-        self.rows_by_name: dict[str, list[int]] = {}
-
-    def add_row(self, row: dict[str, Any], number: int) -> None:
-        """Add the unused columns of a row of this format, after renaming."""
-        for column, value in row.items():
-            if column not in self._used and self._changes_meaning(column, value):
-                self.rows_by_name.setdefault(column, []).append(number)
-
-    def add_field(self, name: str, number: int) -> None:
-        """Add an unused field of a message."""
-        self.rows_by_name.setdefault(name, []).append(number)
-
-    def merge(self, rows_by_name: dict[str, list[int]]) -> None:
-        """Add those of other rows."""
-        for name, numbers in rows_by_name.items():
-            self.rows_by_name.setdefault(name, []).extend(numbers)
-
-    def _changes_meaning(self, column: str, value: Any) -> bool:
-        meaning = MEANINGS.get(column.lower()) if isinstance(column, str) else None
-        if meaning is None or (self._format == "text" and meaning in _IRRELEVANT_FOR_TEXT):
-            return False
-        if meaning == _SPLIT:
-            return value in SPLITS and value != SPLITS[0]
-        return not _is_blank(value) and not (meaning == _WEIGHT and value in _NEUTRAL_WEIGHTS)
-
-    @property
-    def stops_run(self) -> bool:
-        """Whether `raise_if_any` will raise, whatever rows follow."""
-        return blocks_run(self.rows_by_name)
-
-    def raise_if_any(self, rows_read: int) -> None:
-        """Raise DataError that names each column and a fix. A `split` in all `rows_read` rows is no mixture."""
-        if len(self.rows_by_name.get("split", ())) == rows_read:
-            self.rows_by_name.pop("split", None)
-        if not self.rows_by_name:
-            return
-        problems = []
-        for column, numbers in self.rows_by_name.items():
-            first_rows = ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
-            problems.append(
-                f"{self._file}: '{printable(column)}' isn't used, and it says {MEANINGS[column.lower()]}: "
-                f"{len(numbers):,} row(s), the first {first_rows}"
-            )
-        names = ", ".join(printable(column) for column in self.rows_by_name)
-        meanings = dict.fromkeys(MEANINGS[column.lower()] for column in self.rows_by_name)
-        fixes = [_FIXES[meaning] for meaning in meanings if meaning in _FIXES]
-        raise DataError(problems, "\n".join([*fixes, f"To leave it out on purpose:  dataset.ignore_columns=[{names}]"]))
+def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
+    """Whether a column or field with this name changes the meaning of a row; None where the name doesn't decide it."""
+    meaning = MEANINGS.get(name.lower()) if isinstance(name, str) else None
+    if meaning is None or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
+        return None
+    if meaning == _SPLIT:
+        return value != SPLITS[0] if isinstance(value, str) and value in SPLITS else None
+    return not is_blank(value) and not (meaning == _WEIGHT and value in _NEUTRAL_WEIGHTS)
 
 
-def blocks_run(unused: Iterable[str]) -> bool:
-    """Whether these unused columns stop a run whatever rows follow; `split` alone does if a later row has another value."""
-    return bool(set(unused) - {"split"})
-
-
-_FIXES = {
-    _LABEL: "To train on good answers only, keep those rows:  jq -c 'select(.label)' FILE > good.jsonl",
-    _CONTEXT: "To use it, name the field it is, for example  dataset.columns={input: context}  (fields of alpaca: instruction, "
-    "input, output, system, history)",
+#: What to do about a column or field, by its meaning.
+FIXES = {
+    _LABEL: "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
     _REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "
     "or as reasoning_content in the messages.",
     _WEIGHT: "Messages may have train: true or false, or weight: 0 or 1. Rows have no weights here: repeat or remove rows.",
     _SCORE: "Keep the rows that are good enough, then leave the score out.",
-    _SPLIT: "To hold rows out:  dataset.eval_split=test  (the others are those of dataset.split, train)",
+    _SPLIT: "To hold rows out:  dataset.eval_split=SPLIT  (the others are those of dataset.split, train)",
     _TOOLS: "Tools are a column `tools` beside messages or conversations; calls are `tool_calls` of an assistant's message.",
 }
 
@@ -130,16 +82,16 @@ _FIXES = {
 def check_message(message: dict[str, Any], path: str, used_fields: Iterable[str]) -> None:
     """Raises UnusedField for a field of a message that changes its meaning and isn't in `used_fields`."""
     for name, value in message.items():
-        if isinstance(name, str) and name.lower() in _MESSAGE_FIELDS and name not in used_fields and not _is_blank(value):
+        if isinstance(name, str) and name.lower() in _MESSAGE_FIELDS and name not in used_fields and not is_blank(value):
             raise UnusedField(path, name)
 
 
 def check_placeholders(row: dict[str, Any], texts: Iterable[str]) -> None:
     """Raises BadRow when a text has a tag for an image, sound or video of the row, which is left out."""
-    if not any(not _is_blank(row.get(name)) for name in _MEDIA_COLUMNS):
+    if not any(not is_blank(row.get(name)) for name in _MEDIA_COLUMNS):
         return
     for text in texts:
-        if placeholder := next((tag for tag in _PLACEHOLDERS if tag in text), None):
+        if placeholder := next((tag for tag in MEDIA_TAGS if tag in text), None):
             raise BadRow(None, f"has {placeholder} in its text, in the place of what is left out")
 
 
@@ -151,11 +103,16 @@ def without_columns(row: dict[str, Any], ignored: Iterable[str]) -> dict[str, An
     return {name: _without_fields(value, ignored_names) for name, value in row.items() if name not in ignored_names}
 
 
+#: Fields without which a message is none: a column of such a name may be left out, they stay.
+_MESSAGE_PARTS = {"role", "content", "from", "value"}
+
+
 def _without_fields(value: Any, ignored: set[str]) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("[") and any(name in value for name in ignored):
         value = parse_if_text(value, "") if _is_json(value) else value
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return [{k: v for k, v in item.items() if k not in ignored} if isinstance(item, dict) else item for item in value]
+        dropped = ignored - _MESSAGE_PARTS
+        return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in value]
     return value
 
 
@@ -167,21 +124,26 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def refuse_other_data(rows: list[dict[str, Any]], file: str, mapped_columns: Iterable[str]) -> None:
+class PreferenceData(DataError):
+    """Rows with a better and a worse answer, in the columns `chosen` and `rejected`."""
+
+    def __init__(self, file: str, chosen: str, rejected: str) -> None:
+        super().__init__(
+            f"{file}: this is preference data ({chosen}/{rejected}), for DPO; method sft trains on one answer to a prompt",
+            "To learn to prefer the chosen answers:  method=dpo",
+        )
+        self.chosen, self.rejected = chosen, rejected
+
+
+def check_other_data(rows: list[dict[str, Any]], file: str, mapped_columns: Iterable[str]) -> None:
     """Raise DataError that names the kind of data if it isn't rows with answers. `mapped_columns`: named by the recipe."""
-    filled_columns = {name for row in rows for name, value in row.items() if not _is_blank(value)} - set(mapped_columns)
+    filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
         if filled_columns.issuperset(columns):
-            raise DataError(f"{file}: {problem}", fix)
+            raise DataError(f"{file}: {problem}", fix.replace("FILE", shlex.quote(file)))
     for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k")):
         if filled_columns.issuperset((chosen, rejected)):
-            first_row = next(row for row in rows if not _is_blank(row.get(chosen)))
-            named = "" if chosen == "chosen" else f"  dataset.columns={{chosen: {chosen}, rejected: {rejected}}}"
-            raise DataError(
-                f"{file}: this is preference data ({chosen}/{rejected}), for DPO; method sft trains on one answer to a prompt",
-                f"To learn to prefer the chosen answers:  method=dpo{named}\n"
-                f"To train on the chosen answers, in the recipe:\n  {_dataset_of_chosen(first_row, chosen, rejected)}",
-            )
+            raise PreferenceData(file, chosen, rejected)
 
 
 _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
@@ -193,48 +155,5 @@ _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
         "these are seed tasks (self-instruct: instruction, instances); the answers are inside instances",
         "Make a row for each:  jq -c '.instruction as $i | .instances[] | {instruction: $i, input, output}' FILE > rows.jsonl",
     ),
+    ("input_ids",): TOKENISED,
 }
-
-
-def _dataset_of_chosen(row: dict[str, Any], chosen: str, rejected: str) -> str:
-    """The `dataset:` setting that trains on the chosen answers of such rows."""
-    answer, ignored = row[chosen], [rejected]
-    if isinstance(answer, list) and any(isinstance(turn, dict) and _role(turn) in ("user", "human") for turn in answer):
-        columns = {"messages": chosen}
-        format_name = "messages"
-    else:
-        format_name, prompt_column = _format_and_prompt(row)
-        if format_name == "prompt_completion":
-            columns = {"completion": chosen} if prompt_column == "prompt" else {"prompt": prompt_column, "completion": chosen}
-        else:
-            columns = {"output": chosen} if prompt_column == "instruction" else {"instruction": prompt_column, "output": chosen}
-    used = (chosen, rejected, *_OPTIONAL_COLUMNS[format_name])
-    ignored += [column for column in row if column.lower() in MEANINGS and column not in used]
-    mapping = ", ".join(f"{field}: {column}" for field, column in columns.items())
-    return f"dataset: {{path: ..., format: {format_name}, columns: {{{mapping}}}, ignore_columns: [{', '.join(ignored)}]}}"
-
-
-_OPTIONAL_COLUMNS = {"messages": ("tools", "system"), "prompt_completion": ("tools",), "alpaca": ("input", "system", "history")}
-
-
-def _format_and_prompt(row: dict[str, Any]) -> tuple[str, str]:
-    """The format of a row with a prompt and a chosen answer, and the prompt's column."""
-    for column in ("conversations", "messages", "prompt", "instruction", "question", "query"):
-        value = row.get(column)
-        if isinstance(value, list):
-            return "prompt_completion", column
-        if isinstance(value, str) and value.strip():
-            return "alpaca", column
-    return "alpaca", "instruction"
-
-
-def _role(turn: dict[str, Any]) -> Any:
-    return turn.get("role", turn.get("from"))
-
-
-def _is_blank(value: Any) -> bool:
-    return (
-        is_missing(value)
-        or (isinstance(value, (str, list, dict, tuple)) and len(value) == 0)
-        or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null", "None"))
-    )

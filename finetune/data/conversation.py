@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import Any
 
@@ -23,8 +24,10 @@ _COPIED_KEYS = ("name", "tool_call_id")
 #: Keys of the reasoning before an answer; the template gets it under the key that it reads.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 #: Keys that say whether a message is trained on: OpenAI's, Axolotl's, ms-swift's and others'.
-_TRAIN_KEYS = ("weight", "train", "trainable", "training", "loss")
+_TRAIN_KEYS = ("weight", "loss_weight", "train", "trainable", "training", "loss")
 _FLAG_SPELLINGS = {False: (0, "0", "0.0", "false"), True: (1, "1", "1.0", "true")}
+#: Keys of turns that are a question and its answer.
+_PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("question", "answer"), ("prompt", "response"))
 _MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_TRAIN_KEYS, "tool_calls", "function_call")
 
 
@@ -40,7 +43,8 @@ def read_messages(value: Any, field: str, role_key: str = "role", content_key: s
         raise BadRow(field, f"is {type_phrase(value)}, not a list of messages")
     if not value:
         raise BadRow(field, "is empty")
-    return [_message(message, f"{field}[{index}]", role_key, content_key) for index, message in enumerate(value)]
+    turns = [message for turn in value for message in _messages_of(turn)]
+    return [_message(message, f"{field}[{index}]", role_key, content_key) for index, message in enumerate(turns)]
 
 
 def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
@@ -88,11 +92,50 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     return trained
 
 
+def unread_fields(value: Any, role_key: str, content_key: str) -> list[dict[str, Any]]:
+    """The fields of each message in a column that `read_messages` has read, without those that it reads."""
+    messages = value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(BadRow):  # it is plain text
+            messages = parse_if_text(value, "")
+    if isinstance(messages, dict):
+        messages = [messages]
+    if not isinstance(messages, list):
+        return []
+    return [_unread(message, role_key, content_key) for message in messages if isinstance(message, dict)]
+
+
+def _unread(message: dict[str, Any], role_key: str, content_key: str) -> dict[str, Any]:
+    read = {*_MESSAGE_KEYS, *_keys_in(message, role_key, content_key), *(_pair_keys(message) or ())}
+    return {name: value for name, value in message.items() if name not in read} if message.keys() - read else {}
+
+
+def _keys_in(message: dict[str, Any], role_key: str, content_key: str) -> tuple[str, str]:
+    """The keys of a message's role and content."""
+    role = role_key if role_key in message else "from" if "from" in message else role_key
+    return role, content_key if content_key in message else "value" if "value" in message else content_key
+
+
+def _pair_keys(turn: Any) -> tuple[str, ...] | None:
+    """The keys of a question and its answer, where a turn is both and has no role: `{human, assistant}`, `{input, output}`."""
+    if not isinstance(turn, dict) or "role" in turn or "from" in turn:
+        return None
+    keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), None)
+    return (*keys, "system") if keys and turn.get("system") else keys
+
+
+def _messages_of(turn: Any) -> list[Any]:
+    """The messages of a turn that is a question and its answer; any other turn is one message."""
+    keys = _pair_keys(turn)
+    roles = ("user", "assistant", "system")
+    messages = [{"role": role, "content": turn[key]} for role, key in zip(roles, keys or (), strict=False)]
+    return sorted(messages, key=lambda message: message["role"] != "system") if keys else [turn]
+
+
 def _message(source: Any, path: str, role_key: str, content_key: str) -> Message:
     if not isinstance(source, dict):
         raise BadRow(path, f"is {type_phrase(source)}, not a message with role and content")
-    role_key = role_key if role_key in source else "from" if "from" in source else role_key
-    content_key = content_key if content_key in source else "value" if "value" in source else content_key
+    role_key, content_key = _keys_in(source, role_key, content_key)
     check_message(source, path, (*_MESSAGE_KEYS, role_key, content_key))
     message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
     if str(source.get(role_key)).strip().lower() == "function_call":

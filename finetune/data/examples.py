@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.checks import BadRow
-from finetune.data.column_semantics import UnusedColumns, UnusedField, check_placeholders, refuse_other_data, without_columns
+from finetune.data.column_advice import advice_for, advice_for_unused
+from finetune.data.data_files import describe_split
 from finetune.data.example import Example
-from finetune.data.formats import FORMATS, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
 from finetune.data.readers import Row
 from finetune.data.report import Refused
+from finetune.data.row_parser import RowParser, choose_parser
 from finetune.data.shards import prompt_digest
-from finetune.data.sources import Source, bundled_eval, find_sources
+from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
+from finetune.data.unused_columns import UnusedValues, fixes_of
 from finetune.errors import DataError, RecipeError
 from finetune.recipe import DatasetRecipe
-from finetune.recipe.methods import METHOD_FORMATS
 
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
@@ -130,7 +130,15 @@ def _eval_sources(dataset: DatasetRecipe) -> list[Source]:
             dataset.path, config=dataset.name, split=dataset.eval_split, revision=dataset.revision, only_split=True,
             has_splits=True,
         )  # fmt: skip
-    return [] if dataset.test_split_size else bundled_eval(dataset.path)
+    if dataset.test_split_size:
+        return []
+    return bundled_eval(dataset.path) or ([] if "split" in dataset.model_fields_set else held_out_by_name(dataset.path))
+
+
+def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
+    """What the names of files decided: for each folder or pattern, which are trained on, held out and not read."""
+    paths = [{source.path for source in sources if source.path is not None} for sources in (training, held_out)]
+    return [describe_split(files, *paths) for files in split_files(dataset.path)]
 
 
 def _read_split(sources: list[Source], dataset: DatasetRecipe, limit: int | None) -> SplitRows:
@@ -164,52 +172,7 @@ def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> S
     reader.finish()
     parser = reader.parser
     read = reader.rows_read
-    return SplitRows((source.name,), parser.format, read, examples, refused, parser.unused_columns, 0, parser.columns)
-
-
-@dataclass(frozen=True)
-class ParsedBatch:
-    """Rows of one batch: examples, refused rows, and numbers of rows by unused column or field that changes the meaning."""
-
-    examples: list[Example]
-    refused: list[Refused]
-    unused: dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class RowParser:
-    """How to read the rows of a source: chosen from its first rows, the same for all."""
-
-    file: str
-    format: str
-    columns: dict[str, str]
-    ignored: tuple[str, ...]
-    unused_columns: tuple[str, ...]
-
-    def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
-        """The examples of some rows."""
-        examples: list[Example] = []
-        refused: list[Refused] = []
-        unused = self.unused()
-        for row in batch:
-            if isinstance(row, Refused):
-                refused.append(row)
-                continue
-            values = rename_columns(without_columns(row.values, self.ignored), self.columns)
-            unused.add_row(values, row.number)
-            try:
-                example = parse(values, self.format, self.columns, row.file, row.number)
-                check_placeholders(row.values, example.texts())
-                examples.append(example)
-            except UnusedField as error:
-                unused.add_field(error.name, row.number)
-            except BadRow as error:
-                refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
-        return ParsedBatch(examples, refused, unused.rows_by_name)
-
-    def unused(self) -> UnusedColumns:
-        """Counts rows with unused columns that change the meaning."""
-        return UnusedColumns(self.file, self.format, (*FORMATS[self.format].required, *FORMATS[self.format].optional))
+    return SplitRows((source.name,), parser.format, read, examples, refused, reader.unused_columns, 0, parser.columns)
 
 
 class SourceReader:
@@ -218,7 +181,8 @@ class SourceReader:
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
         self._sample = list(itertools.islice(self._remaining_rows, _SAMPLE_ROWS))
-        self.parser = _choose_parser(source.name, self._sample, dataset)
+        self._dataset = dataset
+        self.parser = _parser_of(source.name, self._sample, dataset)
         self.rows_read = 0
         self._unused = self.parser.unused()
 
@@ -237,36 +201,37 @@ class SourceReader:
         if batch:
             yield batch
 
-    def add_unused(self, unused: dict[str, list[int]]) -> None:
-        """Count the unused columns and fields of a batch."""
-        self._unused.merge(unused)
+    def add_unused(self, unused: UnusedValues) -> None:
+        """Add what a batch has that isn't read."""
+        self._unused.values.merge(unused)
 
     @property
     def stops_run(self) -> bool:
         """Whether `finish` will raise, so that later rows need no tokens."""
         return self._unused.stops_run
 
+    @property
+    def unused_columns(self) -> tuple[str, ...]:
+        """All columns, and fields of messages, that aren't read."""
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *self._unused.names)))
+
     def finish(self) -> None:
-        """Raise DataError when columns or fields that change the meaning aren't used."""
-        self._unused.raise_if_any(self.rows_read)
+        """Raise DataError when columns or fields that may change the meaning aren't read."""
+        if asked := self._unused.asked(self.rows_read):
+            sample = [row for row in self._sample if isinstance(row, Row)]
+            fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
+            raise DataError(self._unused.problems(asked), "\n".join(fixes))
 
 
-def _choose_parser(file: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> RowParser:
-    rows = [row.values for row in sample if isinstance(row, Row)]
+def _parser_of(file: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> RowParser:
+    rows = [row for row in sample if isinstance(row, Row)]
     if not rows:
         refused = next(row for row in sample if isinstance(row, Refused))
         raise DataError([f"{file}: none of the first {len(sample):,} row(s) can be read", str(refused)], "Correct the file.")
-    columns, ignored = dataset.columns, dataset.ignore_columns
-    if dataset.format not in METHOD_FORMATS:
-        refuse_other_data(rows, file, {*columns.values(), *ignored})
-    rows = [without_columns(values, ignored) for values in rows]
-    check_columns(rows, file, dataset.format, columns)
-    if not columns and dataset.format == "auto":
-        columns = usual_columns(rows)
-    renamed_rows = [rename_columns(values, columns) for values in rows]
-    format_name = detect(renamed_rows, file, columns) if dataset.format == "auto" else dataset.format
-    column_names = list(dict.fromkeys(column for values in renamed_rows for column in values))
-    return RowParser(file, format_name, columns, tuple(ignored), unused_columns(column_names, format_name))
+    try:
+        return choose_parser(file, [row.values for row in rows], dataset)
+    except DataError as error:
+        raise advice_for(error, rows, file, dataset) from None
 
 
 def _approximate_size(value: Any) -> int:

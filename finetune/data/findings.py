@@ -51,6 +51,14 @@ _NOTES = {
         "answers, system prompts or plain texts contain special tokens of the model, and they are tokenised as such, in {rows}",
         "Remove those that the chat template writes itself, such as the EOS token.",
     ),
+    "placeholder": (
+        "names in double braces, such as {{{{name}}}}, are learnt as they are written, in {rows}",
+        "Fill them in, unless they are meant, as in rows about templates.",
+    ),
+    "media": (
+        "<image>, <video> or <audio> is learnt as text, and there is no column with such files, in {rows}",
+        "Leave those rows out if they ask about a file.",
+    ),
     "unknown": (
         "characters that the tokenizer does not know become its unknown token, in {rows}",
         "Choose a model whose tokenizer knows them.",

@@ -138,12 +138,10 @@ _QUESTION_ANSWER_COLUMNS: tuple[dict[str, str], ...] = (
     {"instruction": "prompt", "output": "response"},
     {"instruction": "prompt", "output": "answer"},
 )
-#: Common column names -> the format and mapping to suggest.
-_SUGGESTIONS = (
-    (("conversation",), "sharegpt", ("conversations",)),
-    (("dialogue",), "messages", ("messages",)),
-    (("content",), "text", ("text",)),
-)
+
+
+class UnknownColumns(DataError):
+    """Columns that no format has, or not the one that the recipe names."""
 
 
 def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -164,8 +162,8 @@ def rename_columns(row: dict[str, Any], columns: dict[str, str]) -> dict[str, An
     return {**{name: value for name, value in row.items() if name not in renamed_columns}, **mapped}
 
 
-def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> str:
-    """The format that most of `rows` (already renamed) have. Raises DataError when none or more than one fits.
+def detect(rows: list[dict[str, Any]], file: str) -> str:
+    """The format that most of `rows` (already renamed) have. Raises UnknownColumns when none fits, DataError when several do.
 
     A `text` column next to another format's columns is ignored: many published datasets have one as a copy.
     """
@@ -185,7 +183,7 @@ def detect(rows: list[dict[str, Any]], file: str, columns: dict[str, str]) -> st
         header = {name for row in rows for name in row}
         counts.update(name for name, fmt in FORMATS.items() if header.issuperset(fmt.required))
     if not counts:
-        raise DataError(f"{file}: no known format has these columns: {_column_list(rows)}", _naming_hint(rows, columns))
+        raise UnknownColumns(f"{file}: no known format has these columns: {_column_list(rows)}", _FORMATS_HINT)
     return counts.most_common(1)[0][0]
 
 
@@ -206,9 +204,9 @@ def check_columns(rows: list[dict[str, Any]], file: str, format_name: str, colum
     required = FORMATS[format_name].required if format_name in FORMATS else ()
     missing = [column for column in required if column not in {*header, *columns}]
     if missing:
-        raise DataError(
+        raise UnknownColumns(
             f"{file}: format {format_name} needs the column(s) {', '.join(missing)}; the file has {_column_list(rows)}",
-            _naming_hint(rows, columns),
+            _FORMATS_HINT,
         )
 
 
@@ -230,7 +228,7 @@ def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: 
 def unused_columns(columns: list[str], format_name: str) -> tuple[str, ...]:
     """Columns of the (renamed) rows that the format does not read."""
     fmt = FORMATS[format_name]
-    return tuple(printable(column) for column in columns if column not in (*fmt.required, *fmt.optional))
+    return tuple(dict.fromkeys(printable(column) for column in columns if column not in (*fmt.required, *fmt.optional)))
 
 
 def _column_list(rows: list[dict[str, Any]]) -> str:
@@ -239,13 +237,7 @@ def _column_list(rows: list[dict[str, Any]]) -> str:
     return f"{names}, ... ({len(columns)} in all)" if len(columns) > 20 else names or "no columns"
 
 
-def _naming_hint(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    header = {name for row in rows for name in row}
-    lines = []
-    for present_columns, name, fields in _SUGGESTIONS:
-        if header.issuperset(present_columns) and not columns:
-            mapping = ", ".join(f"{field}: {column}" for field, column in zip(fields, present_columns, strict=True))
-            lines += ["Perhaps, in the recipe:", f"  dataset: {{path: ..., format: {name}, columns: {{{mapping}}}}}"]
-            break
-    lines.append("Rows look like one of these, or name your own columns with dataset.columns (field: your column):")
-    return "\n".join([*lines, *(f"  {name}: {fmt.example_line}" for name, fmt in FORMATS.items())])
+_FORMATS_HINT = "\n".join([
+    "Rows look like one of these, or name your own columns with dataset.columns (field: your column):",
+    *(f"  {name}: {fmt.example_line}" for name, fmt in FORMATS.items()),
+])  # fmt: skip

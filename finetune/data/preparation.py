@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.column_advice import json_advice
 from finetune.data.example import Example
-from finetune.data.examples import choose_held_out, sources_of
+from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import SourcePart, StoredRows
@@ -79,6 +80,7 @@ class EncodedRows:
 
     encoder: Encoder
     splits: list[DataSplit]
+    notes: list[str] = field(default_factory=list)  # which files are read as which split
 
     @cached_property
     def leaked_rows(self) -> tuple[int, list[tuple[str, int]]]:
@@ -132,7 +134,7 @@ class SelectedRows:
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
         """The findings of each split; leaked held-out rows are a finding of the training split."""
-        return [
+        findings = [
             tuple(
                 find_problems(
                     split.stored,
@@ -146,6 +148,14 @@ class SelectedRows:
             )
             for index, split in enumerate(self.splits)
         ]
+        notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}"), 0, (), "") for note in self.encoded.notes]
+        return [(*notes, *findings[0]), *findings[1:]]
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of how the training files were read: columns that aren't used, and files chosen by their names."""
+        columns = self.splits[0].unlimited.unused_columns
+        return [*self.encoded.notes, *([f"columns not used: {', '.join(columns)}"] if columns else [])]
 
     def raise_problems(self) -> None:
         """Raise DataError with every reason why this data can't be trained on."""
@@ -199,13 +209,15 @@ def encode(
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
     all_rows = np.ones(len(train), dtype=bool)
+    notes = split_notes(dataset, sources, eval_sources)
     if eval_sources:
-        return EncodedRows(encoder, [DataSplit(train, all_rows), DataSplit(held_out, np.ones(len(held_out), dtype=bool))])
+        splits = [DataSplit(train, all_rows), DataSplit(held_out, np.ones(len(held_out), dtype=bool))]
+        return EncodedRows(encoder, splits, notes)
     if not dataset.test_split_size:
-        return EncodedRows(encoder, [DataSplit(train, all_rows)])
+        return EncodedRows(encoder, [DataSplit(train, all_rows)], notes)
     mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
     splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
-    return EncodedRows(encoder, splits)
+    return EncodedRows(encoder, splits, notes)
 
 
 def _as_method_reads(recipe: Recipe) -> DatasetRecipe:
@@ -287,6 +299,7 @@ def _raise_problems(splits: list[LimitedSplit], recipe: Recipe, max_length: int 
         fixes.append(
             "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
         )
+        fixes += json_advice(refused, recipe.dataset)
     if too_long and recipe.excess_length in ("raise", "chunk"):
         longest = sorted((entry for split in splits for entry in split.longest(5)), key=lambda entry: -entry[1])
         problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
@@ -331,7 +344,7 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         total_tokens=limited.total_tokens,
         trained_tokens=limited.trained_tokens,
         lengths=percentiles(limited.lengths),
-        unused_columns=() if unlimited.split_off else tuple({name: None for part in parts for name in part.unused_columns}),
+        unused_columns=unlimited.unused_columns,
         columns={} if unlimited.split_off else {name: column for part in parts for name, column in part.columns.items()},
         findings=findings,
     )

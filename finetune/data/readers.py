@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.checks import SPLITS
+from finetune.data.checks import SPLITS, TOKENISED
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
 
@@ -266,6 +266,8 @@ def _rows_in(content: Any, name: str) -> list[Any]:
     if len(lists) == 1:
         return content[lists[0]]
     columns = list(content.values())
+    if "input_ids" in content:
+        raise DataError(f"{name}: {TOKENISED[0]}", TOKENISED[1])
     if columns and all(isinstance(column, dict) or _is_plain_list(column) for column in columns):
         raise DataError(
             f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows",
@@ -306,7 +308,9 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
             if not column_names:
                 column_names = _header(cells, name)
             elif len(cells) != len(column_names):
-                yield Refused(name, line_number, None, f"has {len(cells)} cell(s), the header has {len(column_names)}")
+                amount = "few" if len(cells) < len(column_names) else "many"
+                counts = f"{len(cells)}, and the header has {len(column_names)}"
+                yield Refused(name, line_number, None, f"has too {amount} cells: {counts}")
             else:
                 yield Row(name, line_number, {key: _cell(cell) for key, cell in zip(column_names, cells, strict=True)})
 

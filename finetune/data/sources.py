@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import json
 import os
 import re
@@ -14,16 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.data.data_files import FOLDER_TYPES, DataFiles
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError
 from finetune.hub import HUB_ID
 
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
-
-
-#: Files that a folder is read for; a .txt there is as often a licence as data.
-_FOLDER_TYPES = tuple(kind for kind in READERS if kind != ".txt")
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def find_sources(
     paths: str | list[str], *, bundled: str = "train", config: str | None = None, split: str = "train",
     revision: str | None = None, only_split: bool = False, has_splits: bool = False, weights: list[float] | None = None,
 ) -> list[Source]:  # fmt: skip
-    """The sources that `paths` names, checked to exist. `bundled` (train, eval): which one of a bundled dataset.
+    """The sources that `paths` names, checked to exist. `bundled` (train, eval): which rows of a bundled dataset or a folder.
 
     `only_split`: the recipe names `split`, so of local files with splits only it is read; `has_splits`: they must have them.
     `weights`: one for each path.
@@ -70,9 +66,10 @@ def find_sources(
             if arrow_files:
                 sources += [Source(printable(str(file), 200), file, weight=weight) for file in arrow_files]
                 continue
-            for name in _expand_path(path):
+            names, are_split = _expand_path(path, split if only_split else None, bundled)
+            for name in names:
                 source = replace(_local_source(name, bundled) or Source(name, None, config, split, revision), weight=weight)
-                if source.path is not None and only_split:
+                if source.path is not None and only_split and not are_split:
                     source = replace(source, split=split, only_split=True, has_splits=has_splits)
                 sources.append(source)
         except DataError as error:
@@ -88,23 +85,35 @@ def bundled_eval(path: str | list[str]) -> list[Source]:
     return [Source(f"{path} (eval)", files["eval"])] if isinstance(path, str) and (files := _bundled(path)) else []
 
 
-def _expand_path(pattern: str) -> list[str]:
-    """The data files in a folder, or those that match a pattern such as data/*.jsonl, sorted; anything else unchanged."""
-    path = Path(os.path.expanduser(pattern))  # noqa: PTH111 - of an unknown user it stays as it is
-    try:
-        if path.is_dir() and not _bundled(pattern) and not _is_saved(path):
-            files = [entry for entry in path.iterdir() if _is_data(entry)]
-        elif set("*?[") & set(pattern) and not path.exists():
-            files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]  # noqa: PTH207
-        else:
-            return [pattern]
-    except (OSError, ValueError):
-        return [pattern]
-    return sorted(map(str, files)) or [pattern]
+def held_out_by_name(paths: str | list[str]) -> list[Source]:
+    """The files of folders and patterns whose names say that they are for validation."""
+    files = [file for folder in split_files(paths) for file in folder.held_out()]
+    return [_file_source(file, printable(str(file), 200)) for file in files]
 
 
-def _is_data(entry: Path) -> bool:
-    return entry.is_file() and file_type(entry) in _FOLDER_TYPES and entry.name != "dataset_info.json"
+def split_files(paths: str | list[str]) -> list[DataFiles]:
+    """The folders and patterns of `paths` whose files' names say that some rows are not for training."""
+    folders = [_data_files(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return [files for files in folders if files is not None and files.is_split]
+
+
+def _data_files(path_text: str) -> DataFiles | None:
+    """The files of a folder or pattern; None for a bundled dataset, a folder of `save_to_disk`, and anything else."""
+    files = None if _bundled(path_text) else DataFiles.of(path_text)
+    return None if files is None or _is_saved(Path(os.path.expanduser(path_text))) else files  # noqa: PTH111
+
+
+def _expand_path(path_text: str, split: str | None, rows: str) -> tuple[list[str], bool]:
+    """The data files of a folder or pattern, or the path itself; and whether they are chosen by the split in their names.
+
+    `split`: the one that the recipe names; `rows` (train, eval): for what they are read.
+    """
+    files = _data_files(path_text)
+    if files is None or not files.splits:
+        return [path_text], False
+    if split is not None and files.is_split:
+        return list(map(str, files.of_split(split))), True
+    return list(map(str, files.training() if rows == "train" else files.evaluation())), False
 
 
 def _is_saved(folder: Path) -> bool:
@@ -162,7 +171,7 @@ def _json_list(path: Path, key: str) -> list[Any]:
 def is_local(text: str) -> bool:
     """Whether a recipe's path exists on this machine: a file, a folder, a pattern with files, or a bundled dataset."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
-    return path.exists() or bool(_bundled(text)) or _expand_path(text) != [text]
+    return path.exists() or bool(_bundled(text)) or bool((files := _data_files(text)) and files.splits)
 
 
 def _local_source(path_text: str, bundled: str) -> Source | None:
@@ -183,7 +192,7 @@ def _local_source(path_text: str, bundled: str) -> Source | None:
     if mode is not None and stat.S_ISDIR(mode):
         raise DataError(
             f"{name}: is a directory without data files",
-            f"Name the file(s), or a folder with {', '.join(_FOLDER_TYPES)}: {_folder_content(path)}",
+            f"Name the file(s), or a folder with {', '.join(FOLDER_TYPES)}: {_folder_content(path)}",
         )
     if mode is not None:
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
@@ -200,6 +209,13 @@ def _file_source(path: Path, name: str) -> Source:
     is_compressed_table = file_type(path) in TABLES and path.suffix.lower() in COMPRESSED
     if file_type(path) not in READERS or is_compressed_table:
         problem = f"ends in {printable(path.suffix)}" if path.suffix else "has no extension"
+        if path.suffix.lower() == ".zip":
+            folder = path.stem
+            raise DataError(
+                f"{name}: is a zip file, which is not read",
+                f"Unpack it:  unzip {shlex.quote(name)} -d {shlex.quote(folder)}  and use  "
+                + shlex.quote(f"dataset.path={folder}"),
+            )
         raise DataError(
             f"{name}: {problem}, which is not supported",
             f"Supported extensions: {', '.join(READERS)}, and .gz or .zst after one of them.",
@@ -237,7 +253,8 @@ def _path_hint(path: Path) -> str:
     similar = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
     if similar:
         return f"Did you mean {', '.join(printable(str(folder / name), 200) for name in similar)}?"
-    return f"In {printable(str(folder), 200)} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
+    label = "this folder" if str(folder) == "." else printable(str(folder), 200)
+    return f"In {label} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
 
 
 def _folder_content(folder: Path) -> str:

@@ -42,6 +42,11 @@ class DataSplit:
         return tuple(part.file for part in self.stored.parts)
 
     @property
+    def unused_columns(self) -> tuple[str, ...]:
+        """Columns, and fields of messages, that aren't read."""
+        return () if self.split_off else tuple({name: None for part in self.stored.parts for name in part.unused_columns})
+
+    @property
     def rows_read(self) -> int:
         """Rows read for this split."""
         return int(self.row_mask.sum()) if self.split_off else sum(part.rows_read for part in self.stored.parts)

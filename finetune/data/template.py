@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.checks import BadRow
 from finetune.data.conversation import REASONING, Message
@@ -31,6 +31,18 @@ _FIXED_VALUES = {"date_string": "26 Jul 2024"}
 
 #: Time limit for rendering a conversation, in seconds; usually it takes a thousandth of that.
 RENDER_S = 20.0
+
+
+class _CallForm(NamedTuple):
+    """Whether a template takes a call's arguments as JSON text, needs ids, and allows only ids of nine letters and digits."""
+
+    as_text: bool = False
+    with_ids: bool = False
+    short_ids: bool = False
+
+
+#: An id as OpenAI writes it, and the only form that Mistral's templates take.
+_LONG_ID, _SHORT_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn", re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass
@@ -58,7 +70,7 @@ class Template:
         self.fixed = {name: value for name, value in _FIXED_VALUES.items() if name in self.source}
         self._reasoning = next((name for name in REASONING if re.search(rf"[.\['\"]{name}\b", self.source)), REASONING[0])
         self._values: dict[str, Any] = {**tokenizer.special_tokens_map, **self.fixed}
-        self._call_options: tuple[bool, bool] | None = None
+        self._call_options: _CallForm | None = None
         eos_ids = {tokenizer.eos_token_id} - {None}
         ids_inside, ids_at_end = self._ids_after_answer(continues=True), self._ids_after_answer(continues=False)
         self.ends, self.stops = eos_ids | ids_inside | ids_at_end, eos_ids | (ids_at_end or ids_inside)
@@ -153,8 +165,7 @@ class Template:
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
         messages = [_with_reasoning_key(message, self._reasoning) for message in messages]
         if any(message.get("tool_calls") for message in messages):
-            as_text, with_ids = self._call_form()
-            messages = _with_call_form(messages, as_text=as_text, with_ids=with_ids)
+            messages = _with_call_form(messages, self._call_form())
         try:
             with _time_limit(RENDER_S):
                 rendered: Any = render_jinja_template(
@@ -174,27 +185,35 @@ class Template:
             raise BadRow("messages", f"the chat template refuses it: {printable(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
 
-    def _call_form(self) -> tuple[bool, bool]:
-        """Whether the template takes a call's arguments as JSON text, and whether it needs call ids; by rendering one."""
-        if self._call_options is not None:
-            return self._call_options
+    def _call_form(self) -> _CallForm:
+        """How the template takes calls, by rendering one."""
+        if self._call_options is None:
+            forms = (_CallForm(as_text, with_ids) for with_ids in (False, True) for as_text in (False, True))
+            form = next(filter(self._writes_call, forms), _CallForm())
+            with_short_ids = form._replace(short_ids=True)
+            if not self._writes_call(form, _LONG_ID) and self._writes_call(with_short_ids, _LONG_ID):
+                form = with_short_ids
+            self._call_options = form
+        return self._call_options
+
+    def _writes_call(self, form: _CallForm, call_id: str | None = None) -> bool:
+        """Whether the template writes a call in this form."""
         arguments = {"place": 'a "place"', "count": 3}
         call = {"type": "function", "function": {"name": "find_it", "arguments": arguments}}
+        reply: Message = {"role": "tool", "name": "find_it", "content": "found"}
+        if call_id:
+            call, reply = {**call, "id": call_id}, {**reply, "tool_call_id": call_id}
         messages: list[Message] = [
             {"role": "user", "content": "a question"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "find_it", "content": "found"},
+            reply,
             {"role": "assistant", "content": "an answer"},
         ]
-        for options in ((False, False), (True, False), (False, True), (True, True)):
-            self._call_options = options
-            try:
-                if has_call(self.render(messages), "find_it", arguments):
-                    return options
-            except BadRow:
-                continue
-        self._call_options = (False, False)
-        return self._call_options
+        self._call_options = form
+        try:
+            return has_call(self.render(messages), "find_it", arguments)
+        except BadRow:
+            return False
 
     def _ids_after_answer(self, continues: bool) -> set[int]:
         """The special token that the template writes right after an answer, by rendering one; empty if there is none."""
@@ -328,23 +347,30 @@ def _with_reasoning_key(message: Message, reasoning: str) -> Message:
     return {reasoning if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
-def _with_call_form(messages: list[Message], *, as_text: bool, with_ids: bool) -> list[Message]:
+def _with_call_form(messages: list[Message], form: _CallForm) -> list[Message]:
     """The messages with calls as the template takes them. New ids have nine characters, as Mistral's templates require."""
-    converted, call_count, unanswered_ids = [], 0, list[str]()
+    converted, unanswered_ids = [], list[str]()
+    ids: dict[str, str] = {}  # id in the row -> id in the template
+    call_count = 0
     for message in messages:
         if message.get("tool_calls"):
             calls, unanswered_ids = [], []
             for call in message["tool_calls"]:
                 function = call["function"]
-                if as_text:
+                if form.as_text:
                     function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
                 call = {**call, "function": function}
-                if with_ids:
+                if form.with_ids or (form.short_ids and "id" in call):
                     call_count += 1
-                    call.setdefault("id", f"call{call_count:05d}")
+                    new_id = f"call{call_count:05d}"
+                    own_id = call.setdefault("id", new_id)
+                    call["id"] = ids[own_id] = new_id if form.short_ids and not _SHORT_ID.fullmatch(own_id) else own_id
                     unanswered_ids.append(call["id"])
                 calls.append(call)
             message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and (own_id := message.get("tool_call_id")) in ids:
+            message = {**message, "tool_call_id": ids[own_id]}
+            unanswered_ids = [call_id for call_id in unanswered_ids if call_id != ids[own_id]]
         elif message["role"] == "tool" and unanswered_ids:
             message = {"tool_call_id": unanswered_ids.pop(0), **message}
         converted.append(message)

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from finetune.data.column_semantics import blocks_run
-from finetune.data.examples import RowParser, SourceReader
+from finetune.data.examples import SourceReader
 from finetune.data.readers import file_type
 from finetune.data.report import Refused
+from finetune.data.row_parser import RowParser
 from finetune.data.shards import SourcePart, table_of
+from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, write_text
@@ -117,7 +118,7 @@ def cache_folder() -> Path:
 
 def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
     parser = reader.parser
-    part = SourcePart(parser.file, parser.format, parser.columns, parser.unused_columns)
+    part = SourcePart(parser.file, parser.format, parser.columns)
     for batch in reader.batches():
         parsed = parser.parse(batch)
         reader.add_unused(parsed.unused)
@@ -127,7 +128,7 @@ def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progre
             part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, rows_before, progress)))
         progress(reader.rows_read)
     reader.finish()
-    part.rows_read = reader.rows_read
+    part.rows_read, part.unused_columns = reader.rows_read, reader.unused_columns
     return part
 
 
@@ -142,8 +143,8 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         try:
             for index, batch in enumerate(reader.batches()):
                 shard_count, results = index + 1, []
-                if entry.shard(index, reader.parser.file) is not None:
-                    rows_done += len(batch)
+                if (shard := entry.shard(index, reader.parser.file)) is not None:
+                    results = [(len(batch), shard.unused)]
                 elif index == 0:  # here, so that a template's error comes before the forks
                     results = [task(index, batch, True, progress)]
                 else:
@@ -178,12 +179,13 @@ class _BatchTask:
 
     def __call__(
         self, index: int, batch: list[Any], write: bool, progress: Progress = lambda _: None
-    ) -> tuple[int, dict[str, list[int]]]:
-        """The batch's number of rows, and those with unused columns; nothing is written if these stop the run."""
-        parsed = self.parser.parse(batch)
-        if write and not blocks_run(parsed.unused):
+    ) -> tuple[int, UnusedValues]:
+        """The batch's number of rows, and what they have that isn't read; nothing is written if that stops the run."""
+        parsed, unused = self.parser.parse(batch), self.parser.unused()
+        unused.values.merge(parsed.unused)
+        if write and not unused.stops_run:
             table = table_of(parsed.examples, _encode(self.encoder, parsed.examples, 0, progress))
-            self.entry.write(index, table, parsed.refused)
+            self.entry.write(index, Shard(table, parsed.refused, parsed.unused))
         return len(batch), parsed.unused
 
 
@@ -193,6 +195,15 @@ def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: P
         results += encoder.encode(examples[start : start + _ENCODE_ROWS])
         progress(rows_before + len(results))
     return results
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One batch: its rows as tokens, those that can't be read, and what they have that isn't read."""
+
+    table: pa.Table
+    refused: list[Refused]
+    unused: UnusedValues
 
 
 class CacheEntry:
@@ -212,12 +223,12 @@ class CacheEntry:
         for shard in shards:
             if shard is None:
                 return None
-            part.tables.append(shard[0])
-            part.refused += shard[1]
+            part.tables.append(shard.table)
+            part.refused += shard.refused
         os.utime(self.folder)
         return part
 
-    def shard(self, index: int, name: str) -> tuple[pa.Table, list[Refused]] | None:
+    def shard(self, index: int, name: str) -> Shard | None:
         """One batch, memory-mapped; None if it is missing or damaged."""
         path, values = self._path(index), _read_sealed(self._path(index).with_suffix(".json"))
         try:
@@ -227,19 +238,21 @@ class CacheEntry:
                 table = pa.ipc.open_file(file).read_all()
         except (OSError, pa.ArrowException):
             return None
-        return table, [Refused(name, *row) for row in values["refused"]]
+        refused = [Refused(name, *row) for row in values["refused"]]
+        return Shard(table, refused, UnusedValues.from_json(values["unused"]))
 
-    def write(self, index: int, table: pa.Table, refused: list[Refused]) -> None:
+    def write(self, index: int, shard: Shard) -> None:
         """Write one batch. Raises DiskFull."""
         path = self._path(index)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, shard.table.schema) as writer:
+                writer.write_table(shard.table)
             crc32 = _crc32(temporary)
             replace(temporary, path)
-            rows = [(row.row, row.field, row.reason) for row in refused]
-            _write_sealed(path.with_suffix(".json"), {"crc32": crc32, "refused": rows})
+            rows = [(row.row, row.field, row.reason) for row in shard.refused]
+            values = {"crc32": crc32, "refused": rows, "unused": shard.unused.as_json()}
+            _write_sealed(path.with_suffix(".json"), values)
         except OSError as error:
             raise _disk_full(self.folder, error) from None
         finally:
@@ -247,8 +260,9 @@ class CacheEntry:
 
     def finish(self, reader: SourceReader, shard_count: int) -> None:
         """Mark the entry as complete, and record how its rows were read. Raises DiskFull."""
-        parser = reader.parser
-        values = {"shards": shard_count, "read": reader.rows_read, **asdict(parser)}
+        values = {
+            "shards": shard_count, "read": reader.rows_read, **asdict(reader.parser), "unused_columns": reader.unused_columns,
+        }  # fmt: skip
         try:
             _write_sealed(self.folder / "source.json", values)
         except OSError as error:

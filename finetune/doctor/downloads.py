@@ -15,7 +15,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.data.sources import Source, bundled_eval, find_sources
+from finetune.data.examples import sources_of
+from finetune.data.sources import Source
 from finetune.doctor.findings import Finding
 from finetune.errors import FinetuneError
 from finetune.hub import is_switched_off
@@ -93,12 +94,10 @@ def check_data(recipe: Recipe) -> list[Finding]:
     """Does each data file of the recipe exist, and is a hub dataset in the cache of `datasets`?"""
     dataset = recipe.dataset
     try:
-        sources = find_sources(
-            dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision
-        ) + (find_sources(dataset.eval_path, bundled="eval") if dataset.eval_path else bundled_eval(dataset.path))  # fmt: skip
+        training, held_out = sources_of(dataset)
     except FinetuneError as error:
         return [Finding("data", "fail", " ".join(error.problems), error.fix)]
-    return [_source_finding(source) for source in sources]
+    return [_source_finding(source) for source in (*training, *held_out)]
 
 
 def _get(address: str, token: str | None = None) -> tuple[int | None, str]:

@@ -68,9 +68,11 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
 def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
     """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read."""
     dataset = DatasetRecipe(
-        path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns, max_rows=limit
-    )
-    split = read_examples(dataset).train
+        path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
+        json_columns=settings.dataset.json_columns, max_rows=limit,
+    )  # fmt: skip
+    examples = read_examples(dataset)
+    split = examples.eval or examples.train
     encoder = Encoder(
         tokenizer,
         conversations=any(example.messages for example in split.examples),
@@ -89,6 +91,22 @@ def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase,
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
     return _eval_rows(questions_of(usable, tokenizer), ids, labels)
+
+
+def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
+    """How many of these sequences the run was trained on."""
+    import numpy as np
+    from datasets import load_from_disk
+
+    contents = [np.asarray(ids, dtype=np.int64).tobytes() for ids in rows.ids]
+    wanted, trained = set(contents), set[bytes]()
+    dataset: Any = load_from_disk(str(run.data / "train"))
+    for batch in dataset.with_format("numpy").iter(batch_size=1_000):
+        lengths = batch["seq_lengths"] if "seq_lengths" in batch else [[len(ids)] for ids in batch["input_ids"]]
+        for ids, row_lengths in zip(batch["input_ids"], lengths, strict=True):
+            rows_of_sequence = np.split(np.asarray(ids, dtype=np.int64), np.cumsum(row_lengths)[:-1])
+            trained.update(content for row in rows_of_sequence if (content := row.tobytes()) in wanted)
+    return sum(content in trained for content in contents)
 
 
 def probe_rows(tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> EvalRows:

@@ -18,7 +18,7 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, 
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, run_halving
 from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows
+from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import RowScore, Scorer, scorer
 from finetune.files import remove_left_over, write_json
 from finetune.planner.plan import read_plan
@@ -65,7 +65,7 @@ class Comparison:
 
     `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
-    answer or loss from an earlier evaluation.
+    answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
     """
 
     rows: int
@@ -82,6 +82,7 @@ class Comparison:
     reused: int = 0
     notes: list[str] = field(default_factory=list)
     forgetting: bool = False
+    trained_rows: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
@@ -145,7 +146,7 @@ def compare(
         chosen_scorer.name,
         difference(base.scores, tuned.scores, span=_span(chosen_scorer, base, tuned)) if has_intervals else None,
         data, base_outputs.reused + tuned_outputs.reused, sorted({journal.problem for journal in journals} - {""}),
-        forgetting,
+        forgetting, trained_rows(run, eval_rows) if data else 0,
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]

@@ -36,11 +36,11 @@ Encode = Callable[[Recipe], "EncodedRows"]
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Result of reading the rows: their statistics, why a run would refuse them, or why they were not read."""
+    """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not."""
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def plan_recipe(
@@ -56,7 +56,9 @@ def plan_recipe(
     recipe, renamed = named_model(recipe)
     recipe, reasons = inherit_settings(recipe)
     read = rows(recipe)
-    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare).with_note(renamed).with_note(read.note)
+    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare)
+    for note in (renamed, *read.notes):
+        plan = plan.with_note(note)
     return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
 
 
@@ -84,19 +86,20 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     """
     missing = [] if downloaded else _missing_paths(recipe)
     if missing:
-        return RowsRead(note=f"planned for full rows of max_length: {', '.join(missing)} is not on this machine")
+        return RowsRead(notes=(f"planned for full rows of max_length: {', '.join(missing)} is not on this machine",))
     try:
         selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
     except DataError as error:
         return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
     except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
-        return RowsRead(note=f"planned for full rows of max_length: {error.problems[0]}")
+        reason = f"the rows were not read, because the model's tokenizer can't be: {error.problems[0]}"
+        return RowsRead(notes=(f"planned for full rows of max_length; {reason}",))
     problem = None
     try:
         selected.raise_problems()
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
-    return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem)
+    return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem, tuple(selected.notes))
 
 
 def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:

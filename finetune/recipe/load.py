@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 #: The dataset of a plan that is made without one.
 NO_DATASET = "none"
+_DATA_SUFFIXES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _TOKENIZER_TOKEN = re.compile(r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|eot|image|video|audio|concat|new)_token$", re.I)
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
@@ -156,6 +158,7 @@ def find_recipe(source: str | Path) -> Path:
     path, shipped = Path(source), shipped_recipes()
     try:
         if path.is_file():
+            _refuse_data(path)
             return path
     except OSError as error:
         raise RecipeError(
@@ -180,9 +183,22 @@ def _read(path: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
+        if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise RecipeError(
+                f"{path}: is not text; a recipe is a YAML file", "`finetune recipes` lists the shipped ones."
+            ) from None
         raise RecipeError(
             f"{path}: is not UTF-8 text", f"Convert it: iconv -f UTF-16 (or LATIN1) -t UTF-8 {path} > fixed.yaml"
         ) from None
+
+
+def _refuse_data(path: Path) -> None:
+    """Raise RecipeError for a file of rows in the place of a recipe."""
+    if {suffix.lower() for suffix in path.suffixes} & _DATA_SUFFIXES:
+        argument = shlex.quote(f"dataset.path={path}")
+        raise RecipeError(
+            f"{path} is data, not a recipe", f"Name a recipe, and the data after it:  finetune run tiny-cpu {argument}"
+        )
 
 
 def _apply_override(override: str, values: dict[str, Any], locations: dict[str, str]) -> None:

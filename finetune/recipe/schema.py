@@ -144,6 +144,9 @@ class DatasetRecipe(_Strict):
     ignore_columns: list[str] = _data(
         [], TOKENS | RESULT, "Columns and fields of messages to leave out on purpose, e.g. [label, reasoning_content]."
     )
+    json_columns: list[str] = _data(
+        [], TOKENS | RESULT, "Columns, and fields of messages, whose objects and numbers are written as JSON, e.g. [output]."
+    )
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
     )

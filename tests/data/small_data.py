@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -61,6 +63,7 @@ def recipe(path, **settings):
         "format",
         "columns",
         "ignore_columns",
+        "json_columns",
         "on_bad_rows",
         "accept_findings",
         "weights",
@@ -89,3 +92,12 @@ def trained_text(encoded, tokenizer) -> str:
     from finetune.data.trained_spans import decode_spans
 
     return "|".join(text for text, flag in decode_spans(encoded.input_ids.tolist(), encoded.labels.tolist(), tokenizer) if flag)
+
+
+def advised(fix: str) -> list[dict]:
+    """The settings of the dataset that each line of an error's fix says to type."""
+    from finetune.recipe.yaml import parse_value
+
+    commands = [shlex.split(line) for line in fix.splitlines() if "dataset." in line]
+    arguments = [[word[8:].partition("=") for word in line if word.startswith("dataset.") and "=" in word] for line in commands]
+    return [{name: parse_value(text) for name, _, text in line} for line in arguments if line]

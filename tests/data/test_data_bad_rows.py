@@ -74,8 +74,8 @@ def test_csv_rows_that_do_not_fit_the_header_are_named(write):
     path = write("rows.csv", 'prompt,completion\na,b,c\na\n,b\nNaN,b\na,nan\n"a"x,b\na,b\n')
     reasons = refused(path)
     assert reasons[:5] == [
-        (2, None, "has 3 cell(s), the header has 2"),
-        (3, None, "has 1 cell(s), the header has 2"),
+        (2, None, "has too many cells: 3, and the header has 2"),
+        (3, None, "has too few cells: 1, and the header has 2"),
         (4, "prompt", "is empty"),
         (5, "prompt", "is NaN"),
         (6, "completion", "is NaN"),

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from small_data import recipe, talk
+from small_data import advised, recipe, talk
 
 from finetune.data import read_examples
 from finetune.errors import DataError
@@ -35,7 +35,7 @@ def only(split):
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is my tea?"}]}, MESSAGES[1]]}, "messages"),
         ({"instruction": "Where is my tea?", "input": "", "output": "On its way."}, "alpaca"),
         ({"instruction": "Where is my tea?", "input": None, "output": "On its way."}, "alpaca"),
-        ({"instruction": "Where is my tea?", "output": "On its way.", "text": "a copy of it all"}, "alpaca"),
+        ({"instruction": "Where is my tea?", "output": "On its way.", "text": "Where is my tea? On its way."}, "alpaca"),
         ({"prompt": [MESSAGES[0]], "completion": [MESSAGES[1]]}, "prompt_completion"),
     ],
 )
@@ -118,9 +118,10 @@ def test_a_named_format_settles_columns_that_fit_two(write):
 
 
 def test_unknown_columns_are_listed_with_the_formats_and_a_mapping_to_paste(write):
+    path = write("rows.jsonl", [{"conversation": list(MESSAGES), "id": 1}])
     with pytest.raises(DataError, match="conversation, id") as error:
-        examples_of(write("rows.jsonl", [{"conversation": [], "id": 1}]))
-    assert "format: sharegpt, columns: {conversations: conversation}" in error.value.fix
+        examples_of(path)
+    assert only(examples_of(path, **advised(error.value.fix)[0])).messages == MESSAGES
     for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "text"):
         assert f"{name}:" in error.value.fix
 

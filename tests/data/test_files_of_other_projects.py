@@ -17,7 +17,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 ROWS = {
     "alpaca": ({"instruction": QA[0], "input": "", "output": QA[1]}, 0),
     "alpaca, with input": ({"instruction": "Where", "input": "is it?", "output": QA[1]}, 0),
-    "alpaca, with text": ({"instruction": QA[0], "input": "", "output": QA[1], "text": "### Instruction: ..."}, 0),
+    "alpaca, with text": ({"instruction": QA[0], "input": "", "output": QA[1], "text": f"### Q: {QA[0]}\n### A: {QA[1]}"}, 0),
     "alpaca, system and history": (
         {"instruction": QA[0], "input": "", "output": QA[1], "system": "Be brief.", "history": [["Hi", "Hello"]]}, 3,
     ),

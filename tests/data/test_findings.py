@@ -31,6 +31,8 @@ def test_clean_rows_have_no_finding_and_a_short_account(write):
         (talk("What is it?", "A cafÃ©, donâ€™t you see?"), "mojibake"),
         (talk("Stop</s>", "No."), "literal"),
         (talk("Stop", "No.</s>"), "control"),
+        (talk("Who are you?", "I am {{name}}, made by {{ author }}."), "placeholder"),
+        (talk("<image>\nWhat is it?", "A shelf."), "media"),
         (CLEAN[0], "duplicates"),
     ],
 )
@@ -38,6 +40,13 @@ def test_a_finding_names_its_rows_and_what_to_do(write, row, kind):
     [finding] = report_of(write, [*CLEAN, row, *([] if kind == "duplicates" else [talk("x", "y")])]).findings
     assert (finding.kind, finding.rows) == (kind, 1)
     assert finding.first[0].endswith("rows.jsonl, row 31") and finding.fix
+
+
+def test_a_system_turn_at_the_end_that_the_template_drops_is_reported(write):
+    first_only = CHATML_MARKED.replace("for message in messages", "for message in messages if message['role'] != 'system'")
+    rows = [{"messages": [*row["messages"], {"role": "system", "content": "Be terse."}]} for row in CLEAN]
+    [finding] = prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(first_only), max_length=None).report.findings
+    assert (finding.kind, finding.rows) == ("altered", 30)
 
 
 @pytest.mark.parametrize("row", [{"text": "Stop</s> now"}, {"prompt": "Stop</s> ", "completion": "now"}])

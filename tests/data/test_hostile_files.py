@@ -14,6 +14,7 @@ from small_data import recipe, talk
 
 from finetune.data import read_examples
 from finetune.data.readers import read_file
+from finetune.data.report import refusal_lines
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 
@@ -119,7 +120,20 @@ def test_a_file_of_another_kind_is_recognised(write):
     assert "has no extension" in problem(write("rows", "a"))
 
 
+def test_rows_of_tokens_are_called_that(write):
+    rows = [{"input_ids": [1, 2], "labels": [-100, 2]}] * 2
+    for path in (write("rows.jsonl", rows), write("rows.json", json.dumps({"input_ids": [[1, 2]], "labels": [[1, 2]]}))):
+        assert "these rows are tokens already" in problem(path)
+
+
+def test_rows_with_too_few_and_too_many_cells_are_counted_apart(write):
+    split = read_examples(recipe(write("ragged.csv", "prompt,completion\na,b\nc\nd,e,f\n")).dataset).train
+    assert [row.reason.partition(":")[0] for row in split.refused] == ["has too few cells", "has too many cells"]
+    assert len(refusal_lines(split.refused, 3)) == 3
+
+
 def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):
+    assert "In this folder there is no data file" in problem("typo.jsonl")
     write("support.jsonl", GOOD)
     assert "Did you mean" in problem(str(tmp_path / "suport.jsonl"))
     assert "there is support.jsonl" in problem(str(tmp_path / "zzz.csv"))

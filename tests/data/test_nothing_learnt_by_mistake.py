@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_data import build_tokenizer, recipe, talk, trained_text
+from small_data import advised, build_tokenizer, recipe, talk, trained_text
 
 from finetune.data import Encoder, prepare, read_examples
 from finetune.errors import DataError
@@ -68,7 +68,7 @@ def test_what_is_left_out_on_purpose_does_not_stop_the_run(write):
     path = write("rows.jsonl", [{**talk("Hi", "Hello"), "label": True, "score": 3}])
     with pytest.raises(DataError, match="'label'.*1 row.*") as error:
         read_examples(recipe(path).dataset)
-    assert "dataset.ignore_columns=[label, score]" in error.value.fix
+    assert {"ignore_columns": ["label", "score"]} in advised(error.value.fix)
     assert len(read_examples(recipe(path, ignore_columns=["label", "score"]).dataset).train.examples) == 1
 
 
@@ -87,13 +87,11 @@ def test_what_is_left_out_on_purpose_does_not_stop_the_run(write):
     ],
 )
 def test_the_advice_for_preference_data_trains_on_the_chosen_answers(write, row):
-    import yaml
-
     path = write("rows.jsonl", [row])
     with pytest.raises(DataError) as error:
         read_examples(recipe(path).dataset)
-    advised = yaml.safe_load(error.value.fix.splitlines()[-1])["dataset"]
-    rows = read_examples(recipe(path, **{key: advised[key] for key in ("format", "columns", "ignore_columns")}).dataset).train
+    [settings] = advised(error.value.fix)
+    rows = read_examples(recipe(path, **settings).dataset).train
     assert [(example.question()[-1]["content"], example.reference()) for example in rows.examples] == [("Hi", "Hello")]
 
 

@@ -1,9 +1,10 @@
 """A call of a tool, however a file writes it, is trained in the model's own form and parses back to the same arguments."""
 
 import json
+import re
 
 import pytest
-from small_data import recipe, trained_text
+from small_data import build_tokenizer, recipe, trained_text
 from test_published_templates import FOLDER, tokenizer_of_all
 
 from finetune.data import Encoder, read_examples
@@ -94,6 +95,32 @@ def test_a_call_is_trained_in_the_templates_form_and_parses_back(write, shape, t
     assert '\\"city' not in text, "encoded twice"
     full_text = "".join(tokenizer.decode(sequence.input_ids) for sequence in sequences)
     assert "function calling AI model" not in full_text and ("Sunny." in text or shape == "xLAM")
+
+
+#: As Mistral's templates of 7B v0.3 and Nemo write calls and replies.
+MISTRAL = """{%- for message in messages %}{%- if message.role == "user" %}{{- "[INST] " + message.content + "[/INST]" }}
+{%- elif message.tool_calls is defined and message.tool_calls %}{{- "[TOOL_CALLS] [" }}{%- for call in message.tool_calls %}
+{{- (call.function|tojson)[:-1] }}{%- if not call.id is defined or call.id|length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{%- endif %}
+{{- ', "id": "' + call.id + '"}' }}{%- endfor %}{{- "]" + eos_token }}{%- elif message.role == "tool" %}
+{%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{%- endif %}
+{{- "[TOOL_RESULTS] " + message.content + ' "call_id": "' + message.tool_call_id + '"[/TOOL_RESULTS]' }}
+{%- else %}{{- " " + message.content + eos_token }}{%- endif %}{%- endfor %}"""
+
+
+@pytest.mark.parametrize("call_id", ["call_8hPZJmTJwkYbVqKfGxOpLcDn", "call_1", "9Ae3bDc2F", None])
+def test_ids_of_calls_have_nine_characters_where_the_template_takes_no_others(write, call_id):
+    row = openai(CALL)
+    for message, name in ((row["messages"][1]["tool_calls"][0], "id"), (row["messages"][2], "tool_call_id")):
+        message[name] = call_id
+    rows = read_examples(recipe(write("rows.jsonl", [row])).dataset).train
+    tokenizer = build_tokenizer(MISTRAL)
+    [sequences] = Encoder(tokenizer).encode(rows.examples)
+    assert isinstance(sequences, list), sequences.reason
+    text = tokenizer.decode(sequences[0].input_ids)
+    [written] = set(re.findall(r'"(?:call_)?id": "([^"]*)"', text))
+    assert re.fullmatch("[A-Za-z0-9]{9}", written) and (written == call_id or call_id != "9Ae3bDc2F")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

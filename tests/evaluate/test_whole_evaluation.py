@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -101,6 +102,20 @@ def test_rows_of_a_file_are_scored_and_errors_are_reported_first(run, home):
     (home / "bad.jsonl").write_text(OWN + '{"prompt": "x", "completion": 7}\n')
     with pytest.raises(DataError, match="row 3"):
         compare(run, data="bad.jsonl")
+
+
+def test_rows_that_were_trained_on_are_counted(run, home):
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.data / "tokenizer")
+    trained = load_from_disk(str(run.data / "train"))["input_ids"][:3]
+    texts = [*map(tokenizer.decode, trained), "<|user|>a<|assistant|>b"]
+    turns = [re.findall(r"<\|(user|assistant)\|>(.*?)(?:<\|end\|>|(?=<\|assistant)|$)", text) for text in texts]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in row]} for row in turns]
+    (home / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare(run, data="mixed.jsonl").trained_rows == 3
+    assert compare(run).trained_rows == 0
 
 
 OWN = '{"prompt": "Two?", "completion": "{\\"n\\": 2}"}\n{"prompt": "None?", "completion": "{}"}\n'

@@ -1,5 +1,7 @@
 """A recipe says what the user means, and nothing else gets through."""
 
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +95,20 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, data):
     path.write_bytes(data)
     with pytest.raises(RecipeError, match=r"broken\.yaml"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["my rows.jsonl", "rows.csv", "rows.jsonl.gz", "rows.parquet"])
+def test_data_in_the_place_of_a_recipe_is_called_data_with_the_command(tmp_path, name):
+    (tmp_path / name).write_bytes(b'{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(RecipeError, match="is data, not a recipe") as error:
+        load_recipe(tmp_path / name)
+    assert f"dataset.path={tmp_path / name}" in shlex.split(error.value.fix)
+
+
+def test_a_picture_is_not_to_be_converted(tmp_path):
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF\x00")
+    with pytest.raises(RecipeError, match="is not text; a recipe is a YAML file"):
+        load_recipe(tmp_path / "photo.jpg")
 
 
 def test_a_byte_order_mark_is_no_problem(tmp_path):

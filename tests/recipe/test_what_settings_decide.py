@@ -43,7 +43,7 @@ OTHER = {
     "per_device_eval_batch_size": 8, "dataloader_num_workers": 2, "report_to": ["tensorboard"],
     "notify": "desktop",
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",
-    "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"],
+    "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"], "dataset.json_columns": ["completion"],
     "dataset.on_bad_rows": "skip", "dataset.weights": [0.5], "dataset.accept_findings": ["leak"],
     "dataset.test_split_size": 2, "dataset.max_rows": 3,
     "launch.num_processes": 2, "launch.num_machines": 2, "launch.machine_rank": 1, "launch.main_process_ip": "10.0.0.1",
@@ -55,7 +55,8 @@ ON_THE_HUB = {
     "model_revision", "trust_remote_code", "dataset.name", "dataset.split", "dataset.eval_split", "dataset.revision",
 }  # fmt: skip
 BASE = {
-    "model_name_or_path": "a/small", "dataset": {"path": "long.jsonl"}, "gpu": "ampere", "max_length": 512,
+    "model_name_or_path": "a/small", "dataset": {"path": "long.jsonl", "ignore_columns": ["question"]},
+    "gpu": "ampere", "max_length": 512,
     "load_in_4bit": True, "load_in_8bit": False, "lora_r": 8, "lora_alpha": 16.0, "effective_batch_size": 4,
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_steps": 10, "save_steps": 10,
     "learning_rate": 1e-4, "memory_budget": "8GiB",
@@ -136,6 +137,8 @@ def rows(tmp_path_factory):
     files = {"long.jsonl": text_rows, "short.jsonl": text_rows[:6], "held.jsonl": text_rows[-3:]}
     for name, values in files.items():
         (folder / name).write_text("".join(json.dumps(value) + "\n" for value in values))
+    numbers = [{"prompt": f"{number} + 1 =", "completion": number + 1} for number in range(4)]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers))
     chat = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"b {n}"}]} for n in range(4)]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat) + '{"messages": []}\n')
     template = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -147,6 +150,7 @@ def rows(tmp_path_factory):
 CHAT = {"dataset.path": "chat.jsonl", "dataset.on_bad_rows": "skip"}
 OTHER_TOKEN_SETTINGS = {
     "train_on_inputs": CHAT, "chat_template": CHAT, "dataset.on_bad_rows": {"dataset.path": "chat.jsonl"},
+    "dataset.json_columns": {"dataset.path": "numbers.jsonl"},
     "dataset.format": {"dataset.on_bad_rows": "skip"}, "seed": {"dataset.test_split_size": 4},
     "max_length": {"excess_length": "drop"}, "excess_length": {"max_length": 64, "excess_length": "drop"},
 }  # fmt: skip

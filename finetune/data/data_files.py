@@ -1,0 +1,151 @@
+"""The data files of a folder or pattern, and the split that each one's name says: train, validation or test."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.data.readers import READERS, file_type
+from finetune.data.report import printable
+from finetune.errors import DataError
+
+#: Files that a folder is read for; a .txt there is as often a licence as data.
+FOLDER_TYPES = tuple(kind for kind in READERS if kind != ".txt")
+#: Files of `datasets` and of the hub that describe data.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+#: Word of a file's name -> the split that it means.
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training", "trainset", "trn"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation", "devset", "valset", "evalset", "heldout",
+                     "holdout"), VALIDATION),
+    **dict.fromkeys(("test", "testing", "testset"), TEST),
+}  # fmt: skip
+_MIXED = "several"
+_LISTED_FILES = 8
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The files that a path names, sorted, and the split of each; None where its name doesn't say one."""
+
+    path: str
+    splits: dict[Path, str | None]
+
+    @classmethod
+    def of(cls, path_text: str) -> DataFiles | None:
+        """Those of a folder or pattern; None for anything else."""
+        path = Path(os.path.expanduser(path_text))  # noqa: PTH111 - of an unknown user it stays as it is
+        try:
+            if path.is_dir():
+                root, files = path, _files_in(path)
+            elif set("*?[") & set(path_text) and not path.exists():
+                fixed = next(index for index, part in enumerate(path.parts) if set("*?[") & set(part))
+                root = Path(*path.parts[:fixed])
+                matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
+                files = [file for file in matches if file.is_file() and _is_named_as_data(file)]
+            else:
+                return None
+        except (OSError, ValueError):
+            return None
+        splits = {file: _split_of(file.relative_to(root)) for file in sorted(files)}
+        if set("*?[") & set(path_text) and set(splits.values()) == {_split_of(path.relative_to(root))}:
+            splits = dict.fromkeys(splits)  # the pattern itself names the split: it is what is wanted
+        return cls(path_text, splits)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some names say that rows are not for training."""
+        return bool(set(self.splits.values()) - {TRAIN, None})
+
+    def of_split(self, name: str) -> list[Path]:
+        """The files of the split that a recipe names. Raises DataError if there are none."""
+        wanted = _SPLIT_WORDS.get(name.lower(), name)
+        files = [file for file, split in self.splits.items() if split == wanted]
+        if not files:
+            names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
+            raise DataError(
+                f"{printable(self.path, 200)}: no file's name says {printable(name)}; there is {names}", "Name one of them."
+            )
+        return files
+
+    def training(self) -> list[Path]:
+        """The files to train on, by their names. Raises DataError where the names don't say which."""
+        files = [file for file, split in self.splits.items() if split in (TRAIN, None)]
+        unclear = [file for file, split in self.splits.items() if split in (_MIXED, None)]
+        if self.is_split and (unclear or not files):
+            label = printable(self.path, 200)
+            if not files:
+                problem = f"{label}: by their names its files are not for training: {_names(list(self.splits))}"
+            else:
+                problem = f"{label}: some of its files are named for a split, and these are not: {_names(unclear)}"
+            raise DataError(problem, self._explicit(files or unclear or list(self.splits)))
+        return files
+
+    def held_out(self) -> list[Path]:
+        """The files to hold out: those of validation. Test files are left alone."""
+        return [file for file, split in self.splits.items() if split == VALIDATION] if self.is_split else []
+
+    def evaluation(self) -> list[Path]:
+        """The files to evaluate on, where the whole is named as held-out rows."""
+        by_split = {wanted: [file for file, split in self.splits.items() if split == wanted] for wanted in (VALIDATION, TEST)}
+        return by_split[VALIDATION] or by_split[TEST] or list(self.splits)
+
+    def _explicit(self, training: list[Path]) -> str:
+        """What to type to name each file."""
+        held_out = [file for file, split in self.splits.items() if split == VALIDATION and file not in training]
+        if len(training) + len(held_out) > _LISTED_FILES:
+            return "Put the files into folders named train, validation and test, or name them:  'dataset.path=[FILE, FILE]'"
+        arguments = [_argument("path", training), *([_argument("eval_path", held_out)] if held_out else [])]
+        return f"Name those to train on and those to hold out:  {'  '.join(arguments)}"
+
+
+def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) -> str:
+    """Which files are trained on, held out and not read."""
+    uses = [(trained, "to train on"), (held_out, "held out"), (set(files.splits) - trained - held_out, "not read")]
+    named = [(_names([file for file in files.splits if file in paths]), use) for paths, use in uses]
+    parts = [f"{names} {use}" for names, use in named if names]
+    return f"files of {printable(files.path, 200)} are read by their names: {'; '.join(parts)}"
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The data files of a folder and of its subfolders that are named for a split; without any, of its only subfolder."""
+    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    files = [entry for entry in entries if _is_data(entry)]
+    folders = [entry for entry in entries if entry.is_dir()]
+    for subfolder in folders:
+        if _split_of(Path(subfolder.name, "rows")) is not None:
+            files += [file for file in subfolder.iterdir() if _is_data(file)]
+    if files or len(folders) != 1:
+        return files
+    return _files_in(folders[0])
+
+
+def _is_data(entry: Path) -> bool:
+    return entry.is_file() and file_type(entry) in FOLDER_TYPES and _is_named_as_data(entry)
+
+
+def _is_named_as_data(entry: Path) -> bool:
+    return not entry.name.startswith(".") and entry.name not in _DESCRIPTIONS
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that the names of a file and of its folders say; `several` if they disagree."""
+    text = re.sub(r"([a-z])([A-Z])", r"\1 \2", "/".join((*path.parts[:-1], path.name.split(".", 1)[0] or path.name)))
+    stem_words = re.findall(r"[a-z]+", f"{text} {'.'.join(path.suffixes)}".lower().replace("held_out", "heldout"))
+    splits = {_SPLIT_WORDS[word] for word in stem_words if word in _SPLIT_WORDS}
+    return splits.pop() if len(splits) == 1 else _MIXED if splits else None
+
+
+def _names(files: list[Path]) -> str:
+    more = f", ... ({len(files)} in all)" if len(files) > _LISTED_FILES else ""
+    return f"{', '.join(printable(file.name) for file in files[:_LISTED_FILES])}{more}"
+
+
+def _argument(name: str, files: list[Path]) -> str:
+    value = str(files[0]) if len(files) == 1 else f"[{', '.join(map(str, files))}]"
+    return shlex.quote(f"dataset.{name}={value}")

@@ -1,0 +1,127 @@
+"""How the rows of a source become examples: chosen from its first rows, the same for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.data.checks import BadRow, as_json_text
+from finetune.data.column_semantics import UnusedField, check_other_data, check_placeholders, without_columns
+from finetune.data.conversation import unread_fields
+from finetune.data.example import Example
+from finetune.data.formats import (
+    FORMATS,
+    check_columns,
+    detect,
+    parse,
+    rename_columns,
+    unused_columns,
+    usual_columns,
+)  # fmt: skip
+from finetune.data.readers import Row
+from finetune.data.report import Refused
+from finetune.data.unused_columns import UnusedColumns, UnusedValues
+from finetune.recipe import DatasetRecipe
+from finetune.recipe.methods import METHOD_FORMATS
+
+_MESSAGE_COLUMNS = {
+    "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
+    "preference": ("messages", "conversations", "prompt", "chosen", "rejected"),
+}  # fmt: skip
+
+#: Where a text is a text, even if it is JSON.
+_TEXT_COLUMNS = ("prompt", "completion")
+
+
+@dataclass(frozen=True)
+class ParsedBatch:
+    """Rows of one batch: examples, refused rows, and what they have that isn't read."""
+
+    examples: list[Example]
+    refused: list[Refused]
+    unused: UnusedValues
+
+
+@dataclass(frozen=True)
+class RowParser:
+    """The format of a source's rows, and how their columns are called. `unused_columns` are those of the first rows."""
+
+    file: str
+    format: str
+    columns: dict[str, str]
+    ignored: tuple[str, ...]
+    unused_columns: tuple[str, ...]
+    json_columns: tuple[str, ...] = field(default=())
+
+    def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
+        """The examples of some rows."""
+        examples: list[Example] = []
+        refused: list[Refused] = []
+        unused = self.unused()
+        for row in batch:
+            if isinstance(row, Refused):
+                refused.append(row)
+                continue
+            try:
+                examples.append(self._parse_row(row, unused))
+            except UnusedField as error:
+                unused.add_field(error.name, row.number)
+            except BadRow as error:
+                refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
+        return ParsedBatch(examples, refused, unused.values)
+
+    def unused(self) -> UnusedColumns:
+        """Collects what rows have that isn't read."""
+        return UnusedColumns(self.file, self.format)
+
+    def _parse_row(self, row: Row, unused: UnusedColumns) -> Example:
+        values = as_json_text(without_columns(row.values, self.ignored), self.json_columns)
+        renamed = rename_columns(values, self.columns)
+        format_columns = FORMATS[self.format]
+        unread = {
+            name: value
+            for name, value in renamed.items()
+            if name not in format_columns.required and name not in format_columns.optional
+        }
+        for name in self.columns:  # a column with a field's name, where the recipe reads the field from another
+            if name in values and name not in self.columns.values():
+                unread[name] = values[name]
+        undecided = unused.add_meanings(unread, row.number)
+        example = parse(renamed, self.format, self.columns, row.file, row.number)
+        check_placeholders(row.values, example.texts())
+        unused.add_row(undecided, row.number, _read_texts(renamed, self.format, example) if undecided else [])
+        for name in _MESSAGE_COLUMNS.get(self.format, ()):
+            keys = self.columns.get("role", "role"), self.columns.get("content", "content")
+            value = renamed.get(name)
+            if not (isinstance(value, str) and name in _TEXT_COLUMNS):
+                unused.add_messages(unread_fields(value, *keys), row.number)
+        return example
+
+
+def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe) -> RowParser:
+    """The parser for rows like these. Raises DataError, UnknownColumns where other settings may read them."""
+    columns, ignored = dataset.columns, dataset.ignore_columns
+    if dataset.format not in METHOD_FORMATS:
+        check_other_data(rows, file, {*columns.values(), *ignored})
+    header = list(dict.fromkeys(name for values in rows for name in values))
+    rows = [without_columns(values, ignored) for values in rows]
+    check_columns(rows, file, dataset.format, columns)
+    if not columns and dataset.format == "auto":
+        columns = usual_columns(rows)
+    renamed_rows = [rename_columns(values, columns) for values in rows]
+    format_name = detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
+    column_names = list(dict.fromkeys(column for values in renamed_rows for column in values))
+    left_out = [name for name in ignored if name in header]
+    return RowParser(
+        file, format_name, columns, tuple(ignored), unused_columns([*column_names, *left_out], format_name),
+        tuple(dataset.json_columns),
+    )  # fmt: skip
+
+
+def _read_texts(row: dict[str, Any], format_name: str, example: Example) -> list[str]:
+    """The texts of a row that are read, each as the file has it."""
+    if example.messages and format_name != "alpaca":
+        texts = example.texts_without_system()
+    else:
+        texts = [row[name] for name in (*FORMATS[format_name].required, "input") if isinstance(row.get(name), str)]
+    return [text.strip() for text in texts if text.strip()]
