@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.card_end import MIB, all_cases, budget_at, is_right, read_results, write_results
+from benchmarks.card_edge import CATALOGUE, GIB, GPU
+from benchmarks.card_end import MIB, all_cases, budget_at, is_right, read_results, smaller_machine, write_results
+from standin_gpu.machine import Machine, describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -28,6 +30,15 @@ def test_a_budget_is_so_many_bytes_beside_an_end():
     assert budget_at(forecast, "lower end", -2 * MIB) == 998 * MIB and budget_at(forecast, "likely peak", 0) == 1100 * MIB
 
 
+def test_a_smaller_gpu_leaves_the_whole_one_as_it_is(tmp_path):
+    whole = Machine(tmp_path, tmp_path, describe([GPU], CATALOGUE))
+    before, smaller_folder = Path(whole.environment["STAND_IN_MACHINE"]).read_text(), tmp_path / "smaller"
+    smaller_folder.mkdir()
+    smaller = smaller_machine(smaller_folder, 5 * GIB)
+    assert Path(whole.environment["STAND_IN_MACHINE"]).read_text() == before
+    assert Path(smaller.environment["STAND_IN_MACHINE"]).read_text() != before
+
+
 @pytest.mark.parametrize(
     ("case", "outcome", "right"),
     [
@@ -35,11 +46,14 @@ def test_a_budget_is_so_many_bytes_beside_an_end():
         ("upper end -4 MiB", "out of memory", False),
         ("lower end +4 MiB", "out of memory", True),
         ("lower end +4 MiB", "finished", False),
+        ("likely peak +0 MiB", "finished", True),
+        ("likely peak +0 MiB", "out of memory", True),
+        ("likely peak +0 MiB", "exit 1", False),
         ("smaller by 20%", "finished", True),
         ("smaller by 20%", "exit 5", False),
     ],
 )
-def test_the_lower_end_is_out_of_memory_and_the_others_finish(case, outcome, right):
+def test_the_lower_end_is_out_of_memory_the_upper_one_and_smaller_gpus_finish(case, outcome, right):
     assert is_right(line_of(case, outcome)) == right
 
 
