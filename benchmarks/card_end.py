@@ -4,8 +4,8 @@
 
 "upper end", "likely peak", "lower end": the budget is that of the forecast, in steps of 2 MiB around it. At the first a run
 must finish, at the third it must be out of memory. At the second, which the verdict calls tight, a page of 20 MiB more than
-the replay's decides, and how it ends is only recorded. "smaller by 20 %": the run is planned for the whole GPU, which then has 20 %
-less than the forecast's peak; the supervisor's retries must finish it. Results go to benchmarks/reference/card_end.csv.
+the replay's decides, and how it ends is only recorded. "smaller by 20 %": the run is planned for the whole GPU, which then has
+20 % less than the forecast's peak; the supervisor's retries must finish it. Results go to benchmarks/reference/card_end.csv.
 """
 
 from __future__ import annotations
