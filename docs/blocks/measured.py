@@ -230,12 +230,14 @@ def stand_in_end(table: Path = STAND_IN_END) -> str:
     groups: dict[str, dict[str, list[dict[str, str]]]] = {}
     for case in cases:
         groups.setdefault(_END_OFFSET.sub("", case["case"]), {}).setdefault(case["base_format"], []).append(case)
-    rows = [[name, *(_ended(chosen[base_format]) for base_format in formats)] for name, chosen in groups.items()]
+    rows = [[name, *(_ended(chosen.get(base_format, [])) for base_format in formats)] for name, chosen in groups.items()]
     return markdown(("memory", *formats), rows)
 
 
 def _ended(cases: list[dict[str, str]]) -> str:
-    """How often runs ended how, and what retries changed."""
+    """How often runs ended how, and what retries changed; a dash for cases that were not run."""
+    if not cases:
+        return "-"
     if not any(case["changes"] for case in cases):
         counts = collections.Counter(case["outcome"] for case in cases)
         return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
