@@ -194,13 +194,15 @@ def write_job(cell: Cell, model: Path, folder: Path) -> Path:
 
 
 def planned_tokens(cell: Cell) -> int:
-    """Tokens of the longest row that this project's planner accepts on the GPU: where its search begins."""
-    from benchmarks.longest_rows import longest, plan_for
+    """Tokens of a long row that this project's planner accepts on the GPU: where its search begins."""
+    from benchmarks.card_peer_run import assume_host_memory
+    from benchmarks.longest_rows import FOUND, longest, plan_for
     from finetune.planner.plan import Verdict
 
-    changes = {"lora_r": 16, **cell.settings}
-    if plan_for(cell.gpu, MOST_TOKENS, changes).verdict == Verdict.FITS:
-        return MOST_TOKENS
+    assume_host_memory()
+    changes, tokens = {"lora_r": 16, **cell.settings}, min(FOUND[cell.gpu], MOST_TOKENS)
+    if plan_for(cell.gpu, tokens, changes).verdict == Verdict.FITS:
+        return tokens
     plan = longest(cell.gpu, changes)
     return plan.settings.max_length if plan and plan.settings.max_length else 1024
 

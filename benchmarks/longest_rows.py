@@ -22,6 +22,8 @@ from finetune.units import GIB
 #: Tokens of the longest row that each card should take: for 8 GB what Unsloth publishes, above it for the others
 #: (https://unsloth.ai/docs/basics/unsloth-benchmarks: 2,972, 21,848, 40,724, 78,475).
 TARGETS = {"rtx-4060": 2_972, "rtx-3060": 25_000, "rtx-4060-ti-16gb": 45_000, "rtx-4090": 90_000}
+#: What was found last (docs/memory.md): where a search begins.
+FOUND = {"rtx-4060": 47_360, "rtx-3060": 88_064, "rtx-4060-ti-16gb": 125_440, "rtx-4090": 207_104}
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 RECIPE: dict[str, Any] = {
     "model_name_or_path": MODEL, "dataset": "rows.jsonl", "load_in_4bit": True, "lora_r": 32, "packing": False,
@@ -40,7 +42,7 @@ def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
 def longest(card: str, changes: dict[str, Any]) -> Plan | None:
     """The plan of the longest row that fits; None when not even STEP tokens do."""
     best, fits, over = None, 0, 2**20
-    tokens = TARGETS.get(card, 2**14) // STEP * STEP
+    tokens = FOUND.get(card, 2**14) // STEP * STEP
     while over - fits > STEP:
         plan = plan_for(card, tokens, changes)
         if plan.verdict == Verdict.FITS:

@@ -28,6 +28,7 @@ from blocks.measured import (
     reserved,
     stand_in,
     stand_in_edge,
+    stand_in_end,
     stand_in_models,
     stand_in_short,
 )  # fmt: skip
@@ -64,6 +65,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "stand-in": stand_in,
     "stand-in-models": stand_in_models,
     "stand-in-edge": stand_in_edge,
+    "stand-in-end": stand_in_end,
     "stand-in-short": stand_in_short,
     "stand-in-short-zh": functools.partial(
         stand_in_short,

@@ -19,6 +19,11 @@ PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
 CARD_PEERS = ROOT / "benchmarks" / "reference" / "card_peers.csv"
 STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
 STAND_IN_EDGE = ROOT / "benchmarks" / "reference" / "card_edge.csv"
+STAND_IN_END = ROOT / "benchmarks" / "reference" / "card_end.csv"
+#: What differs among the budgets at one end of a forecast.
+_END_OFFSET = re.compile(r" [+-]\d+ MiB$")
+#: Tokens of the row that the largest models are tried with (benchmarks/card_peers.py).
+LARGEST_ROW = "512"
 VERDICTS = ("fits", "at the limit", "tight", "does not fit")
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
@@ -217,16 +222,55 @@ def stand_in_edge(table: Path = STAND_IN_EDGE) -> str:
     return markdown(("verdict", *(f">{outcome}" for outcome in outcomes)), rows)
 
 
+def stand_in_end(table: Path = STAND_IN_END) -> str:
+    """The results of benchmarks/card_end.py: how runs ended within budgets at the forecast's ends, and on smaller GPUs."""
+    with table.open(newline="", encoding="utf-8") as file:
+        cases = list(csv.DictReader(file))
+    formats = list(dict.fromkeys(case["base_format"] for case in cases))
+    groups: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for case in cases:
+        groups.setdefault(_END_OFFSET.sub("", case["case"]), {}).setdefault(case["base_format"], []).append(case)
+    rows = [[name, *(_ended(chosen.get(base_format, [])) for base_format in formats)] for name, chosen in groups.items()]
+    return markdown(("memory", *formats), rows)
+
+
+def _ended(cases: list[dict[str, str]]) -> str:
+    """How often runs ended how, and what retries changed; a dash for cases that were not run."""
+    if not cases:
+        return "-"
+    if not any(case["changes"] for case in cases):
+        counts = collections.Counter(case["outcome"] for case in cases)
+        return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    (case,) = cases
+    settings = [f"`{name}={value}`" for changes in json.loads(case["changes"]) for name, value in changes.items()]
+    retried = ", ".join(settings) or "no retry"
+    return f"{case['outcome']}: {retried}"
+
+
 def card_peers(table: Path = CARD_PEERS) -> str:
-    """The results of benchmarks/card_peers.py: memory of a step by tool, then the longest rows that end."""
+    """The results of benchmarks/card_peers.py: memory of a step by tool, the longest rows that end, the largest models."""
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    steps = [row for row in rows if row["allocated_bytes"] and row["tokens"]]
+    largest = [row for row in rows if row["tokens"] == LARGEST_ROW]
+    steps = [row for row in rows if row["allocated_bytes"] and row["tokens"] not in ("", LARGEST_ROW)]
     longest = [row for row in rows if row["longest_tokens"] or (row["failed"] and not row["tokens"])]
     columns = ("tool", "setting", "GPU", ">rows x tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
     memory = markdown(columns, [[*_peer_of(row), f"{row['micro_batch']} x {row['tokens']}", *_sizes_of(row)] for row in steps])
     columns = ("tool", "setting", "GPU", ">longest row, tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
-    return f"{memory}\n" + markdown(columns, [[*_peer_of(row), _longest_of(row), *_sizes_of(row)] for row in longest])
+    lengths = markdown(columns, [[*_peer_of(row), _longest_of(row), *_sizes_of(row)] for row in longest])
+    return f"{memory}\n{lengths}" + (f"\n{_largest_models(largest)}" if largest else "")
+
+
+def _largest_models(rows: list[dict[str, str]]) -> str:
+    """The largest model of which a step ends, by tool and GPU; the rows are in the order of the models' sizes."""
+    gpus = dict.fromkeys(_peer_of(row)[2] for row in rows)
+    models: dict[str, dict[str, str]] = {}
+    for row in rows:
+        tool, _, gpu = _peer_of(row)
+        if row["allocated_bytes"]:
+            models.setdefault(tool, {})[gpu] = f"{row['model'].rpartition('/')[2]}, {int(row['reserved_bytes']) / GIB:.1f} GiB"
+    columns = ("largest model, 1 x 512 tokens", *gpus)
+    return markdown(columns, [[tool, *(by_gpu.get(gpu, "-") for gpu in gpus)] for tool, by_gpu in models.items()])
 
 
 def _peer_of(row: dict[str, str]) -> list[str]:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
     from finetune.run.state import RunState
 
+#: Seconds that an ended run's processes get to exit, and so to free the GPU, before a command returns that followed it.
+_EXIT_DEADLINE_S = 60
 _EXIT_OF = {"finished": FINISHED, "diverged": Diverged.exit_code, "paused": DiskFull.exit_code}
 
 
@@ -180,6 +182,8 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     state = read_state(run)
+    if state.ended:
+        control.wait(run, _EXIT_DEADLINE_S)
     _print_state(run, state, as_json)
     if not state.ended:  # only the watching was interrupted
         return 0

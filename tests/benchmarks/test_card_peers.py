@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from blocks.measured import card_peers as page_of_peers  # noqa: E402
 
 from benchmarks import card_peers  # noqa: E402
 from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, is_out_of_memory, lengthened, longest_row  # noqa: E402
@@ -79,3 +82,18 @@ def test_lines_are_written_in_the_order_of_the_cells(tmp_path):
 
 def test_a_cell_without_an_environment_says_so(tmp_path):
     assert card_peers.run_cell(CELL, None, tmp_path)["failed"] == "not run: no environment was given"
+
+
+def test_the_page_has_steps_longest_rows_and_largest_models_apart(tmp_path):
+    models = [Cell("largest", "trl", model, "rtx-4060", "defaults", 1, 512) for model in card_peers.SIZES[:3]]
+    fitting = [line_of(cell, {**FIGURES, "batch_tokens": 512}) for cell in models[:2]]
+    lines = [
+        line_of(CELL, {**FIGURES, "batch_tokens": 4096}),
+        line_of(Cell("longest", "trl", card_peers.LLAMA, "rtx-4060", "defaults", 1, 0), {**FIGURES, "longest_tokens": 2816}),
+        *fitting,
+        line_of(models[2], {"out_of_memory": True}),
+    ]
+    write_lines(tmp_path / "peers.csv", {key_of(line): line for line in lines})
+    steps, longest, largest = page_of_peers(tmp_path / "peers.csv").strip().split("\n\n")
+    assert "2 x 2048" in steps and "512" not in steps and "2,816" in longest
+    assert largest.splitlines()[-1] == "| trl 1 | Qwen3-4B, 8.0 GiB |"

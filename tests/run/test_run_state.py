@@ -10,7 +10,9 @@ import psutil
 import pytest
 
 from finetune.card.allocator import AllocatorSettings
+from finetune.cli.run import watch_run
 from finetune.errors import DiskFull, RecipeError
+from finetune.events import EventWriter, State
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.run import control
@@ -117,3 +119,13 @@ def test_a_run_whose_start_can_t_be_recorded_is_not_started(finished_plan, monke
 def finished_plan(make_run):
     """A run directory that has not been started."""
     return make_run()
+
+
+def test_who_follows_a_run_waits_until_its_ended_worker_holds_the_gpu_no_more(tmp_path, monkeypatch):
+    code = "import time; time.sleep(1.5)"
+    process, run = subprocess.Popen([sys.executable, "-c", code]), RunDirectory(tmp_path)
+    write_json(run.process, {"worker": process_record(process.pid)})
+    EventWriter(run.events).emit(State(state="finished", exit_code=0))
+    monkeypatch.setattr("finetune.cli.run.open_run", lambda _: run)
+    assert watch_run(str(tmp_path), as_json=True) == 0
+    assert process.poll() == 0
