@@ -76,8 +76,8 @@ def read_plan(path: str | Path) -> Plan:
     return _with_trl(plans.read_plan(Path(path)))
 
 
-def _with_trl(made: plans.Plan) -> Plan:
-    return Plan(**{field.name: getattr(made, field.name) for field in fields(made)})
+def _with_trl(planned: plans.Plan) -> Plan:
+    return Plan(**{field.name: getattr(planned, field.name) for field in fields(planned)})
 
 
 def _require_plain_trl(settings: Settings) -> None:

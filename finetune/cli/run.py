@@ -301,8 +301,8 @@ class _BarView(_JsonView):
 
 def _metrics_text(metrics: dict[str, float]) -> str:
     """The main metrics of a training method."""
-    known = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
-    return "".join(f", {label} {text.format(value)}" for label, text, value in known)
+    shown_metrics = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
+    return "".join(f", {label} {text.format(value)}" for label, text, value in shown_metrics)
 
 
 def _text_of(event: Event) -> str:

@@ -106,7 +106,7 @@ def _transcript(text: str, field: str) -> list[Message]:
 def _end_of_prompt(chosen: list[Message], rejected: list[Message]) -> int:
     """Index of the first message in which the conversations differ, which must be an answer in both. Raises BadRow."""
     pairs = zip(chosen, rejected, strict=False)
-    start = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    start = next((index for index, (message, other) in enumerate(pairs) if message != other), min(len(chosen), len(rejected)))
     if start == len(chosen) == len(rejected):
         _require_difference("", "")
     if start in (len(chosen), len(rejected)):

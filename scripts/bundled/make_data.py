@@ -3,8 +3,8 @@
 
     python scripts/bundled/make_data.py [FOLDER]
 
-Writes support/ and support-pairs/, with train.jsonl and eval.jsonl each, into FOLDER (default: finetune/bundled), the same bytes
-each time.
+Writes support/ and support-pairs/, with train.jsonl and eval.jsonl each, into FOLDER (default: finetune/bundled): the same
+bytes each time.
 """
 
 from __future__ import annotations

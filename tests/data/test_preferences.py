@@ -36,13 +36,13 @@ def pairs(path, **more):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_the_same_pair(shape):
     example = parse(SHAPES[shape], "preference", {}, "rows.jsonl", 1)
-    assert [one.question()[-1]["content"] for one in example.pair()] == ["Hi", "Hi"]
-    assert [one.reference() for one in example.pair()] == ["Hello", "Go."]
+    assert [answer.question()[-1]["content"] for answer in example.pair()] == ["Hi", "Hi"]
+    assert [answer.reference() for answer in example.pair()] == ["Hello", "Go."]
 
 
 def test_texts_stay_texts():
     example = parse({"prompt": "Q: 1+1?", "chosen": " 2", "rejected": " 3"}, "preference", {}, "rows.jsonl", 1)
-    assert [(one.prompt, one.completion) for one in example.pair()] == [("Q: 1+1?", " 2"), ("Q: 1+1?", " 3")]
+    assert [(answer.prompt, answer.completion) for answer in example.pair()] == [("Q: 1+1?", " 2"), ("Q: 1+1?", " 3")]
 
 
 @pytest.mark.parametrize("shape", ["implicit", "ranking-alpaca"])

@@ -17,15 +17,15 @@ from finetune.model.lean_layers import make_lean, undo_lean
 from finetune.recipe import plainest, recipe_from
 
 VOCABULARY = 64
-#: Prompt, chosen and rejected answer as words, of uneven lengths.
+#: Prompt, chosen and rejected answer as vocabulary, of uneven lengths.
 PAIRS = [("w3 w4 w5", "w6 w7", "w8 w9 w10 w11"), ("w12", "w13 w14 w15 w16 w17", "w18")]
 
 
 def tokenizer():
-    words = {f"w{number}": number for number in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
+    vocabulary = {f"w{number}": number for number in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    backend = Tokenizer(WordLevel(words, "w0"))
+    backend = Tokenizer(WordLevel(vocabulary, "w0"))
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
