@@ -69,6 +69,7 @@ def test_llama_factorys_ranking_datasets_are_pairs(tmp_path, entry, row):
         ("pref_ftx: 0.1", "another loss is added"), ("pref_loss: orpo", "ORPO has no such reference"),
         ("pref_loss: simpo", "SimPO has no such reference"), ("pref_loss: kto_pair", "marked good or bad"),
         ("dpo_label_smoothing: 0.1", "label smoothing"), ("ref_model: x/z", "the model without its adapter"),
+        ("adapter_name_or_path: saves/sft", "merge that adapter first"),
     ],
 )  # fmt: skip
 def test_llama_factorys_other_losses_on_pairs_are_refused(extra, reason):

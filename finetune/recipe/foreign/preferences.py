@@ -6,6 +6,7 @@ from typing import get_args
 
 from finetune.recipe.foreign.rules import ConfigReader, Refuse, Rule, is_off
 from finetune.recipe.foreign.shared import PREFERENCE
+from finetune.recipe.methods import METHODS
 from finetune.recipe.schema import PreferenceLoss
 
 _GENERATED = "the nearest is method dpo, on pairs that exist; there answers are generated and rewarded in the training"
@@ -55,6 +56,9 @@ def read_preferences(config: ConfigReader, rules: dict[str, Rule], method: str) 
         if config.is_on("lora_dropout") and "lora_dropout" not in config.overrides:
             config.keep("lora_dropout", "lora_dropout", 0.0, f"{config.tool.name} turns dropout off in DPO")
         config.assume("lora_dropout", 0.0)
+        for key in filter(config.is_on, ("adapter_name_or_path", "lora_model_dir")):
+            config.entries.pop(key)  # refused there for what DPO doesn't lift
+            config.refuse(key, dict(METHODS[method].refused)["adapter_name_or_path"])
 
 
 def read_loss(config: ConfigReader, key: str) -> None:
