@@ -87,9 +87,9 @@ def test_tables_name_settings_that_exist(tool):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("stage: dpo", "stage dpo: finetune trains on answers"), ("finetuning_type: full", "finetune trains LoRA adapters"),
+        ("stage: ppo", "stage ppo: the nearest is method dpo"), ("finetuning_type: full", "finetune trains LoRA adapters"),
         ("pissa_init: true", "PiSSA"), ("mask_history: true", "every answer"), ("neftune_noise_alpha: 5", "NEFTune"),
-        ("quantization_bit: 3", "4 and 8 bits"), ("template: alpaca", "not the template of"), ("dataset: pairs", "preferences"),
+        ("quantization_bit: 3", "4 and 8 bits"), ("template: alpaca", "not the template of"), ("dataset: pairs", "stage dpo"),
         ("dataset: pictures", "images"), ("dataset: nowhere", "is not in"), ("what_is_this: 1", "not a key of LLaMA-Factory"),
         ("lr_scheduler_type: polynomial", "it should be"), ("hf_hub_token: x", "secrets"),
     ],

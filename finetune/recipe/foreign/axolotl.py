@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign.axolotl_pairs import PAIR_KEYS, columns_of_pairs, read_rl
+from finetune.recipe.foreign.preferences import OTHER_METHODS
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, is_off
 from finetune.recipe.foreign.shared import (
     DATASET_CACHE,
@@ -15,7 +17,6 @@ from finetune.recipe.foreign.shared import (
     KERNELS,
     MEMORY,
     NOT_TRAINED,
-    PREFERENCE,
     PROCESS,
     SECRET,
     STEPS,
@@ -33,7 +34,6 @@ from finetune.recipe.foreign.shared import (
 )  # fmt: skip
 
 _MODEL = Ignore("is read from the model")
-_PREFERRED = Refuse("preference training is not supported")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
 
 _SWANLAB = [f"swanlab_{name}" for name in (
@@ -117,8 +117,8 @@ KEYS: dict[str, Rule] = {
     "experimental_skip_move_to_device": MEMORY, "selective_checkpointing": MEMORY,
     "tokenizer_use_mistral_common": Ignore("the model's own tokenizer and chat template are used"),
     "tokenizer_save_jinja_files": PROCESS,
-    "rl": _PREFERRED, "rl_beta": PREFERENCE, "trl": PREFERENCE, "reward_model": _PREFERRED, "process_reward_model": _PREFERRED,
-    "qat": NOT_TRAINED, "quantization": NOT_TRAINED, "vllm": PREFERENCE,
+    "rl": Read(), **dict.fromkeys(PAIR_KEYS, Read()), "reward_model": Refuse(OTHER_METHODS["rm"]),
+    "process_reward_model": Refuse(OTHER_METHODS["rm"]), "qat": NOT_TRAINED, "quantization": NOT_TRAINED,
     "debug": PROCESS, "ddp": GPUS, "world_size": GPUS, "ddp_bucket_cap_mb": GPUS, "ddp_broadcast_buffers": GPUS,
     "accelerator_config": GPUS, "fsdp_version": GPUS, "fsdp_final_state_dict_type": GPUS,
     "tensor_parallel_size": GPUS, "context_parallel_size": GPUS, "sequence_parallel_degree": GPUS, "use_ray": GPUS,
@@ -142,8 +142,8 @@ KEYS: dict[str, Rule] = {
     "dataset_exact_deduplication": Refuse("equal rows are kept; remove them from the file"), "streaming": MEMORY,
     "dataloader_drop_last": PROCESS,
     "val_set_size": Keep("dataset.test_split_size", lambda size: int(size) if size >= 1 else float(size)),
-    "sequence_len": Keep("max_length"), "max_prompt_len": PREFERENCE,
-    "min_sample_len": Refuse("short rows are kept"), "excess_length_strategy": Keep("excess_length"),
+    "sequence_len": Keep("max_length"), "min_sample_len": Refuse("short rows are kept"),
+    "excess_length_strategy": Keep("excess_length"),
     "sample_packing": Keep("packing"),
     "eval_sample_packing": MEMORY, "pad_to_sequence_len": MEMORY, "batch_flattening": MEMORY,
     "sample_packing_group_size": PROCESS, "sample_packing_bin_size": PROCESS, "multipack_real_batches": PROCESS,
@@ -225,8 +225,9 @@ def finish(config: ConfigReader) -> None:
             config.refuse("plugins", f"{', '.join(other_plugins)} may change what is learnt")
         else:
             config.ignore("plugins", KERNELS.reason)
+    method = read_rl(config)
     if not config.is_replaced("dataset.path", ("datasets", "test_datasets")):
-        _datasets(config, model)
+        _datasets(config, model, method)
 
 
 def _batch(config: ConfigReader) -> None:
@@ -296,8 +297,12 @@ def _quantisation(config: ConfigReader) -> None:
     config.ignore("bnb_config_kwargs", "is what finetune does")
 
 
-def _datasets(config: ConfigReader, model: str) -> None:
-    dataset, reason, note = _merged_dataset(config.value("datasets", []), model)
+def _datasets(config: ConfigReader, model: str, method: str) -> None:
+    if not method:
+        for key in ("datasets", "test_datasets"):
+            config.ignore(key, "is of that method")
+        return
+    dataset, reason, note = _merged_dataset(config.value("datasets", []), model, method)
     if reason:
         config.refuse("datasets", reason, "dataset.path")
     elif dataset:
@@ -305,7 +310,7 @@ def _datasets(config: ConfigReader, model: str) -> None:
             config.keep("datasets", f"dataset.{name}", value)
         config.keep("datasets", "dataset.path", dataset["path"], note)
     if "test_datasets" in config.values:
-        held_out, reason, _ = _merged_dataset(config.value("test_datasets"), model)
+        held_out, reason, _ = _merged_dataset(config.value("test_datasets"), model, method)
         if not reason and held_out.get("path") == dataset.get("path") and held_out.get("split"):
             config.keep("test_datasets", "dataset.eval_split", held_out["split"])
         elif not reason:
@@ -314,13 +319,14 @@ def _datasets(config: ConfigReader, model: str) -> None:
             config.refuse("test_datasets", reason, "dataset.eval_path")
 
 
-def _merged_dataset(entries: Any, model: str) -> tuple[dict[str, Any], str, str]:
+def _merged_dataset(entries: Any, model: str, method: str) -> tuple[dict[str, Any], str, str]:
     """Datasets as settings without the prefix `dataset.`, the reason why they can't be used, and a note."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return {}, "is not a list of datasets" if entries else "", ""
     datasets = []
     for entry in entries:
-        settings, reason, note = _dataset_settings({key: value for key, value in entry.items() if value is not None}, model)
+        own = {key: value for key, value in entry.items() if value is not None}
+        settings, reason, note = _dataset_settings(own, model, method)
         if reason:
             return {}, reason, ""
         datasets.append((settings, note))
@@ -330,26 +336,38 @@ def _merged_dataset(entries: Any, model: str) -> tuple[dict[str, Any], str, str]
     return (merged, "", datasets[0][1]) if merged else ({}, DIFFERENT_DATASETS, "")
 
 
-def _dataset_settings(entry: dict[str, Any], model: str) -> tuple[dict[str, Any], str, str]:
+def _columns(entry: dict[str, Any], model: str, method: str) -> tuple[str, dict[str, str], str, str]:
+    """Format and columns of a dataset, a note, and the reason why it can't be read; removes its keys from `entry`."""
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
     if name == "sharegpt":
-        return (
-            {},
-            "Axolotl no longer reads type sharegpt; its successor is type chat_template, field_messages conversations",
-            "",
-        )
-    if not isinstance(kind, str) or name not in _TYPES:
-        return (
-            {},
-            f"type {kind if isinstance(kind, str) else 'with its own prompt'} is unknown, and decides what rows look like",
-            "",
-        )
+        reason = "Axolotl no longer reads type sharegpt; its successor is type chat_template, field_messages conversations"
+        return "", {}, "", reason
+    if method == "dpo":
+        row_format, (columns, note, reason) = "preference", columns_of_pairs(kind, entry, model)
+    elif isinstance(kind, str) and name in _TYPES:
+        (row_format, columns, note), reason = _TYPES[name], ""
+    else:
+        reason = f"type {kind if isinstance(kind, str) else 'with its own prompt'} is unknown, and decides what rows look like"
+        return "", {}, "", reason
+    if name.startswith("chat_template") and not reason:
+        conversation_format, conversation_columns, reason = _conversation(entry)
+        row_format = row_format if method == "dpo" else conversation_format
+        columns = {**columns, **conversation_columns}
+    if name == "completion" and entry.get("field", "text") != "text":
+        columns = {"text": entry["field"]}
+    entry.pop("field", None)
+    return row_format, columns, note, reason
+
+
+def _dataset_settings(entry: dict[str, Any], model: str, method: str) -> tuple[dict[str, Any], str, str]:
+    row_format, columns, note, reason = _columns(entry, model, method)
+    if reason:
+        return {}, reason, ""
     template = str(entry.pop("chat_template", "tokenizer_default"))
     if (template_note := own_template_note(template, model)) is None:
         return {}, f"chat_template {template} of a dataset is not the template of {model}, judging by its name", ""
-    row_format, columns, note = _TYPES[name]
-    columns, split = dict(columns), str(entry.pop("split", "train"))
+    split = str(entry.pop("split", "train"))
     settings: dict[str, Any] = {"path": entry.pop("path", None)}
     if settings["path"] in ("json", "csv", "parquet", None) or "data_files" in entry:
         settings["path"] = entry.pop("data_files", None) or settings["path"]
@@ -361,13 +379,6 @@ def _dataset_settings(entry: dict[str, Any], model: str) -> tuple[dict[str, Any]
     settings |= part
     note = ". ".join(text for text in (note, part_note, template_note) if text)
     settings |= {setting: entry.pop(setting) for setting in ("name", "revision") if setting in entry}
-    if name == "completion" and entry.get("field", "text") != "text":
-        columns["text"] = entry["field"]
-    entry.pop("field", None)
-    if name.startswith("chat_template"):
-        row_format, columns, reason = _conversation(entry)
-        if reason:
-            return {}, reason, ""
     for key, value in entry.items():
         if key not in _NEUTRAL_VALUES or not (_NEUTRAL_VALUES[key] is None or is_off(value) or value == _NEUTRAL_VALUES[key]):
             return {}, f"{key} {value} of a dataset is not known, or changes what is learnt", ""

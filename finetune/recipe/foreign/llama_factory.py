@@ -6,6 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign.preferences import (
+    LABEL_SMOOTHING,
+    NO_WEIGHTING,
+    OTHER_REFERENCE,
+    read_loss,
+    read_method,
+    read_preferences,
+)
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
 from finetune.recipe.foreign.shared import (
     DATASET_CACHE,
@@ -15,7 +23,6 @@ from finetune.recipe.foreign.shared import (
     KERNELS,
     MEMORY,
     NOT_TRAINED,
-    PREFERENCE,
     PROCESS,
     SECRET,
     TRACKERS,
@@ -38,8 +45,17 @@ _OTHER_METHODS_KEYS = (
     "apollo_layerwise", "apollo_scale_type", "badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
     "badam_update_ratio", "badam_mask_mode", "badam_start_block", "asft_alpha", "eaft_alpha", "muon_lr", "kt_config",
     "kt_cpu_activation", "kt_optimize_rule", "ppo_epochs", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight",
+    "ppo_buffer_size", "ppo_score_norm", "ppo_target", "ppo_whiten_rewards", "reward_model", "reward_model_adapters",
+    "reward_model_quantization_bit", "reward_model_type",
     "fp8_enable_fsdp_float8_all_gather", "freeze_extra_modules",
 )  # fmt: skip
+
+_OTHER_LOSS = Refuse("another loss is added, which method dpo doesn't have")
+_PAIR_KEYS: dict[str, Rule] = {
+    "pref_beta": Keep("beta", float), "pref_ftx": _OTHER_LOSS, "pref_bco_weight": _OTHER_LOSS, "pref_loss": Read(),
+    "dpo_label_smoothing": LABEL_SMOOTHING, "ld_alpha": NO_WEIGHTING, "ref_model": OTHER_REFERENCE,
+    "ref_model_adapters": OTHER_REFERENCE, "ref_model_quantization_bit": OTHER_REFERENCE,
+}  # fmt: skip
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
@@ -79,8 +95,7 @@ KEYS: dict[str, Rule] = {
     "use_mca": NOT_TRAINED, "use_kt": NOT_TRAINED, **dict.fromkeys(_OTHER_METHODS_KEYS, _OTHER_METHOD),
     "freeze_trainable_layers": _OTHER_METHOD, "freeze_trainable_modules": _OTHER_METHOD,
     "freeze_vision_tower": _IMAGES, "freeze_multi_modal_projector": _IMAGES, "freeze_language_model": NOT_TRAINED,
-    "pref_beta": PREFERENCE, "pref_ftx": PREFERENCE, "pref_loss": PREFERENCE, "ref_model": PREFERENCE,
-    "reward_model": PREFERENCE,
+    **dict.fromkeys(_PAIR_KEYS, Read()),
     "disable_shuffling": Refuse("rows are shuffled"), "early_stopping_steps": Keep("early_stopping_patience"),
     "compute_accuracy": Ignore("`finetune eval` scores"),
     "include_effective_tokens_per_second": Ignore("tokens per second are always shown"),
@@ -118,7 +133,8 @@ DEFAULTS: dict[str, Any] = {
 
 #: Columns of LLaMA-Factory's datasets -> our field; the value is its default column.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-_REFUSED_COLUMNS = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
+_REFUSED_COLUMNS = ("images", "videos", "audios", "kto_tag")
+_CUT_NOTE = "of a pair over cutoff_len the end is cut here; there a long prompt and the answers are shortened in proportion"
 _ROLES = {
     "user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
     "function_tag": ("function_call",), "system_tag": ("system",),
@@ -128,33 +144,39 @@ _ROLES = {
 def finish(config: ConfigReader) -> None:
     """Keys of LLaMA-Factory that combine."""
     read_training_arguments(config)
-    _method(config)
+    method = _method(config)
     if "lora_target" in config.values:
         read_targets(config, "lora_target")
     config.assume("lora_alpha", 2 * config.settings.get("lora_r", DEFAULTS["lora_r"]))
     model = str(config.overrides.get("model_name_or_path") or config.value("model_name_or_path", ""))
     if "template" in config.values:
         read_template(config, "template", model)
-    _packing(config)
-    _datasets(config)
+    _packing(config, method)
+    _datasets(config, method)
 
 
-def _method(config: ConfigReader) -> None:
-    for key, supported, reason in (
-        ("stage", "sft", "finetune trains on answers (sft)"),
-        ("finetuning_type", "lora", "finetune trains LoRA adapters"),
-    ):
-        if config.value(key, supported) != supported:
-            config.refuse(key, reason)
-        else:
-            config.ignore(key, "is what finetune does")
+def _method(config: ConfigReader) -> str:
+    method = read_method(config, "stage", "sft", {"sft": "sft", "dpo": "dpo"})
+    if method == "dpo":
+        config.notes.append(_CUT_NOTE)
+        read_loss(config, "pref_loss")
+    read_preferences(config, _PAIR_KEYS, method)
+    if config.value("finetuning_type", "lora") != "lora":
+        config.refuse("finetuning_type", "finetune trains LoRA adapters")
+    else:
+        config.ignore("finetuning_type", "is what finetune does")
     if (bits := config.value("quantization_bit")) in (4, 8):
         config.keep("quantization_bit", f"load_in_{bits}bit", True)
     elif bits is not None:
         config.refuse("quantization_bit", "4 and 8 bits are supported")
+    return method
 
 
-def _packing(config: ConfigReader) -> None:
+def _packing(config: ConfigReader, method: str) -> None:
+    if method == "dpo":
+        for key in ("neat_packing", "packing"):
+            config.ignore(key, "pairs are not packed")
+        return
     neat_packing, packing = config.is_on("neat_packing"), config.is_on("packing")
     if "neat_packing" in config.values:
         config.keep("neat_packing", "packing", neat_packing or packing)
@@ -167,16 +189,19 @@ def _packing(config: ConfigReader) -> None:
         config.keep("packing", "packing", neat_packing or packing, note)
 
 
-def _datasets(config: ConfigReader) -> None:
+def _datasets(config: ConfigReader, method: str) -> None:
     if config.is_replaced("dataset.path", ("dataset", "dataset_dir", "eval_dataset", "max_samples")):
         return
     for key in ("dataset_dir", "eval_dataset", "max_samples"):
         config.ignore(key, "of the dataset")
+    if not method:
+        config.ignore("dataset", "is of that stage")
+        return
     names = as_list(config.value("dataset", []))
     info, folder = _dataset_info(config)
     if not names:
         return
-    datasets = [_dataset_settings(name, info, folder) for name in names]
+    datasets = [_dataset_settings(name, info, folder, method) for name in names]
     if problem := next((dataset for dataset in datasets if isinstance(dataset, str)), None):
         config.refuse("dataset", problem, "dataset.path")
         return
@@ -186,15 +211,15 @@ def _datasets(config: ConfigReader) -> None:
         return
     for name, value in reversed(merged.items()):
         config.keep("dataset", f"dataset.{name}", value)
-    _eval_dataset(config, info, folder)
+    _eval_dataset(config, info, folder, method)
     _max_samples(config, paths_of(merged))
     config.ignore("dataset_dir", f"dataset_info.json is read from {folder}")
 
 
-def _eval_dataset(config: ConfigReader, info: dict[str, Any], folder: Path) -> None:
+def _eval_dataset(config: ConfigReader, info: dict[str, Any], folder: Path, method: str) -> None:
     if "eval_dataset" not in config.values:
         return
-    datasets = [_dataset_settings(name, info, folder) for name in as_list(config.value("eval_dataset"))]
+    datasets = [_dataset_settings(name, info, folder, method) for name in as_list(config.value("eval_dataset"))]
     if all(isinstance(dataset, dict) and Path(dataset["path"]).is_file() for dataset in datasets):
         config.keep("eval_dataset", "dataset.eval_path", [dataset["path"] for dataset in datasets if isinstance(dataset, dict)])
     else:
@@ -245,7 +270,7 @@ def _dataset_info(config: ConfigReader) -> tuple[dict[str, Any], Path]:
     return {}, folder
 
 
-def _dataset_settings(name: str, info: dict[str, Any], folder: Path) -> dict[str, Any] | str:
+def _dataset_settings(name: str, info: dict[str, Any], folder: Path, method: str) -> dict[str, Any] | str:
     """A dataset as settings without the prefix `dataset.`, or the reason why it can't be used."""
     entry = info.get(name)
     if not isinstance(entry, dict):
@@ -253,9 +278,12 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path) -> dict[str
             return {"path": name}
         return f"{name} is not in {folder / 'dataset_info.json'}" + ("" if info else ", which was not found")
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    refused = [column for column in _REFUSED_COLUMNS if column in columns]
-    if entry.get("ranking") or refused:
-        return f"{name} is for preferences or images" + ("" if entry.get("ranking") else f" (columns {', '.join(refused)})")
+    if refused := [column for column in _REFUSED_COLUMNS if columns.get(column)]:
+        return f"{name} is for images, or for answers marked good or bad (columns {', '.join(refused)})"
+    if bool(entry.get("ranking")) != (method == "dpo"):
+        return f"{name} has pairs of answers, for stage dpo" if entry.get("ranking") else f"{name} has no pairs (ranking: true)"
+    if method == "dpo" and not {"chosen", "rejected"} <= set(columns):
+        return f"{name} doesn't name its columns chosen and rejected"
     if columns.get("history"):
         return f"{name} has a history, whose answers LLaMA-Factory learns and finetune reads as context"
     for tag, roles in _ROLES.items():
@@ -273,10 +301,11 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path) -> dict[str
 
 def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, Any]:
     """The format, and the columns that don't have the format's own names."""
+    answers = {field: columns[field] for field in ("chosen", "rejected") if field in columns}
     if entry.get("formatting", "alpaca") == "alpaca":
         columns_by_field = {field: columns.get(key, field) for key, field in _ALPACA.items() if key in columns or not columns}
         columns_by_field |= {"system": columns["system"]} if columns.get("system") else {}
-        if columns and "response" not in columns:
+        if columns and "response" not in columns and not answers:
             return {"format": "text", "columns": {"text": columns.get("prompt", "text")}}
     elif (role := tags.get("role_tag", "from")) == "role":
         columns_by_field = {
@@ -290,6 +319,7 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
         if role != "from" or tags.get("content_tag", "value") != "value":
             columns_by_field |= {"role": role, "content": tags.get("content_tag", "value")}
     name = "alpaca" if "output" in columns_by_field else "messages" if "messages" in columns_by_field else "sharegpt"
+    name, columns_by_field = ("preference", columns_by_field | answers) if answers else (name, columns_by_field)
     renamed = {field: column for field, column in columns_by_field.items() if field != column}
     return {"format": name, **({"columns": renamed} if renamed else {})}
 

@@ -14,8 +14,8 @@ _EVALUATION = Ignore("all held-out rows are evaluated")
 
 KEYS: dict[str, Rule] = {
     "model": Keep("model_name_or_path"), "train": Ignore("`finetune run` trains"), "fine_tune_type": Read(),
-    "training_mode": Refuse("preference training is not supported", ("normal",)),
-    "train_mode": Refuse("preference training is not supported", ("sft",)),
+    "training_mode": Refuse("of mlx files those of supervised training are read", ("normal",)),
+    "train_mode": Refuse("of mlx files those of supervised training are read", ("sft",)),
     "optimizer": Read(), "optimizer_config.*": Read(), "data": Read(), "seed": Keep("seed"),
     "num_layers": Read(), "lora_layers": Read(),
     "batch_size": Read(), "grad_accumulation_steps": Read(), "iters": Read(), "learning_rate": Keep("learning_rate", float),

@@ -151,10 +151,10 @@ class ConfigReader:
         if previous is None or previous.outcome != "refused":
             self.entries[key] = KeyReport(key, self.line_of(key), outcome, text, note)
 
-    def apply(self, key: str) -> None:
-        """Apply the table's rule to one key."""
+    def apply(self, key: str, rule: Rule | None = None) -> None:
+        """Apply `rule`, by default the table's, to one key."""
         value = self.values[key]
-        match self.tool.rule(key):
+        match rule or self.tool.rule(key):
             case Keep(setting, convert, note):
                 try:
                     self.keep(key, setting, convert(value), note)

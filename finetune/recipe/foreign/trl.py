@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.recipe.foreign.preferences import (
+    LABEL_SMOOTHING,
+    NO_WEIGHTING,
+    OTHER_METHODS,
+    OTHER_REFERENCE,
+    read_loss,
+    read_preferences,
+)
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool
 from finetune.recipe.foreign.shared import (
     DATASET_CACHE,
@@ -25,7 +33,24 @@ _REWARDS = (
     "reward_funcs", "reward_weights", "num_generations", "max_completion_length", "log_completions", "temperature",
     "dataset_prompt_column", "system_prompt", "use_vllm", "num_iterations", "epsilon", "scale_rewards",
 )  # fmt: skip
-PREFERENCE_LOSS = Refuse("is of training by preferences or rewards, which is not supported")
+#: Keys of `trl dpo`, also of earlier releases. With one of these, or a loss of pairs, a file is its.
+_PAIR_KEYS: dict[str, Rule] = {
+    "beta": Keep("beta", float), "label_smoothing": LABEL_SMOOTHING, "loss_weights": Refuse("one loss", ([1.0],)),
+    "ld_alpha": NO_WEIGHTING, "use_weighting": NO_WEIGHTING, "reference_free": OTHER_REFERENCE,
+    "sync_ref_model": OTHER_REFERENCE, "f_divergence_type": Refuse("the divergence is the reverse KL", ("reverse_kl",)),
+    "rpo_alpha": Refuse("another loss is added, which method dpo doesn't have"),
+    "max_prompt_length": Read(), "disable_dropout": Read(),
+    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), MEMORY),
+    **dict.fromkeys(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps", "f_alpha_divergence_coef", "discopop_tau"),
+        Ignore("belongs to a key that this file doesn't use"),
+    ),
+}  # fmt: skip
+_PAIR_LOSSES = {
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "aot_pair",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm",
+}  # fmt: skip
+_ONLY_SFT = ("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing_strategy", "eval_packing")
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
@@ -49,15 +74,17 @@ KEYS: dict[str, Rule] = {
     "dataset_text_field": Read(), "dataset_num_proc": DATASET_CACHE,
     "dataset_kwargs": Read(), "dataset_mixture": Read(), "dataset_mixer": Read(), "dataset_splits": Read(),
     "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), "use_flash_attention_2": KERNELS,
-    "beta": PREFERENCE_LOSS, "max_prompt_length": PREFERENCE_LOSS, "rpo_alpha": PREFERENCE_LOSS,
-    **dict.fromkeys(_REWARDS, PREFERENCE_LOSS), "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
+    **dict.fromkeys(_PAIR_KEYS, Read()), **dict.fromkeys(_REWARDS, Refuse(OTHER_METHODS["grpo"])),
+    "desirable_weight": Refuse(OTHER_METHODS["kto"]), "undesirable_weight": Refuse(OTHER_METHODS["kto"]),
+    "simpo_gamma": Refuse(OTHER_METHODS["simpo"]), "cpo_alpha": Refuse(OTHER_METHODS["cpo"]),
+    "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
     "max_seq_length": Keep("max_length"),
     "truncation_mode": Refuse("the start is kept", ("keep_start",)), "packing": Keep("packing"), "eval_packing": MEMORY,
     "packing_strategy": Refuse("rows are packed whole", ("bfd", "ffd")), "padding_free": MEMORY, "pad_to_multiple_of": MEMORY,
     "pad_token": Ignore("padding is never learnt"),
     "eos_token": Refuse("the model's own EOS is used"), "chat_template_path": Keep("chat_template"),
     "completion_only_loss": Read(), "assistant_only_loss": Read(),
-    "loss_type": Refuse("the loss is the cross entropy", ("nll",)), "activation_offloading": MEMORY,
+    "loss_type": Read(), "activation_offloading": MEMORY,
     "shuffle_dataset": Ignore("rows are shuffled anyway"),
     "router_aux_loss_coef": Refuse("the router's loss is not added"), "use_liger": KERNELS, "ignore_bias_buffers": KERNELS,
     "gradient_checkpointing_use_reentrant": MEMORY,
@@ -87,11 +114,14 @@ def finish(config: ConfigReader) -> None:
     else:
         state = "is off" if "use_peft" in config.values else "is not set"
         config.refuse("use_peft", f"{state}, which trains all parameters; use_peft=true trains LoRA adapters, as finetune does")
-    _loss(config)
+    if _trains_on_pairs(config):
+        _pairs(config)
+    else:
+        _loss(config)
     if not config.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in config.values:
         config.keep("dataset_name", "dataset.path", config.value("dataset_name"))
     _mixture(config)
-    if "dataset_text_field" in config.values:
+    if "dataset_text_field" in config.values and "dataset_text_field" not in config.entries:
         field = config.value("dataset_text_field")
         if field == "text":
             config.ignore("dataset_text_field", "is found by its name")
@@ -131,7 +161,7 @@ def _mixture(config: ConfigReader) -> None:
 
 def _is_plain(entry: Any) -> bool:
     """Whether a dataset of a mixture has only keys and columns that finetune reads."""
-    columns = {"messages", "prompt", "completion", "text"}
+    columns = {"messages", "prompt", "completion", "text", "chosen", "rejected"}
     return (
         isinstance(entry, dict)
         and set(entry) <= {"id", "config", "split", "columns", "weight"}
@@ -155,13 +185,45 @@ def _joined_splits(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(datasets.values())
 
 
+def _trains_on_pairs(config: ConfigReader) -> bool:
+    """Whether the file is one of `trl dpo`, which it doesn't say: by its keys, and not by those of other methods."""
+    if "method" in config.overrides:
+        return config.overrides["method"] == "dpo"
+    loss = config.value("loss_type")
+    others = any(key in _OTHER_METHODS_KEYS for key in config.values)
+    return not others and (isinstance(loss, list) or loss in _PAIR_LOSSES or any(key in _PAIR_KEYS for key in config.values))
+
+
+def _pairs(config: ConfigReader) -> None:
+    """Keys and defaults of `trl dpo`."""
+    config.assume("method", "dpo", "read as a file of `trl dpo`, by its keys: method=sft if it is not")
+    config.assume("learning_rate", 1e-6)
+    read_loss(config, "loss_type")
+    dropout = config.settings.get("lora_dropout", DEFAULTS["lora_dropout"])
+    read_preferences(config, _PAIR_KEYS, "dpo")
+    if config.value("disable_dropout") is False:
+        config.keep("disable_dropout", "lora_dropout", dropout)
+    config.ignore("disable_dropout", "dropout is off")
+    config.ignore("max_prompt_length", "max_length is the only limit", "there the start of a longer prompt was cut")
+    for key in _ONLY_SFT:
+        if key in config.values:
+            config.refuse(key, "is a key of `trl sft`, which `trl dpo` doesn't have")
+
+
 def _loss(config: ConfigReader) -> None:
     """Which tokens are learnt. TRL also learns the prompts of messages, but of prompt and completion only the completions."""
+    for key in (name for name in _PAIR_KEYS if name in config.values):
+        config.ignore(key, "is of a method that this file doesn't use")
+    if "loss_type" in config.values:
+        config.apply("loss_type", Refuse("the loss is the cross entropy", ("nll",)))
     answer_only_keys = [key for key in ("assistant_only_loss", "completion_only_loss") if config.is_on(key)]
     for key in ("assistant_only_loss", "completion_only_loss"):
         if key in config.values:
             config.keep(key, "train_on_inputs", not answer_only_keys)
     config.assume("train_on_inputs", True, _LOSS_NOTE if "dataset_text_field" not in config.values else "")
+
+
+_OTHER_METHODS_KEYS = (*_REWARDS, "desirable_weight", "undesirable_weight", "simpo_gamma", "cpo_alpha")
 
 
 def has_only_its_keys(values: dict[str, Any]) -> bool:

@@ -1,0 +1,81 @@
+"""Axolotl's keys and datasets for training on pairs of answers (`rl`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.recipe.foreign.preferences import LABEL_SMOOTHING, NO_WEIGHTING, read_loss, read_method, read_preferences
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule
+from finetune.recipe.foreign.shared import KERNELS, MEMORY, own_template_note
+
+_OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
+PAIR_KEYS: dict[str, Rule] = {
+    "rl_beta": Keep("beta", float), "trl": Read(), "dpo_loss_type": Read(), "dpo_loss_weights": Refuse("one loss", ([1.0],)),
+    "dpo_label_smoothing": LABEL_SMOOTHING, "dpo_use_weighting": NO_WEIGHTING, "precompute_ref_log_probs": MEMORY,
+    "dpo_use_liger_kernel": KERNELS, "dpo_padding_free": MEMORY, "vllm": _OTHER_METHOD, "kto_desirable_weight": _OTHER_METHOD,
+    "max_prompt_len": Ignore("pairs have no limit of their own for prompts, as there"), "kto_undesirable_weight": _OTHER_METHOD,
+    "orpo_alpha": Refuse("there it is beta where rl_beta is absent; set rl_beta"), "simpo_gamma": _OTHER_METHOD,
+    "cpo_alpha": _OTHER_METHOD,
+}  # fmt: skip
+
+#: What Axolotl's types of text in a fixed template call the columns.
+_TEXT_TYPES: dict[str, dict[str, str]] = {
+    "intel": {"instruction": "question"}, "icr": {"instruction": "input"}, "prompt_pairs": {"instruction": "prompt"},
+    "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"}, "argilla_chat": {}, "ultra": {},
+}  # fmt: skip
+_TEMPLATES = {"chatml": "ChatML", "llama3": "Llama 3's template"}
+_FORMATS = ("prompt_format", "chosen_format", "rejected_format")
+
+
+def read_rl(config: ConfigReader) -> str:
+    """The method of `rl`; empty where it is refused."""
+    ipo = str(config.value("rl")).lower() == "ipo"
+    method = read_method(config, "rl", "sft", {"sft": "sft", "dpo": "dpo", "ipo": "dpo"})
+    rules, trl = dict(PAIR_KEYS), config.value("trl")
+    if method == "dpo" and isinstance(trl, dict) and trl.get("beta") is not None:
+        config.keep("trl", "beta", float(trl["beta"]))
+        rules["rl_beta"] = Ignore("trl.beta counts")
+    if method == "dpo" and ipo:
+        config.settings["loss_type"], config.keys_by_setting["loss_type"] = "ipo", "rl"
+        config.ignore("dpo_loss_type", "rl is ipo")
+    elif method == "dpo":
+        read_loss(config, "dpo_loss_type")
+    read_preferences(config, rules, method)
+    if method == "dpo":
+        config.ignore("train_on_inputs", "the prompt is the same in both answers of a pair, as there")
+        config.settings.pop("train_on_inputs", None)
+        if "trl" not in config.entries:
+            config.ignore("trl", "has no beta; the other keys are of methods that reward")
+    return method
+
+
+def columns_of_pairs(kind: Any, entry: dict[str, Any], model: str) -> tuple[dict[str, str], str, str]:
+    """Columns of a dataset of pairs, a note, and the reason why it can't be read; removes its keys from `entry`."""
+    own_format = kind if isinstance(kind, dict) else {}
+    keys = {**entry, **own_format}
+    columns = {field: str(keys.get(f"field_{field}") or field) for field in ("chosen", "rejected")}
+    for field in columns:
+        entry.pop(f"field_{field}", None)
+    template, _, name = str(kind).partition(".")
+    if kind is None or own_format or kind in ("passthrough", "passthrough.default", "user_defined", "user_defined.default"):
+        formats = [key for key in _FORMATS if own_format.get(key) not in (None, "", f"{{{key.removesuffix('_format')}}}")]
+        if formats:
+            return {}, "", f"{formats[0]} is text around the rows, which is not written here: write it into the rows"
+        columns["prompt"] = str(own_format.get("field_prompt") or "prompt")
+    elif template in _TEMPLATES and name in _TEXT_TYPES:
+        columns |= _TEXT_TYPES[name]
+    elif template in _TEMPLATES and name in ("", "default"):
+        return (
+            {},
+            "",
+            f"type {kind} takes prompts from prompt, input, question or instruction; name it: {template}.intel is question",
+        )
+    elif kind not in ("chat_template", "chat_template.default", "chat_template.argilla_chat"):
+        return {}, "", f"type {kind} is unknown for pairs, and decides what rows look like"
+    has_template = template not in _TEMPLATES or own_template_note(template, model) == ""
+    note = (
+        ""
+        if has_template
+        else f"Axolotl writes {_TEMPLATES[template]} around these rows; here the model's own template is used"
+    )
+    return {field: column for field, column in columns.items() if field != column}, note, ""
