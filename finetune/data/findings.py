@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: Smallest shares of rows that are reported: truncated, with the same answer, nearly equal to an earlier row, and with an
 #: answer in another script than most.
 _TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _NEAR_DUPLICATE_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01, 0.01
+#: Share of pairs whose chosen answer is the longer one, from which on length may be what is learnt.
+_LONGER_CHOSEN_SHARE = 0.8
 #: Fewest rows of a finding about all rows, such as that all answers are equal or damaged.
 _MIN_ROWS = 20
 #: Damage in a row's texts -> its description and what to do.
@@ -109,6 +111,11 @@ def find_problems(
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
         same_answer = used & (stored.answer_digests == answers[counts.argmax()])
         yield finding("same answer", text, same_answer, "Add rows with other answers.")
+    if stored.are_pairs and (longer := _longer_chosen(stored, used)) is not None:
+        text = f"the chosen answer is the longer one in {{rows}} of {used.sum():,} pairs: the model may learn to write more"
+        yield finding(
+            "length bias", text, longer, "Add pairs whose better answer is the shorter one, or leave some of these out."
+        )
     if other_scripts := _other_scripts(stored, used):
         text, rows = other_scripts
         yield finding("languages", text, rows, "The model will mix them; leave the others out if that isn't meant.")
@@ -124,6 +131,14 @@ def find_problems(
     if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"
         yield Finding("today", text, int(used.sum()), (), "")
+
+
+def _longer_chosen(stored: StoredRows, used_mask: np.ndarray) -> np.ndarray | None:
+    """The pairs whose chosen answer has more tokens; None unless they are most of many."""
+    pairs = np.flatnonzero(used_mask & (stored.sequence_counts == 2))
+    first = stored.sequence_starts[pairs]
+    longer = pairs[stored.trained_counts[first] > stored.trained_counts[first + 1]]
+    return longer if len(pairs) >= _MIN_ROWS and len(longer) >= _LONGER_CHOSEN_SHARE * len(pairs) else None
 
 
 def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.ndarray] | None:

@@ -92,6 +92,20 @@ def test_sft_names_the_method_for_pairs_and_dpo_refuses_single_answers(write, to
         prepare(pairs(write("talks.jsonl", [talk("Hi", "Hello")])), tokenizer, max_length=None)
 
 
+def test_chosen_answers_that_are_nearly_always_longer_are_a_finding(write, tokenizer):
+    def kinds(longer):
+        answers = [("Yes, that is so", "No")] * longer + [("No", "Yes, that is so")] * (30 - longer)
+        rows = [
+            {"instruction": f"Is {n} odd?", "chosen": chosen, "rejected": rejected}
+            for n, (chosen, rejected) in enumerate(answers)
+        ]
+        report = prepare(pairs(write("rows.jsonl", rows)), tokenizer, max_length=None).report
+        return [(finding.kind, finding.rows) for finding in report.findings if finding.kind == "length bias"]
+
+    assert kinds(longer=27) == [("length bias", 27)]
+    assert kinds(longer=20) == []
+
+
 def test_columns_by_other_names_are_mapped(write, tokenizer):
     row = {"question": "Hi", "response_j": "Hello", "response_k": "Go."}
     columns = {"instruction": "question", "chosen": "response_j", "rejected": "response_k"}
