@@ -24,7 +24,8 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
         del lines[1]
     lines += [("loss per trained token", "loss", _number), ("perplexity", "perplexity", _number)]
     lines += [("token accuracy", "token_accuracy", _percent)]
-    rows = [[name, write(base[key]), write(tuned[key])] for name, key, write in lines if tuned[key] is not None]
+    lines += [("pairs in order", "pairs_in_order", _percent), ("margin of a pair, nats", "pair_margin", _number)]
+    rows = [[name, write(base[key]), write(tuned[key])] for name, key, write in lines if tuned.get(key) is not None]
     rows += [[f"field {name}", _percent(base["fields"][name]), _percent(tuned["fields"][name])] for name in tuned["fields"]]
     names = names_of(result)
     columns = [f"{result['rows']:,} {rows_of(result)}", *(f">{name}" for name in names)]
@@ -96,7 +97,8 @@ def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:
     """Each difference with its name, scale and unit."""
     own = [] if result["score"] == "exact" else [(result["score"], result["score_difference"], 1.0, "")]
     exact = ("exact match", result["exact_match_difference"], 100.0, " points")
-    return [*own, exact, ("loss", result["loss_difference"], 1.0, "")]
+    pairs = ("pairs in order", result.get("pairs_in_order_difference"), 100.0, " points")
+    return [*own, exact, pairs, ("loss", result["loss_difference"], 1.0, "")]
 
 
 def _percent(share: float | None) -> str:

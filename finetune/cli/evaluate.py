@@ -94,6 +94,9 @@ def show_scores(
         better, worse = sum(value > 0 for value in gaps), sum(value < 0 for value in gaps)
         than = "before" if forgetting else "the base's"
         out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
+    if result.tuned.margins:
+        out.print(f"pairs in order: {format_difference(result.pairs_in_order_difference, 100, ' points', gap)}")
+        out.print(f"margin of a pair: {format_difference(result.pair_margin_difference, names=gap)}")
     out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
     if losses:
         out.print("\nforgetting:")
@@ -122,6 +125,9 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
         shown.add_row("valid JSON", _percent(base.valid), _percent(tuned.valid))
     for name in tuned.fields:
         shown.add_row(f"  {escape(_one_line(name))}", _percent(base.fields[name]), _percent(tuned.fields[name]))
+    if tuned.margins:
+        shown.add_row("pairs in order", _percent(base.pairs_in_order), _percent(tuned.pairs_in_order))
+        shown.add_row("margin of a pair, nats", _number(base.pair_margin), _number(tuned.pair_margin))
     shown.add_row("loss per trained token", _number(base.loss), _number(tuned.loss))
     shown.add_row("perplexity", _number(base.perplexity), _number(tuned.perplexity))
     shown.add_row("token accuracy", _percent(base.token_accuracy), _percent(tuned.token_accuracy))

@@ -13,7 +13,10 @@ from finetune.events import Evaluation, EventReader
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.state import read_state
 
-_SCORES = {"exact_match": "exact match", "score": "score", "loss": "loss per trained token", "token_accuracy": "token accuracy"}
+_SCORES = {
+    "exact_match": "exact match", "score": "score", "pairs_in_order": "pairs in order", "loss": "loss per trained token",
+    "token_accuracy": "token accuracy",
+}  # fmt: skip
 
 
 def show_run(source: str, *, as_json: bool) -> None:

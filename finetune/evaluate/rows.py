@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 
+#: Columns of the tokenised held-out rows; the last two of pairs only.
+_SEQUENCES = ("input_ids", "labels", "rejected_input_ids", "rejected_labels")
+
+
 @dataclass(frozen=True)
 class EvalRows:
     """`prompts`, their tokens, and the expected answers; `ids` and `labels` of the sequences whose loss is computed.
 
-    A row of plain text has no prompt, and a chat template may render several sequences of a row.
+    A row of plain text has no prompt, and a chat template may render several sequences of a row. Of pairs, `ids` and `labels`
+    are of the chosen answers, `rejected_ids` and `rejected_labels` of the other ones, in the same order.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -36,6 +41,8 @@ class EvalRows:
     references: list[str] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
     labels: list[list[int]] = field(default_factory=list)
+    rejected_ids: list[list[int]] = field(default_factory=list)
+    rejected_labels: list[list[int]] = field(default_factory=list)
 
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
@@ -49,20 +56,19 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
             f"{run.path} has no held-out rows of a run that it continued", "Leave out --forgetting, or give --data FILE."
         )
     questions = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))[:limit]
-    ids: list[list[int]] = []
-    labels: list[list[int]] = []
+    sequences: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     if (folder / "eval").is_dir():
         from datasets import load_from_disk
 
         tokenised: Any = load_from_disk(str(folder / "eval"))
         selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
-        ids, labels = list(selected["input_ids"]), list(selected["labels"])
-    if not questions and not ids:
+        sequences = {name: list(selected[name]) for name in _SEQUENCES if name in selected.column_names}
+    if not questions and not sequences["input_ids"]:
         raise DataError(
             f"{run.path} has no held-out rows",
             "Give rows of your own: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
         )
-    return _eval_rows(questions, ids, labels)
+    return _eval_rows(questions, *sequences.values())
 
 
 def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
@@ -126,6 +132,7 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
     return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
-def _eval_rows(questions: list[dict[str, Any]], ids: list[list[int]], labels: list[list[int]]) -> EvalRows:
+def _eval_rows(questions: list[dict[str, Any]], *sequences: list[list[int]]) -> EvalRows:
+    """`sequences`: ids and labels, and of pairs those of the rejected answers."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
-    return EvalRows(prompts, prompt_ids, answers, ids, labels)
+    return EvalRows(prompts, prompt_ids, answers, *sequences)

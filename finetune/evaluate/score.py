@@ -43,6 +43,9 @@ class Score:
     `token_accuracy`: share of trained tokens that are the likeliest. `score`: of the chosen kind; of JSON, `valid` is the share
     of answers that are JSON and `fields` the share of rows with each field right. `answers`, `exact` and `scores` have the rows
     with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences.
+
+    Of pairs: `margins` are how much likelier the chosen answer is than the rejected one, in nats, `pair_margin` is their mean,
+    and `pairs_in_order` the share of pairs in which it is likelier.
     """
 
     exact_match: float | None
@@ -57,6 +60,14 @@ class Score:
     scores: list[float] = field(default_factory=list)
     valid: float | None = None
     fields: dict[str, float] = field(default_factory=dict)
+    margins: list[float] = field(default_factory=list)
+    pair_margin: float | None = None
+    pairs_in_order: float | None = None
+
+    @property
+    def in_order(self) -> list[bool]:
+        """Whether the chosen answer is the likelier one, by pair."""
+        return [margin > 0 for margin in self.margins]
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,8 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     forgetting: bool = False
     trained_rows: int = 0
+    pairs_in_order_difference: Difference | None = None
+    pair_margin_difference: Difference | None = None
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
@@ -147,6 +160,8 @@ def compare(
         difference(base.scores, tuned.scores, span=_span(chosen_scorer, base, tuned)) if has_intervals else None,
         data, base_outputs.reused + tuned_outputs.reused, sorted({journal.problem for journal in journals} - {""}),
         forgetting, trained_rows(run, eval_rows) if data else 0,
+        difference(base.in_order, tuned.in_order, span=1.0) if len(base.margins) > 1 else None,
+        difference(base.margins, tuned.margins) if len(base.margins) > 1 else None,
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
@@ -193,10 +208,11 @@ class ModelOutputs:
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
         self.reused = 0
         self._answer_keys = [digest([ids, max_new_tokens]) for ids in rows.prompt_ids] if max_new_tokens else []
-        self._loss_keys = [digest([ids, labels]) for ids, labels in zip(rows.ids, rows.labels, strict=True)]
+        self._sequences = list(zip((*rows.ids, *rows.rejected_ids), (*rows.labels, *rows.rejected_labels), strict=True))
+        self._loss_keys = [digest([ids, labels]) for ids, labels in self._sequences]
         lengths = [len(ids) + (max_new_tokens or 0) for ids in rows.prompt_ids]
         self._run_batches(self._answer_keys, lengths, self._add_answers, "answered")
-        self._run_batches(self._loss_keys, [len(ids) for ids in rows.ids], self._add_losses, "read")
+        self._run_batches(self._loss_keys, [len(ids) for ids, _ in self._sequences], self._add_losses, "read")
 
     def _batch_tokens(self, verb: str) -> int:
         """Tokens of a batch."""
@@ -240,14 +256,16 @@ class ModelOutputs:
         self._journal.add({self._answer_keys[row]: {"answer": answer} for row, answer in zip(batch, answers, strict=True)})
 
     def _add_losses(self, batch: list[int]) -> None:
-        sequences = [self._rows.ids[row] for row in batch], [self._rows.labels[row] for row in batch]
-        entries = losses(self._load().model, *sequences, self._load().device)
+        ids, labels = ([self._sequences[row][part] for row in batch] for part in (0, 1))
+        entries = losses(self._load().model, ids, labels, self._load().device)
         self._journal.add({self._loss_keys[row]: entry for row, entry in zip(batch, entries, strict=True)})
 
     def score(self, scorer: Scorer) -> Score:
         """The scores of this model."""
         entries, rows = self._journal.entries, self._rows
-        loss_entries = [entries[key] for key in self._loss_keys]
+        loss_entries, rejected = ([entries[key] for key in keys] for keys in self._keys_of_answers())
+        log_probs = [[-entry["loss"] * entry["tokens"] for entry in answers] for answers in (loss_entries, rejected)]
+        margins = [chosen - other for chosen, other in zip(*log_probs, strict=True)] if rejected else []
         row_losses, row_tokens = [entry["loss"] for entry in loss_entries], [entry["tokens"] for entry in loss_entries]
         total = sum(row_loss * count for row_loss, count in zip(row_losses, row_tokens, strict=True))
         loss = total / sum(row_tokens) if any(row_tokens) else None
@@ -263,8 +281,13 @@ class ModelOutputs:
             _mean(exact), loss, answers,
             math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, exact, row_losses, row_tokens,
             sum(entry["right"] for entry in loss_entries) / sum(row_tokens) if any(row_tokens) else None, _mean(scores), scores,
-            _mean(validity), _by_field(row_scores),
+            _mean(validity), _by_field(row_scores), margins, _mean(margins), _mean([margin > 0 for margin in margins]),
         )  # fmt: skip
+
+    def _keys_of_answers(self) -> tuple[list[str], list[str]]:
+        """The keys of the losses of all sequences but rejected answers, and of these."""
+        count = len(self._rows.ids)
+        return self._loss_keys[:count], self._loss_keys[count:]
 
 
 def _mean(values: list[Any]) -> float | None:

@@ -221,6 +221,7 @@ def _scores_table(values: dict[str, Any]) -> str:
     metrics: list[tuple[str, str, Callable[[float], str], float, str, str]] = [
         ("exact match", "exact_match", percent, 100.0, " points", "exact_match_difference"),
         (values["score"], "score", number, 1.0, "", "score_difference"),
+        ("pairs in order", "pairs_in_order", percent, 100.0, " points", "pairs_in_order_difference"),
         ("loss per trained token", "loss", number, 1.0, "", "loss_difference"),
         ("perplexity", "perplexity", number, 1.0, "", ""), ("token accuracy", "token_accuracy", percent, 1.0, "", ""),
     ]  # fmt: skip

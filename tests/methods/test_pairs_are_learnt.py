@@ -1,0 +1,40 @@
+"""A run on pairs puts held-out pairs in order, as its own evaluations and `finetune eval` say."""
+
+import json
+
+import pytest
+
+from finetune.events import Evaluation, Step, read_events
+
+
+@pytest.mark.slow
+def test_held_out_pairs_are_put_in_order(tmp_path):
+    from finetune.evaluate.score import compare
+    from finetune.evaluate.scorers import scorer
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.worker import Worker
+
+    rows = [{"instruction": f"Is order {n} late?", "chosen": "Yes, it is.", "rejected": "No."} for n in range(48)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        f"dataset={tmp_path / 'pairs.jsonl'}", "dataset.test_split_size=16", "method=dpo", "max_steps=12", "learning_rate=2e-3",
+        "effective_batch_size=4", "per_device_train_batch_size=4", "eval_steps=6", "per_device_eval_batch_size=16",
+        "sample_answers=0", "load_in_4bit=false", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    run = create_run(prepare(load_recipe("tiny-cpu", overrides)))
+    assert Worker(run).main() == 0
+    every = list(read_events(run.events))
+    steps, evaluations = ([event for event in every if isinstance(event, kind)] for kind in (Step, Evaluation))
+    assert steps[0].loss == pytest.approx(0.6931, abs=1e-3) and steps[0].metrics["rewards/margins"] == pytest.approx(
+        0, abs=1e-3
+    )
+    assert evaluations[-1].metrics["rewards/accuracies"] >= 0.8
+    assert evaluations[-1].eval_loss < 0.6
+
+    result = compare(run, score=scorer("loss"))
+    assert len(result.tuned.margins) == 16
+    assert result.pair_margin_difference.low > 0
+    gained = result.tuned.pair_margin - result.base.pair_margin
+    assert 0.1 * gained == pytest.approx(evaluations[-1].metrics["rewards/margins"], rel=0.05)  # beta
+    assert result.tuned.pairs_in_order == sum(margin > 0 for margin in result.tuned.margins) / 16
