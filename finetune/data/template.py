@@ -190,7 +190,7 @@ class Template:
         if self._call_options is None:
             forms = (_CallForm(as_text, with_ids) for with_ids in (False, True) for as_text in (False, True))
             form = next(filter(self._writes_call, forms), _CallForm())
-            with_short_ids = form._replace(short_ids=True)
+            with_short_ids = _CallForm(form.as_text, form.with_ids, short_ids=True)
             if not self._writes_call(form, _LONG_ID) and self._writes_call(with_short_ids, _LONG_ID):
                 form = with_short_ids
             self._call_options = form
