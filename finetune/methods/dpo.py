@@ -75,17 +75,17 @@ def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_t
 
 
 def _hinge(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    return torch.relu(1 - beta * (chosen - rejected))
+    return (1 - beta * (chosen - rejected)).relu()
 
 
 def _apo_zero(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
     """For chosen answers better than the model's own."""
-    return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+    return 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
 
 
 def _apo_down(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
     """For chosen answers worse than the model's own."""
-    return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
+    return (beta * chosen).sigmoid() + 1 - (beta * (chosen - rejected)).sigmoid()
 
 
 def _sppo_hard(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
