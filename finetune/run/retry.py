@@ -10,9 +10,10 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.host import free_for_run
-from finetune.errors import CommandError
+from finetune.errors import CommandError, FinetuneError
 from finetune.files import write_json
 from finetune.memory.forecast import Forecast
+from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
 from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
@@ -106,7 +107,7 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     """Changes that need less memory at the same effective batch size; None when nothing is left to try.
 
     In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload of their
-    inputs, offload of their weights. Only the last makes loading smaller.
+    inputs, the input embedding in host memory, offload of the layers' weights. Only the last makes loading smaller.
     """
     settings = plan.settings
     if phase == "load":
@@ -121,7 +122,21 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
         return {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
     if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):  # can't offload its inputs
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
-    return _layers_in_host_memory(plan)
+    return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
+
+
+def _embedding_in_host_memory(plan: Plan) -> dict[str, Any] | None:
+    """The input embedding offloaded, where the recipe leaves it open, its rules allow it, and the output layer surely has a
+    table of its own."""
+    if plan.reasons.get("offload_embeddings") == AS_SET or plan.settings.offload_embeddings or plan.card.is_cpu:
+        return None
+    changes = {"offload_embeddings": True}
+    with contextlib.suppress(ValueError, FinetuneError):  # something else in the recipe excludes it, or no configuration
+        resolved(plan.settings, **changes)
+        config = read_config(plan.settings)
+        if config.get("text_config", config).get("tie_word_embeddings", config.get("tie_word_embeddings")) is False:
+            return changes
+    return None
 
 
 def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
