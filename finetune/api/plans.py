@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
-from finetune.errors import RecipeError
+from finetune.errors import NoCard, RecipeError
 from finetune.planner import plan as plans
 from finetune.planner.planning import plan_recipe, read_rows, without_rows
 from finetune.recipe.load import NO_DATASET, recipe_from
@@ -33,6 +33,7 @@ class Plan(plans.Plan):
         the run. Epochs follow each other in one dataset, so that where rows don't divide by the batch a step at their border
         has rows of both. Raises a FinetuneError, also for a plan that plain TRL can't train.
         """
+        import torch
         from transformers import set_seed
 
         from finetune.data.preparation import prepare
@@ -42,6 +43,8 @@ class Plan(plans.Plan):
 
         settings = self.settings
         _require_plain_trl(settings)
+        if not (self.card.is_cpu or torch.cuda.is_available()):
+            raise NoCard(f"the plan is for {self.card.name}, and torch sees no GPU here", "Call to_trl() where it trains.")
         tokenizer = load_tokenizer(settings)
         rows = prepare(settings, tokenizer, max_length=settings.max_length)
         arguments = trl_arguments(

@@ -36,6 +36,11 @@ def test_plain_trl_has_the_losses_of_a_run(tmp_path, more):
     assert len(losses) == 5
 
 
+def test_a_plan_for_a_gpu_that_is_not_here_says_so():
+    with pytest.raises(FinetuneError, match="torch sees no GPU here"):
+        finetune.plan("tiny", "support", gpu="rtx-4090").to_trl()
+
+
 @pytest.mark.parametrize("setting", [{"activation_offloading": True}, {"int8_activations": True}], ids=str)
 def test_what_plain_trl_lacks_is_refused_by_name(setting):
     plan = finetune.plan("tiny", "support", gpu="cpu", **setting)
