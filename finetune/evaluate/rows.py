@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from finetune.bundled import PROBE
 from finetune.data.checks import BadRow
 from finetune.data.example import Example
-from finetune.data.examples import read_examples
+from finetune.data.examples import SplitRows, read_examples
 from finetune.data.questions import questions_of
 from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.recipe import DatasetRecipe
+from finetune.recipe.methods import METHOD_FORMATS, METHODS
 from finetune.run.base_adapter import HELD_OUT
 
 if TYPE_CHECKING:
@@ -73,12 +74,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
 
 def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
     """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read."""
-    dataset = DatasetRecipe(
-        path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
-        json_columns=settings.dataset.json_columns, max_rows=limit,
-    )  # fmt: skip
-    examples = read_examples(dataset)
-    split = examples.eval or examples.train
+    split = _read_like(settings, path, limit)
     encoder = Encoder(
         tokenizer,
         conversations=any(example.messages for example in split.examples),
@@ -96,7 +92,26 @@ def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase,
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
+    if split.format in METHOD_FORMATS:  # two sequences of each row
+        return _eval_rows(questions_of(usable, tokenizer), ids[::2], labels[::2], ids[1::2], labels[1::2])
     return _eval_rows(questions_of(usable, tokenizer), ids, labels)
+
+
+def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
+    """The held-out rows of a file that has some, else all. Rows in the format of the run's method are read as that, others by
+    their columns."""
+    dataset = DatasetRecipe(
+        path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
+        json_columns=settings.dataset.json_columns, max_rows=limit,
+    )  # fmt: skip
+    row_format = METHODS[settings.method].row_format
+    try:
+        examples = read_examples(dataset.model_copy(update={"format": row_format}) if row_format else dataset)
+    except DataError:
+        if row_format is None:
+            raise
+        examples = read_examples(dataset)
+    return examples.eval or examples.train
 
 
 def trained_rows(run: RunDirectory, rows: EvalRows) -> int:

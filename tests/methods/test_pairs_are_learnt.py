@@ -37,4 +37,8 @@ def test_held_out_pairs_are_put_in_order(tmp_path):
     assert result.pair_margin_difference.low > 0
     gained = result.tuned.pair_margin - result.base.pair_margin
     assert 0.1 * gained == pytest.approx(evaluations[-1].metrics["rewards/margins"], rel=0.05)  # beta
+    from_file = compare(run, score=scorer("loss"), data=str(tmp_path / "pairs.jsonl"))
+    assert len(from_file.tuned.margins) == 48 and from_file.trained_rows == 32
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"instruction": "Is order 1 late?", "output": "Yes, it is."}) + "\n")
+    assert compare(run, score=scorer("loss"), data=str(tmp_path / "answers.jsonl")).tuned.margins == []
     assert result.tuned.pairs_in_order == sum(margin > 0 for margin in result.tuned.margins) / 16
