@@ -137,6 +137,8 @@ def runs(
     change_runs(verb, names or [], as_json=json)
 
 
+@cli.command("status", hidden=True)  # what other tools call it
+@cli.command("info", hidden=True)
 @cli.command()
 def show(run: RunArgument = "latest", json: Json = False) -> None:
     """Show a run: how far it is, its losses and scores, and its recipe.
@@ -146,10 +148,6 @@ def show(run: RunArgument = "latest", json: Json = False) -> None:
     from finetune.cli.show import show_run
 
     show_run(run, as_json=json)
-
-
-for other_name in ("status", "info"):  # what other tools call it
-    cli.command(other_name, hidden=True, help="The same as show.")(show)
 
 
 @cli.command()
