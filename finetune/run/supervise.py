@@ -200,9 +200,12 @@ class Supervisor:
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
-        changes = next_smaller(plan, phase) if attempt <= MOST_RETRIES else None
-        if changes is None:
+        changes = next_smaller(plan, phase)
+        if changes is None or attempt > MOST_RETRIES:
             message = no_smaller_plan(plan, phase, holders_of(self.cards), self.run.recipe)
+            if changes is not None:
+                left = " ".join(f"{name}={value}" for name, value in changes.items())
+                message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next to try:  {left}"
             self._end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)
