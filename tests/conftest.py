@@ -40,7 +40,11 @@ def home(request, tmp_path_factory, monkeypatch, forecasts):
         (folder / "cache" / "forecasts").symlink_to(forecasts)
     monkeypatch.setenv("FINETUNE_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
-    return folder
+    environment = dict(os.environ)
+    yield folder
+    if dict(os.environ) != environment:  # TrainingArguments(torch_compile=True) switches compiling on for the whole process
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 #: Files of which each takes a minute or two; begun last they would be waited for alone.
