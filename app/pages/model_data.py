@@ -187,7 +187,7 @@ def _badge(badge: dict[str, Any] | None) -> str:
     if badge is None:
         return '<span class="ft-badge">not checked</span>'
     peak = f" {format_bytes(badge['peak_bytes'])}" if badge.get("peak_bytes") else ""
-    bits = " in 4-bit" if badge.get("load_in_4bit") else ""
+    bits = f" in {badge['bits']}-bit" if badge.get("bits") else ""
     css = Verdict(badge["verdict"]).level
     why = f" <small>{inert(badge['because'], 160)}</small>" if badge.get("because") else ""
     return f'<span class="ft-badge {css}">{inert(badge["verdict"])}{inert(peak)}{bits}</span>{why}'

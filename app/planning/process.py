@@ -23,6 +23,7 @@ from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import Recipe, Settings, parse_recipe
+from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
@@ -128,8 +129,8 @@ def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
         parameters = shape_of(read_config(plan.settings), plan.settings).parameters
     except FinetuneError as error:
         return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-    peak, four_bit = plan.forecast.peak_bytes if plan.forecast else None, plan.settings.load_in_4bit
-    return {"verdict": plan.verdict, "peak_bytes": peak, "load_in_4bit": four_bit, "parameters": parameters}
+    peak, base = plan.forecast.peak_bytes if plan.forecast else None, base_format_of(plan.settings)
+    return {"verdict": plan.verdict, "peak_bytes": peak, "bits": base.bits if base.setting else None, "parameters": parameters}
 
 
 def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:

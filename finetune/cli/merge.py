@@ -11,6 +11,7 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
+from finetune.recipe.base_formats import requested_formats
 from finetune.run.directory import open_run
 from finetune.units import parse_bytes
 
@@ -37,7 +38,7 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, ch
     if changed:
         loss = f"; loss {changed.loss:.4f} before, {changed.merged_loss:.4f} merged" if changed.loss is not None else ""
         out.print(f"answers changed by merging: {changed.answers_changed:,} of {changed.rows:,}{loss}")
-    elif settings.load_in_4bit or settings.load_in_8bit:
+    elif requested_formats(settings):
         out.print("trained on quantised weights, merged into 16-bit ones: --check 20 shows how many answers that changes")
 
 

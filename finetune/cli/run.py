@@ -32,6 +32,7 @@ from finetune.events import (
     Step,
     event_json,
 )
+from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.methods import MAIN_METRICS, METRICS
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
@@ -144,7 +145,7 @@ def stop_all(*, as_json: bool) -> int:
 
 def _print_start(run: RunDirectory, prepared: Any) -> None:
     plan, settings = prepared.plan, prepared.plan.settings
-    method = "QLoRA (NF4)" if settings.load_in_4bit else "LoRA on int8" if settings.load_in_8bit else "LoRA"
+    method = base_format_of(settings).method
     out.print(f"[bold]{escape(str(settings.model_name_or_path))}[/]  {method} r={settings.lora_r}  on {escape(plan.card.name)}")
     data, tokens = plan.data, format_count(plan.data.total_tokens)
     out.print(

@@ -24,6 +24,7 @@ from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import weights_fingerprint
 from finetune.planner.plan import read_plan
+from finetune.recipe.base_formats import base_format_of
 from finetune.run.directory import require_data, require_intact_adapter
 from finetune.run.seal import newest_verified
 
@@ -171,7 +172,7 @@ def _base_key(plan: Plan) -> tuple[Any, ...]:
     """The values that two runs must have in common to share a loaded base model."""
     settings = plan.settings
     weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
-    return weights, settings.load_in_4bit, settings.load_in_8bit, settings.dtype
+    return weights, base_format_of(settings), settings.dtype
 
 
 def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpo
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
+from finetune.recipe.base_formats import BITS_16, switches
 from finetune.run.directory import require_intact_adapter
 from finetune.run.failures import is_disk_full
 from finetune.system import rename
@@ -44,7 +45,7 @@ def merge(
     require_intact_adapter(run.adapter)
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
-    settings = resolved(read_plan(run.plan).settings, load_in_4bit=False, load_in_8bit=False)
+    settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
     building = target.with_name(f".{target.name}")
     try:
         shutil.rmtree(building, ignore_errors=True)

@@ -15,6 +15,7 @@ from finetune.evaluate.journal import Journal
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
+from finetune.recipe.base_formats import BITS_16, switches
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -49,8 +50,7 @@ class _MergedAnswerer(Answerer):
             self.plan.settings,
             model_name_or_path=str(self._folder),
             model_revision=None,
-            load_in_4bit=False,
-            load_in_8bit=False,
+            **switches(BITS_16),
         )
         return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 

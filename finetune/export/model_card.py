@@ -21,6 +21,7 @@ from finetune.hub import REPO_ID
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
+from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.load import find_secret
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.seal import MANIFEST
@@ -142,11 +143,12 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     settings, licence = plan.settings, licence_of(plan)
     base = last_part(settings.model_name_or_path)
     revision = f" at revision {settings.model_revision}" if settings.model_revision else ""
-    bits = "4-bit NF4" if settings.load_in_4bit else "int8" if settings.load_in_8bit else settings.dtype
+    base_format = base_format_of(settings)
+    weights = base_format.title if base_format.setting else settings.dtype
     lines = [
         f"Base model: {base}{revision}.",
         f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
-        f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, on {bits} weights.",
+        f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, on {weights} weights.",
     ]
     values = _json(run.adapter / MANIFEST)
     if values.get("step"):

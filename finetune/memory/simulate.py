@@ -44,6 +44,7 @@ from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
+from finetune.recipe.base_formats import requested_formats
 
 if TYPE_CHECKING:
     from finetune.memory.depth import Depth
@@ -121,7 +122,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             split.replace(decoder_layers(model))
         with _fake_tensors(settings, capability, batch, tracker) as semantics, tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
-            if True in (settings.load_in_4bit, settings.load_in_8bit):
+            if requested_formats(settings):
                 round_adapters(model, tracker)
             if settings.offload_embeddings is True:
                 offload_table(model)
@@ -156,7 +157,7 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
     if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
         size = f"{batch.tokens} x {batch.tokens}"
         yield f"padded rows of this model need a {size} attention mask each, counted as activations"
-    if True not in (settings.load_in_4bit, settings.load_in_8bit):
+    if not requested_formats(settings):
         return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
     names, experts = set(), False

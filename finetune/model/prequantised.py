@@ -1,4 +1,4 @@
-"""Checkpoints that are stored quantised: in how many bits they can be trained, and which model they were made from."""
+"""Checkpoints that are stored quantised: in which formats they can be trained, and which model they were made from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from finetune.errors import RecipeError
 from finetune.hub import REPO_ID
 from finetune.model.configuration import read_text, resolve_model_path
 from finetune.model.names import resolve
+from finetune.recipe.base_formats import BITS_16, INT8, NF4, BaseFormat
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -39,16 +40,21 @@ def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
     return {**own, "quant_method": getattr(method, "value", method)}
 
 
-def trainable_bits(own: dict[str, Any]) -> tuple[int, ...]:
-    """Bits that a checkpoint stored so can be trained in; empty when it is not quantised.
+def stored_format(own: dict[str, Any]) -> BaseFormat:
+    """The format of a checkpoint that bitsandbytes stored."""
+    return NF4 if own.get("load_in_4bit") else INT8
+
+
+def trainable_formats(own: dict[str, Any]) -> tuple[BaseFormat, ...]:
+    """Formats that a checkpoint stored so can be trained in; empty when it is not quantised.
 
     bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
     """
     if not own:
         return ()
     if own["quant_method"] == BITSANDBYTES:
-        return (4,) if own.get("load_in_4bit") else (8,)
-    return (16, 4) if own["quant_method"] == "mxfp4" else (16,)
+        return (stored_format(own),)
+    return (BITS_16, NF4) if own["quant_method"] == "mxfp4" else (BITS_16,)
 
 
 def give_original(recipe: Recipe) -> str:

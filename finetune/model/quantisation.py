@@ -10,7 +10,8 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from finetune.errors import RecipeError
 from finetune.model.experts import experts_quantiser, has_experts
 from finetune.model.language_model import text_config
-from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_quantisation
+from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_format, stored_quantisation
+from finetune.recipe.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.recipe.compatibility import shards_weights
 
 if TYPE_CHECKING:
@@ -29,11 +30,8 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     """
     if own := stored_quantisation(vars(config), settings.model_name_or_path):
         return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
-    if settings.load_in_4bit is True:
-        return _nf4(settings)
-    if settings.load_in_8bit is True:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return None
+    loader = _CONFIGURATIONS.get(base_format_of(settings))
+    return loader(settings) if loader else None
 
 
 def _nf4(settings: Settings) -> BitsAndBytesConfig:
@@ -48,21 +46,25 @@ def _nf4(settings: Settings) -> BitsAndBytesConfig:
     )
 
 
+_CONFIGURATIONS = {NF4: _nf4, INT8: lambda settings: BitsAndBytesConfig(load_in_8bit=True)}
+
+
 def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
     """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
     own = stored_quantisation(vars(config), settings.model_name_or_path)
     stored = own.get("quant_method") == BITSANDBYTES
-    packs = settings.load_in_4bit is True and not shards_weights(settings.launch) and not stored
+    packs = base_format_of(settings).experts and not shards_weights(settings.launch) and not stored
     return experts_quantiser() if packs else None
 
 
 def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:
     name, method = settings.model_name_or_path, own["quant_method"]
     if method == BITSANDBYTES:
-        wanted, bits = (settings.load_in_4bit, "4bit") if own.get("load_in_4bit") else (settings.load_in_8bit, "8bit")
-        if wanted is not True:
+        stored_in = stored_format(own)
+        bits = f"{stored_in.bits}bit"
+        if base_format_of(settings) is not stored_in:
             raise RecipeError(
-                f"model_name_or_path {name} is stored in {bits}", f"Set load_in_{bits}=true, or {give_original(settings)}."
+                f"model_name_or_path {name} is stored in {bits}", f"Set {stored_in.setting}=true, or {give_original(settings)}."
             )
         if fused_experts:
             raise RecipeError(
@@ -70,16 +72,16 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
                 "into transformers 5's fused experts",
                 f"G{give_original(settings)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
             )
-        if bits == "4bit" and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+        if stored_in is NF4 and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
                 f"G{give_original(settings)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
             )
-        compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if bits == "4bit" else {}
+        compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if stored_in is NF4 else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
-    if method == "mxfp4" and settings.load_in_4bit is True and not shards_weights(settings.launch):
+    if method == "mxfp4" and base_format_of(settings) is NF4 and not shards_weights(settings.launch):
         return _nf4(settings)
-    if method in DEQUANTISED and True not in (settings.load_in_4bit, settings.load_in_8bit):
+    if method in DEQUANTISED and not requested_formats(settings):
         from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)

@@ -38,6 +38,7 @@ from finetune.model.quantised_store import (
     parts_of,
 )
 from finetune.model.weights import weights_fingerprint
+from finetune.recipe.base_formats import base_format_of
 from finetune.system import return_freed_memory, take_lock
 from finetune.units import format_bytes
 
@@ -236,7 +237,7 @@ def load_base(settings: Settings, config: PretrainedConfig, device: torch.device
 
     Without disk space for the file it is loaded from its checkpoint, and `log` is called.
     """
-    if settings.layer_offloading is not False and settings.load_in_4bit is True:
+    if settings.layer_offloading is not False and base_format_of(settings).quantised_file:
         try:
             return base_from(open_store(settings, config, device, log), settings, config, device)
         except (DiskFull, LayoutMismatch) as error:

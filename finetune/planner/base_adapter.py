@@ -11,6 +11,7 @@ from finetune.errors import RecipeError
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.planner.plan import read_plan
 from finetune.recipe import AUTO, resolved
+from finetune.recipe.base_formats import requested_formats
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -42,7 +43,7 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         return recipe, {}
     adapter = read_base_adapter(recipe.adapter_name_or_path)
     inherited, problems, names = {}, [], []
-    quantised = True in (recipe.load_in_4bit, recipe.load_in_8bit)
+    quantised = bool(requested_formats(recipe))
     for name, value in adapter.settings.items():
         if name not in _SHAPES and quantised:
             continue
@@ -74,7 +75,7 @@ def read_base_adapter(name: str) -> BaseAdapter:
         settings = read_plan(plan).settings
         inherited = {name: getattr(settings, name) for name in _SHAPES}
         # what was trained on quantised weights belongs to them
-        inherited |= {name: True for name in ("load_in_4bit", "load_in_8bit") if getattr(settings, name)}
+        inherited |= {base.setting: True for base in requested_formats(settings)}
         return BaseAdapter(folder, inherited, settings.model_name_or_path)
     return BaseAdapter(folder, _of_peft(config, name), base)
 

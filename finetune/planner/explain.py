@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Verdict, verdict_of
 from finetune.planner.speed import knows_rates
+from finetune.recipe.base_formats import BITS_16, NF4, QUANTISED
 from finetune.recipe.compatibility import BUFFERS, layer_offloading_conflict
 from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
@@ -54,9 +55,9 @@ def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
-    bits = _explain_bits(compare, job.card.is_cpu)
+    reason = _explain_format(compare, job.card.is_cpu)
     reasons = {
-        "load_in_4bit": bits, "load_in_8bit": bits if strategy.bits == 8 else "NF4 is smaller and not slower in training",
+        **{base.setting: (base is not strategy.base and base.reason_against) or reason for base in QUANTISED},
         "optim": _explain_optimizer(compare),
         "activation_checkpointing": _explain_checkpointing(compare),
         "activation_checkpointing_every_n_layers": strategy.checkpointing_summary,
@@ -67,21 +68,21 @@ def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy
     }  # fmt: skip
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
-    if job.shape.experts and strategy.bits == 8:
-        experts = "; experts stay 16-bit: int8 is for linear layers; load_in_4bit quantises experts, too"
-        choices = choices.with_reason("load_in_8bit", choices.reasons["load_in_8bit"] + experts)
+    if (base := strategy.base).setting and job.shape.experts and not base.experts:
+        experts = f"; experts stay 16-bit: {base.label} is for linear layers; {NF4.setting} quantises experts, too"
+        choices = choices.with_reason(base.setting, choices.reasons[base.setting] + experts)
     choices = choices.choose("sample_answers", *_samples(compare))
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
 
-def _explain_bits(compare: Comparison, on_cpu: bool) -> str:
-    bits = compare.strategy.bits
-    if bits in (16, 32):
+def _explain_format(compare: Comparison, on_cpu: bool) -> str:
+    base = compare.strategy.base
+    if base not in QUANTISED:
         if on_cpu:
             return "no quantisation on CPU unless the recipe asks for it"
-        return f"{bits}-bit weights fit: no dequantisation; {compare.against(bits=4)} vs NF4"
-    why = "" if compare.fits(bits=16) else ", which do not fit"
-    return f"{'NF4' if bits == 4 else 'int8'} {compare.against(bits=16)} vs 16-bit weights{why}"
+        return f"{base.title} weights fit: no dequantisation; {compare.against(base=NF4)} vs {NF4.label}"
+    why = "" if compare.fits(base=BITS_16) else ", which do not fit"
+    return f"{base.label} {compare.against(base=BITS_16)} vs 16-bit weights{why}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:
@@ -196,12 +197,11 @@ def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job
 
 def describe(strategy: Strategy, batch: int, world: int) -> str:
     """A strategy as a short summary."""
-    bits = {4: "NF4", 8: "int8", 16: "16 bit", 32: "32 bit"}[strategy.bits]
     steps = batch // (world * strategy.micro)
     optim = "" if OPTIMIZERS[strategy.optim].price == 1 else f", {strategy.optim}"
     table = ", input embedding offloaded" if strategy.host_table else ""
     layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
-    return f"{bits}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
+    return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
 
 
 def _as_overrides(values: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.files import cache_dir, write_text
+from finetune.recipe.base_formats import base_format_of
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
@@ -48,7 +49,7 @@ def record_run(
     """
     forecast = plan.forecast
     row = {
-        "card": plan.card.name, "model": plan.settings.model_name_or_path, "load_in_4bit": plan.settings.load_in_4bit,
+        "card": plan.card.name, "model": plan.settings.model_name_or_path, "base": base_format_of(plan.settings).label,
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
         "forecast_allocated_bytes": forecast.allocated_bytes if forecast else None, "measured_allocated_bytes": allocated_bytes,
         "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,

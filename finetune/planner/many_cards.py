@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import FinetuneError
 from finetune.planner.plan import CardNeeds, ManyCards, verdict_of
 from finetune.recipe import AUTO, resolved
+from finetune.recipe.base_formats import NF4, base_format_of, switches
 from finetune.recipe.compatibility import NOT_REENTRANT
 from finetune.recipe.optimizers import FUSED, OPTIMIZERS
 
@@ -84,8 +85,8 @@ def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str
     if not OPTIMIZERS[settings.optim].shards:
         changes["optim"] = FUSED
     changes["offload_embeddings"] = False
-    if settings.load_in_8bit:
-        changes |= {"load_in_8bit": False, "load_in_4bit": True}
+    if not base_format_of(settings).shards:
+        changes |= switches(NF4)
     if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in NOT_REENTRANT:
         changes["activation_checkpointing"] = True
     if launch.get("zero_stage") == 3:

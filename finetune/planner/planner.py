@@ -14,7 +14,7 @@ from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
 from finetune.model.configuration import read_config
-from finetune.model.prequantised import stored_quantisation, trainable_bits
+from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
 from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
@@ -32,6 +32,7 @@ from finetune.planner.speed import Job, knows_rates
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours, offloading_strategies, strategies
 from finetune.planner.suggest import largest_model, shortfall_of, suggest
 from finetune.recipe import AUTO
+from finetune.recipe.base_formats import NF4
 from finetune.recipe.compatibility import is_sharded
 from finetune.recipe.methods import METHODS
 
@@ -145,7 +146,7 @@ class _Planner:
         if self.recipe.layer_offloading != AUTO or self.card.is_cpu:
             return None
         may_unpack = self.recipe.packing == AUTO and resident.choices.value("packing")
-        least = self.shape.layers * self.shape.layer_bytes(4)
+        least = self.shape.layers * self.shape.layer_bytes(NF4)
         for target, unpacked in itertools.product(OFFLOAD_TARGETS, (False, True) if may_unpack else (False,)):
             if target == "nvme" and (self.host_free is None or self.host_free >= least):
                 continue
@@ -246,13 +247,13 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
-        stored = trainable_bits(stored_quantisation(self.config, self.recipe.model_name_or_path))
+        stored = trainable_formats(stored_quantisation(self.config, self.recipe.model_name_or_path))
         table = self.shape.table > 0
         if not attempt.offload_target:
             return strategies(attempt.choices, self.card, stored, table)
         options = offloading_strategies(attempt.choices, self.card, self.shape.layers, attempt.offload_target, stored, table)
         if attempt.offload_target == "cpu" and self.host_free is not None:
-            options = [option for option in options if option.offloaded * self.shape.layer_bytes(option.bits) <= self.host_free]
+            options = [option for option in options if option.offloaded * self.shape.layer_bytes(option.base) <= self.host_free]
         return options
 
     def _ranks(self, basics: Choices) -> list[int]:

@@ -10,6 +10,7 @@ from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
 from finetune.planner.plan import LayerCopies, ResourceCheck
 from finetune.planner.speed import knows_rates
+from finetune.recipe.base_formats import BITS_16, NF4
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def free_for_layers(card: Card) -> int | None:
 
 def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
     """Why the layers of this model can't be offloaded as the recipe asks."""
-    least = shape.layer_bytes(16 if recipe.load_in_4bit is False else 4)
+    least = shape.layer_bytes(NF4 if recipe.load_in_4bit is not False else BITS_16)
     count = shape.layers if recipe.offloaded_layers == "auto" else recipe.offloaded_layers
     if host_free is not None and count * least > host_free:
         return too_little_host_memory("cpu", count, count * least, host_free)
@@ -77,7 +78,7 @@ def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Fore
     } if knows_rates(job.card) else {}  # fmt: skip
     return LayerCopies(
         place=strategy.offload_target, layers=strategy.offloaded, of_layers=job.shape.layers,
-        weight_bytes=strategy.offloaded * job.shape.layer_bytes(strategy.bits),
+        weight_bytes=strategy.offloaded * job.shape.layer_bytes(strategy.base),
         pinned_bytes=forecast.pinned_bytes, moved_bytes_per_step=copies.bytes_per_step, copied_bytes_per_s=copies.bytes_per_s,
         **seconds,
     )  # fmt: skip

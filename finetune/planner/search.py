@@ -45,14 +45,14 @@ def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[Evaluate
     forecast = nearest.forecast
     context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
     share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
-    alike = (strategy.bits, strategy.offloaded) == (nearest.strategy.bits, nearest.strategy.offloaded)
+    alike = (strategy.base, strategy.offloaded) == (nearest.strategy.base, nearest.strategy.offloaded)
     load = forecast.peaks.get("load", 0) if alike else 0
     return round(max(load, sum(_parts(strategy, width, nearest, job).values())) * share + context)
 
 
 def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
     shape, tokens = job.shape, job.micro_batch_tokens(strategy, width)
-    usual = USUAL_SAVED_BYTES * saved_bytes(strategy.bits, job.lean) / SAVED_BYTES
+    usual = USUAL_SAVED_BYTES * saved_bytes(strategy.base, job.lean) / SAVED_BYTES
     activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
     adapters = (8 + OPTIMIZERS[strategy.optim].state_bytes) * job.rank * shape.adapter_per_rank
     return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
@@ -65,12 +65,12 @@ def least_bytes(strategy: Strategy, job: Job) -> int:
 
 def _layers_on_card(strategy: Strategy, shape: ModelShape) -> int:
     """Bytes of the base weights without offloaded layers, and with their buffers."""
-    return shape.weight_bytes(strategy.bits) - max(0, strategy.offloaded - BUFFERS) * shape.layer_bytes(strategy.bits)
+    return shape.weight_bytes(strategy.base) - max(0, strategy.offloaded - BUFFERS) * shape.layer_bytes(strategy.base)
 
 
 def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
     """Bytes of the base weights on the card in a step; while loading, the input embedding is there, too."""
-    table = shape.table * (4 if strategy.bits == 32 else 2) if strategy.host_table else 0
+    table = round(shape.table * strategy.base.other_bytes) if strategy.host_table else 0
     return _layers_on_card(strategy, shape) - table
 
 
@@ -85,7 +85,7 @@ def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job)
     parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
     activation_bytes = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
     tokens = job.micro_batch_tokens(strategy, width)
-    ratio = saved_bytes(strategy.bits, job.lean) / saved_bytes(reference.bits, job.lean)
+    ratio = saved_bytes(strategy.base, job.lean) / saved_bytes(reference.base, job.lean)
     layer = _layer_bytes(reference, activation_bytes, tokens, shape) * ratio
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
     return parts
@@ -111,7 +111,7 @@ def _layer_bytes(reference: Strategy, activation_bytes: float, tokens: float, sh
 def _distance(candidate: EvaluatedStrategy, strategy: Strategy, width: int) -> tuple:
     reference = candidate.strategy
     return (
-        reference.bits != strategy.bits,
+        reference.base != strategy.base,
         (reference.offloaded == 0) != (strategy.offloaded == 0),
         (reference.checkpointing is False) != (strategy.checkpointing is False),
         reference.checkpointing != strategy.checkpointing or reference.every_n != strategy.every_n,
@@ -167,8 +167,8 @@ class Search:
         """
         choices = list(strategies)
         least = self._smallest(choices)
-        for bits in {strategy.bits for strategy in choices} - {least.strategy.bits}:
-            others = [strategy for strategy in choices if strategy.bits == bits]
+        for base in dict.fromkeys(strategy.base for strategy in choices if strategy.base != least.strategy.base):
+            others = [strategy for strategy in choices if strategy.base == base]
             if min(least_bytes(strategy, self.job) for strategy in others) < least.forecast.peak_high_bytes:
                 least = min(least, self._smallest(others), key=lambda candidate: candidate.forecast.peak_high_bytes)
         return least
@@ -226,4 +226,4 @@ class Search:
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:
         """Time x price; of equals the one with more layers offloaded, as copies that nobody waits for leave headroom."""
         score = self.timing(strategy).step_s * strategy.price
-        return (score, -strategy.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)
+        return (score, -strategy.base.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
 from finetune.recipe import AUTO, plainest, resolved
+from finetune.recipe.base_formats import BaseFormat
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -61,22 +62,21 @@ class ModelShape:
         """The size as in `8.0B` or `135M`."""
         return f"{self.parameters / 1e9:.1f}B" if self.parameters >= 0.95e9 else f"{self.parameters / 1e6:.0f}M"
 
-    def weight_bytes(self, bits: int) -> int:
-        """Bytes of the base weights with linear layers, for 4 bits also experts, in `bits`, the rest in 16 bit; 4 is NF4.
+    def weight_bytes(self, base: BaseFormat) -> int:
+        """Bytes of the base weights: linear layers in the format, experts if it quantises them, the rest as it leaves them."""
+        return self._bytes(self.parameters, base)
 
-        Double quantisation: 0.5 byte, a byte of scale for each 64 weights and a float for each 256 scales.
-        """
-        return self._bytes(self.parameters, bits)
-
-    def layer_bytes(self, bits: int) -> int:
+    def layer_bytes(self, base: BaseFormat) -> int:
         """The same of one decoder layer's matrices: the mean over the layers."""
-        return self._bytes(self.linear + self.expert, bits) // self.layers
+        return self._bytes(self.linear + self.expert, base) // self.layers
 
-    def _bytes(self, parameters: int, bits: int) -> int:
-        linear_bytes = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0, 32: 4.0}[bits]
-        other_bytes = 4.0 if bits == 32 else 2.0
-        quantised = self.linear + (self.expert_4bit if bits == 4 else 0)
-        return round(quantised * linear_bytes + (parameters - quantised) * other_bytes)
+    def quantisable(self, base: BaseFormat) -> int:
+        """Parameters that the format quantises."""
+        return self.linear + (self.expert_4bit if base.experts else 0)
+
+    def _bytes(self, parameters: int, base: BaseFormat) -> int:
+        quantised = self.quantisable(base)
+        return round(quantised * base.weight_bytes + (parameters - quantised) * base.other_bytes)
 
 
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from finetune.recipe.base_formats import BaseFormat
 from finetune.recipe.compatibility import BUFFERS
 from finetune.recipe.methods import METHODS, Method
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -106,14 +107,8 @@ MATMUL_SHARE = 0.85
 #: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
 #: model on a 4090 without recomputation, and 30 more when every layer is recomputed. Compiled layers move about a third.
 ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
-#: Bytes to turn one weight into 16 bit: read it, write it (17.3 ms for 8B on a 4090).
-DEQUANTISE_BYTES = {4: 2.52, 8: 3.0}
-#: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers, by lean ones, and by lean ones on
-#: int8 weights, whose adapters are not lean (dry run of Llama-3.1-8B).
-SAVED_BYTES, LEAN_SAVED_BYTES, LEAN_INT8_SAVED_BYTES = 45.4, 23.1, 41.3
-#: int8 products also quantise their inputs and handle outliers separately: extra bytes per element of a linear layer.
-#: Not priced: the host waits for the card in every int8 layer (outliers.any()), so that launching overlaps with less.
-INT8_EXTRA_BYTES = 16.0
+#: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
+SAVED_BYTES = 45.4
 #: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
 LAYER_KERNELS, LAUNCH_S = 210, 5e-6
 #: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
@@ -189,11 +184,9 @@ def knows_rates(card: Card) -> bool:
     return card.bf16_flops is not None and card.bandwidth_bytes_s is not None
 
 
-def saved_bytes(bits: int, lean: bool) -> float:
-    """Bytes that a layer saves for the backward pass per hidden element and token, with weights of so many bits."""
-    if not lean:
-        return SAVED_BYTES
-    return LEAN_INT8_SAVED_BYTES if bits == 8 else LEAN_SAVED_BYTES
+def saved_bytes(base: BaseFormat, lean: bool) -> float:
+    """Bytes that a layer saves for the backward pass per hidden element and token, with weights in this format."""
+    return base.lean_saved_bytes if lean else SAVED_BYTES
 
 
 def time_step(job: Job, strategy: Strategy) -> Timing:
@@ -208,7 +201,6 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
     references = job.method.reference_passes  # forward passes without gradients
     passes = 2 + recomputed_share + references
-    quantised = shape.linear + (shape.expert_4bit if strategy.bits == 4 else 0)
     micro = {
         "matmul": max(
             _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, job) / flops,
@@ -216,13 +208,13 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
         "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share + references) * overhead / bandwidth,
-        "dequantisation": passes * quantised * DEQUANTISE_BYTES.get(strategy.bits, 0.0) / bandwidth,
+        "dequantisation": passes * shape.quantisable(strategy.base) * strategy.base.dequantise_bytes / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if strategy.host_table:
         micro["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
-        saved = saved_bytes(strategy.bits, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
+        saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch
@@ -264,7 +256,7 @@ def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, pas
     Offloaded layers are spread evenly: each is fetched while the one before it computes, and those between.
     """
     fetched = max(0, strategy.offloaded - BUFFERS)
-    moved = steps * fetched * job.shape.layer_bytes(strategy.bits)
+    moved = steps * fetched * job.shape.layer_bytes(strategy.base)
     link = job.card.pcie_bytes_s or ASSUMED_PCIE
     rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link
     computing = steps * layers_s * fetched / strategy.offloaded
@@ -273,8 +265,7 @@ def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, pas
 
 def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, recomputed_share: float) -> float:
     token_bytes = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * recomputed_share
-    if strategy.bits == 8:
-        token_bytes += INT8_EXTRA_BYTES * (1 + recomputed_share)
+    token_bytes += strategy.base.product_bytes * (1 + recomputed_share)
     return token_bytes * shape.layer_width * shape.layers * tokens
 
 

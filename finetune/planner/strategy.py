@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import RecipeError
 from finetune.recipe import AUTO
+from finetune.recipe.base_formats import BITS_16, BITS_32, QUANTISED, BaseFormat, is_open, requested_formats, smallest, switches
 from finetune.recipe.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
 from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 
@@ -27,7 +28,6 @@ OffloadTarget = Literal[False, "cpu", "nvme"]
 OFFLOAD_TARGETS: tuple[OffloadTarget, ...] = ("cpu", "nvme")
 
 #: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
-BITS_PRICE = {32: 1.0, 16: 1.0, 8: 1.08, 4: 1.10}
 HOST_TABLE_PRICE = 1.02
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.02, "offload": 1.05}
 #: Numbers of offloaded layers that are tried: so many, from all down.
@@ -38,10 +38,10 @@ DOUBLING_PRICE = 1.01
 
 @dataclass(frozen=True)
 class Strategy:
-    """`bits` of the linear weights, gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
+    """`base`: format of the base weights. Gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
     embedding is in host memory. `offloaded`: decoder layers whose weights are in `offload_target`, `cpu` (host) or `nvme`."""
 
-    bits: int
+    base: BaseFormat
     checkpointing: bool | str
     every_n: int
     optim: str
@@ -53,7 +53,7 @@ class Strategy:
     @property
     def price(self) -> float:
         """Factor on step time that weighs departures from the simplest settings."""
-        kinds = BITS_PRICE[self.bits] * OPTIMIZERS[self.optim].price * CHECKPOINTING_PRICE[self.checkpointing]
+        kinds = self.base.price * OPTIMIZERS[self.optim].price * CHECKPOINTING_PRICE[self.checkpointing]
         return kinds * DOUBLING_PRICE ** math.log2(self.micro) * (HOST_TABLE_PRICE if self.host_table else 1.0)
 
     def recomputed_layers(self, layers: int) -> int:
@@ -63,7 +63,7 @@ class Strategy:
     def settings(self, batch: int, world: int) -> dict[str, Any]:
         """Recipe settings of this strategy for an effective batch of `batch` at world size `world`."""
         return {
-            "load_in_4bit": self.bits == 4, "load_in_8bit": self.bits == 8, "optim": self.optim,
+            **switches(self.base), "optim": self.optim,
             "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
             "offload_embeddings": self.host_table, "layer_offloading": self.offload_target, "offloaded_layers": self.offloaded,
             "per_device_train_batch_size": self.micro, "gradient_accumulation_steps": batch // (world * self.micro),
@@ -80,36 +80,37 @@ class Strategy:
         }[self.checkpointing]  # fmt: skip
 
 
-def strategies(choices: Choices, card: Card, stored_bits: tuple[int, ...] = (), has_table: bool = False) -> list[Strategy]:
-    """Every strategy that the recipe leaves open on this card. `stored_bits`: all that a quantised checkpoint allows.
+def strategies(choices: Choices, card: Card, stored: tuple[BaseFormat, ...] = (), has_table: bool = False) -> list[Strategy]:
+    """Every strategy that the recipe leaves open on this card. `stored`: all that a quantised checkpoint allows.
     `has_table`: the model's input embedding can be in host memory."""
     micros, tables = list(_micro_batches(choices)), _host_tables(choices, card, has_table)
     return [
-        Strategy(bits, checkpointing, every_n, optim, micro, host_table)
-        for bits, (checkpointing, every_n), optim, micro, host_table in itertools.product(
-            _bits(choices, card, stored_bits), _checkpointing(choices, card), _optimizers(choices, card), micros, tables
+        Strategy(base, checkpointing, every_n, optim, micro, host_table)
+        for base, (checkpointing, every_n), optim, micro, host_table in itertools.product(
+            _formats(choices, card, stored), _checkpointing(choices, card), _optimizers(choices, card), micros, tables
         )
         if checkpointing == "offload" or not host_table or len(tables) == 1
     ]
 
 
 def offloading_strategies(
-    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored_bits: tuple[int, ...] = (), has_table: bool = False
+    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored: tuple[BaseFormat, ...] = (),
+    has_table: bool = False,
 ) -> list[Strategy]:  # fmt: skip
-    """The same with the weights of some or all decoder layers in `target`, where the recipe allows that: the fewest bits, as
-    they are moved in every step, and every layer recomputed."""
+    """The same with the weights of some or all decoder layers in `target`, where the recipe allows that: the smallest
+    format, as they are moved in every step, and every layer recomputed."""
     if layer_offloading_conflict(choices.recipe):
         return []
-    bits = min((bits for bits in _bits(choices, card, stored_bits) if bits != 8), default=None)
+    base = smallest(base for base in _formats(choices, card, stored) if not base.not_offloaded)
     kinds = [kind for kind in _checkpointing(choices, card) if kind[0] is not False and kind[1] == 1]
     combinations = itertools.product(
         kinds, _optimizers(choices, card), _micro_batches(choices), _host_tables(choices, card, has_table),
         _counts(choices, layers),
     )  # fmt: skip
     return [
-        Strategy(bits, checkpointing, every_n, optim, micro, host_table, count, target)
+        Strategy(base, checkpointing, every_n, optim, micro, host_table, count, target)
         for (checkpointing, every_n), optim, micro, host_table, count in combinations
-        if bits
+        if base
     ]
 
 
@@ -129,7 +130,7 @@ def _counts(choices: Choices, layers: int) -> list[int]:
 def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
     """The `candidates` that differ from the chosen one in one setting, by the nearest step.
 
-    Other weight bits; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
+    Another format; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
     micro-batch and number of offloaded layers. The chosen one need not be among them: the smallest is planned when no forecast
     fits.
     """
@@ -137,7 +138,7 @@ def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
     kinds = sorted({(strategy.checkpointing, strategy.every_n) for strategy in every}, key=_checkpointing_order)
     micros, counts = sorted({strategy.micro for strategy in every}), sorted({strategy.offloaded for strategy in every})
     wanted = [
-        *(replace(chosen, bits=bits) for bits in sorted({strategy.bits for strategy in every})),
+        *(replace(chosen, base=base) for base in sorted({strategy.base for strategy in every}, key=lambda base: base.bits)),
         *(
             replace(chosen, checkpointing=kind, every_n=steps)
             for kind, steps in [*_adjacent((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
@@ -161,18 +162,16 @@ def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
     return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 
 
-def _bits(choices: Choices, card: Card, stored_bits: tuple[int, ...]) -> tuple[int, ...]:
-    recipe, plain = choices.recipe, 32 if choices.value("dtype") == "float32" else 16
-    if recipe.load_in_4bit is True:
-        return (4,)
-    if recipe.load_in_8bit is True:
-        return (8,)
-    if stored_bits:
-        return stored_bits if len(stored_bits) == 1 or recipe.load_in_4bit == AUTO else (plain,)
+def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tuple[BaseFormat, ...]:
+    recipe, plain = choices.recipe, BITS_32 if choices.value("dtype") == "float32" else BITS_16
+    if requested := requested_formats(recipe):
+        return (requested[0],)
+    still_open = tuple(base for base in QUANTISED if is_open(recipe, base))
+    if stored:
+        return stored if len(stored) == 1 or stored[-1] in still_open else (plain,)
     if card.is_cpu:
         return (plain,)
-    can_be_8 = recipe.load_in_8bit == AUTO and not is_sharded(recipe.launch)
-    return (plain, *([8] if can_be_8 else []), *([4] if recipe.load_in_4bit == AUTO else []))
+    return (plain, *(base for base in reversed(still_open) if base.shards or not is_sharded(recipe.launch)))
 
 
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:

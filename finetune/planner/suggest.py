@@ -11,6 +11,7 @@ from finetune.model.catalogue import entries
 from finetune.planner.plan import Shortfall, Suggestion
 from finetune.planner.shape import shape_of
 from finetune.recipe import AUTO, Settings, resolved
+from finetune.recipe.base_formats import BITS_16, BITS_32, NF4, QUANTISED, base_format_of, is_open, switches
 from finetune.recipe.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
 
@@ -62,10 +63,11 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     def offer(changes: dict[str, Any], cost: str) -> None:
         offers.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
 
-    if recipe.load_in_4bit != AUTO and settings.load_in_4bit is False and not settings.load_in_8bit:
-        offer({"load_in_4bit": True}, "NF4 weights: dequantisation takes a few percent of time")
-    if settings.load_in_8bit:
-        offer({"load_in_8bit": False, "load_in_4bit": True}, "NF4 weights instead of int8")
+    base = base_format_of(settings)
+    if base not in QUANTISED and not is_open(recipe, NF4):
+        offer({NF4.setting: True}, "NF4 weights: dequantisation takes a few percent of time")
+    elif base not in (NF4, BITS_16, BITS_32):
+        offer({base.setting: False, NF4.setting: True}, f"NF4 weights instead of {base.label}")
     if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
         steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
         offer(
@@ -118,12 +120,12 @@ def largest_model(
     for name, entry in ranked:
         values = entry.config
         own_code = {"model_revision": None, "trust_remote_code": False}
-        other = resolved(settings, model_name_or_path=name, **own_code, load_in_4bit=True, load_in_8bit=False)
+        other = resolved(settings, model_name_or_path=name, **own_code, **switches(NF4))
         if 0.5 * entry.parameters > budget_bytes or name == recipe.model_name_or_path:
             continue
         try:
             shape = shape_of(values, other)
-            if shape.weight_bytes(4) > 0.95 * budget_bytes:
+            if shape.weight_bytes(NF4) > 0.95 * budget_bytes:
                 continue
             tried += 1
             forecast = forecaster(values, other)

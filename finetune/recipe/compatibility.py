@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from finetune.recipe.base_formats import NF4, base_format_of, requested_formats
 from finetune.recipe.methods import METHODS, methods_reading
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
@@ -45,7 +46,7 @@ def reads_own_rows(settings: Settings) -> bool:
 
     DoRA's magnitudes are computed from whole weights.
     """
-    return settings.launch.strategy == "fsdp" and settings.load_in_4bit is True and not settings.use_dora
+    return settings.launch.strategy == "fsdp" and base_format_of(settings) is NF4 and not settings.use_dora
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
@@ -80,8 +81,8 @@ def _method(recipe: Recipe) -> Iterator[str]:
 
 
 def _quantisation(recipe: Recipe) -> Iterator[str]:
-    if recipe.load_in_4bit is True and recipe.load_in_8bit is True:
-        yield "load_in_4bit and load_in_8bit are both true; keep one of them"
+    if len(requested := requested_formats(recipe)) > 1:
+        yield f"{' and '.join(base.setting for base in requested)} are both true; keep one of them"
 
 
 def _batch(recipe: Recipe) -> Iterator[str]:
@@ -152,8 +153,8 @@ def layer_offloading_conflict(recipe: Recipe) -> str:
         )
     if recipe.torch_compile:
         return "torch_compile: it has not been tested with weights that are moved; set torch_compile=false"
-    if recipe.load_in_8bit is True:
-        return "load_in_8bit: int8 layers keep copies of their weights outside the buffers; use load_in_4bit, or neither"
+    if (base := base_format_of(recipe)).not_offloaded:
+        return f"{base.setting}: {base.not_offloaded}; use {NF4.setting}, or neither"
     if is_sharded(recipe.launch):
         return f"launch.strategy {recipe.launch.strategy}, which shards and moves the weights itself; use launch.offload"
     if recipe.launch.num_processes > 1:
@@ -182,8 +183,8 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.gpu.strip().lower() == "cpu":
         yield f"launch.strategy {strategy} needs NVIDIA GPUs; on CPU use ddp"
-    if recipe.load_in_8bit is True:
-        yield f"load_in_8bit can't be sharded by launch.strategy {strategy}; use load_in_4bit, or neither"
+    if not (base := base_format_of(recipe)).shards:
+        yield f"{base.setting} can't be sharded by launch.strategy {strategy}; use {NF4.setting}, or neither"
     if recipe.offload_embeddings is True:
         yield f"offload_embeddings needs the whole table, which launch.strategy {strategy} shards; set it to auto or false"
     if recipe.optim != AUTO and not OPTIMIZERS[recipe.optim].shards:

@@ -6,12 +6,13 @@ from typing import Any
 
 from pydantic import model_validator
 
+from finetune.recipe.base_formats import BITS_16, switches
 from finetune.recipe.schema import Recipe, unresolved
 
 #: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
-    "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, "load_in_4bit": False,
-    "load_in_8bit": False, "lora_r": 1, "lora_alpha": 1.0,
+    "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
+    "lora_r": 1, "lora_alpha": 1.0,
     "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
     "activation_checkpointing_every_n_layers": 1, "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False,
     "layer_offloading": False, "offloaded_layers": 0,

@@ -17,6 +17,7 @@ from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
 from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
+from finetune.recipe.base_formats import NF4, base_format_of
 from finetune.recipe.compatibility import is_zero3
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.serialise import from_json, to_json
@@ -163,7 +164,7 @@ def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
         return f"out of memory in phase {phase}, and no smaller plan is left to try; {less}: {command}"
     needs = f" ({format_bytes(plan.forecast.peaks['load'])} by the forecast)" if plan.forecast else ""
     close = f"close other programs on the card ({', '.join(holders[:6])}), or " if holders else ""
-    quantise = "" if plan.settings.load_in_4bit else "load_in_4bit=true or "
+    quantise = "" if base_format_of(plan.settings) is NF4 else f"{NF4.setting}=true or "
     return (
         f"out of memory while the model was loaded{needs}, which no smaller micro-batch changes; {close}plan again with "
         f"{quantise}a smaller model: {command}"

@@ -11,6 +11,7 @@ from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer, adapter_folder
 from finetune.model.generate import Sampling, Streamed
 from finetune.planner.plan import read_plan
+from finetune.recipe.base_formats import SWITCHES
 from finetune.run.directory import require_data
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 BASE = "base"
 #: Settings that must be equal for adapters to share one base model in memory.
-_BASE_SETTINGS = ("model_revision", "load_in_4bit", "load_in_8bit", "dtype")
+_BASE_SETTINGS = ("model_revision", *SWITCHES, "dtype")
 
 
 def runs_by_name(runs: list[RunDirectory]) -> dict[str, RunDirectory]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from finetune.errors import RecipeError
 from finetune.model.build import build_base
-from finetune.model.prequantised import stored_quantisation, trainable_bits
+from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.model.transformers_config import load_config
 from finetune.recipe import plainest, recipe_from
 
@@ -105,11 +105,13 @@ def test_a_quantisation_that_is_no_object_is_a_recipe_error(value):
         stored_quantisation({"quantization_config": value}, "some/model")
 
 
-def test_bits_that_a_stored_checkpoint_can_be_trained_in():
-    of = {name: trainable_bits(stored_quantisation({"quantization_config": own}, "m")) for name, own in {
+def test_formats_that_a_stored_checkpoint_can_be_trained_in():
+    stored = {
         "16-bit": None, "empty": {}, "nf4": NF4, "old nf4": {"load_in_4bit": True}, "int8": {"load_in_8bit": True},
         "mxfp4": {"quant_method": "mxfp4"}, "fp8": {"quant_method": "fp8"}, "gptq": {"quant_method": "gptq"},
-    }.items()}  # fmt: skip
-    assert of == {
-        "16-bit": (), "empty": (), "nf4": (4,), "old nf4": (4,), "int8": (8,), "mxfp4": (16, 4), "fp8": (16,), "gptq": (16,),
+    }  # fmt: skip
+    formats = {name: trainable_formats(stored_quantisation({"quantization_config": own}, "m")) for name, own in stored.items()}
+    assert {name: [base.label for base in trainable] for name, trainable in formats.items()} == {
+        "16-bit": [], "empty": [], "nf4": ["NF4"], "old nf4": ["NF4"], "int8": ["int8"], "mxfp4": ["16 bit", "NF4"],
+        "fp8": ["16 bit"], "gptq": ["16 bit"],
     }  # fmt: skip

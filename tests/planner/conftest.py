@@ -9,6 +9,7 @@ from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
 from finetune.planner.shape import shape_of
 from finetune.recipe import Recipe
+from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.units import GIB, MIB
 
@@ -30,7 +31,6 @@ class ArithmeticForecaster:
     def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, rows: RowShape) -> Forecast:
         self.calls += 1
         shape = shape_of(config, settings)
-        bits = 4 if settings.load_in_4bit else 8 if settings.load_in_8bit else 32 if settings.dtype == "float32" else 16
         adapters = settings.lora_r * shape.adapter_per_rank
         n_tokens = settings.per_device_train_batch_size * rows.tokens
         layer, entry = SAVED_BYTES * shape.hidden * n_tokens, 2 * shape.hidden * n_tokens
@@ -41,7 +41,7 @@ class ArithmeticForecaster:
             settings.activation_checkpointing, entry
         )
         parts = {
-            "weights": shape.weight_bytes(bits), "adapters": 4 * adapters, "gradients": 4 * adapters,
+            "weights": shape.weight_bytes(base_format_of(settings)), "adapters": 4 * adapters, "gradients": 4 * adapters,
             "optimizer": round(OPTIMIZERS[settings.optim].state_bytes * adapters),
             "activations": round((shape.layers - recomputed) * layer + recomputed * saved),
             "recomputed": round(layer if recomputed else 0),

@@ -15,6 +15,7 @@ from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches, Job, time_step
 from finetune.planner.strategy import Strategy
 from finetune.recipe import parse_recipe
+from finetune.recipe.base_formats import NF4, base_format_of
 from finetune.recipe.compatibility import BUFFERS
 from finetune.units import GIB
 
@@ -24,7 +25,7 @@ LLAMA = ModelShape(
     adapter_per_rank=12_943_360, adapters=560, layers=80, hidden=8192, attention_width=8192, table=1_050_673_152,
 )  # fmt: skip
 JOB = Job(LLAMA, find_card("rtx-4090"), Batches(2048, False, None), batch=16, world=1, rank=16, lean=True)
-ALL = Strategy(4, True, 1, "adamw_torch_fused", 1, offloaded=80, offload_target="cpu")
+ALL = Strategy(NF4, True, 1, "adamw_torch_fused", 1, offloaded=80, offload_target="cpu")
 
 
 @pytest.fixture
@@ -38,8 +39,7 @@ def planned(new_forecaster):
             forecast = dataclasses.replace(forecast, per_layer_bytes=dict.fromkeys([*layers, "outside the layers"], 0))
             if settings.layer_offloading is False:
                 return forecast
-            bits = 4 if settings.load_in_4bit else 16
-            layer = shape_of(config, settings).layer_bytes(bits)
+            layer = shape_of(config, settings).layer_bytes(base_format_of(settings))
             gone = max(0, settings.offloaded_layers - BUFFERS) * layer
             names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
             parts, peaks = {**forecast.parts}, {phase: size - gone for phase, size in forecast.peaks.items()}
@@ -61,7 +61,7 @@ def test_a_step_moves_every_layer_twice_but_those_whose_buffers_are_there():
     """Research notes: 70B in NF4 moves 1,102 GB a step of 16 micro-batches, and 551 GB of 8."""
     for micro, gigabytes in ((1, 1102), (2, 551)):
         copies = time_step(JOB, dataclasses.replace(ALL, micro=micro)).copies
-        assert copies.bytes_per_step == 16 // micro * 2 * (80 - BUFFERS) * LLAMA.layer_bytes(4)
+        assert copies.bytes_per_step == 16 // micro * 2 * (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
         assert copies.bytes_per_step / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
@@ -84,7 +84,7 @@ def test_a_drive_slower_than_the_link_sets_the_pace():
 
 def test_offloaded_layers_leave_only_their_buffers_on_the_card():
     whole = dataclasses.replace(ALL, offloaded=0, offload_target=False)
-    assert least_bytes(whole, JOB) - least_bytes(ALL, JOB) == (80 - BUFFERS) * LLAMA.layer_bytes(4)
+    assert least_bytes(whole, JOB) - least_bytes(ALL, JOB) == (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
 
 
 def test_a_70b_model_fits_24_gb_with_its_layers_in_host_memory(planned):
@@ -151,7 +151,7 @@ def test_the_plan_says_what_is_in_host_memory_and_moved_and_survives_json(planne
     plan = planned(LLAMA_70B, "rtx-4090", "max_length=2048")
     copies = plan.layer_copies
     assert (copies.place, copies.layers, copies.of_layers) == ("cpu", 80, 80)
-    assert copies.pinned_bytes == 80 * LLAMA.layer_bytes(4)
+    assert copies.pinned_bytes == 80 * LLAMA.layer_bytes(NF4)
     assert copies.moved_bytes_per_step / copies.copied_bytes_per_s == pytest.approx(
         copies.forward_copying_s + copies.backward_copying_s
     )

@@ -6,6 +6,7 @@ from finetune.errors import RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.shape import shape_of
 from finetune.recipe import parse_recipe
+from finetune.recipe.base_formats import BITS_16, NF4
 
 
 def shape(model, *overrides):
@@ -25,9 +26,11 @@ def test_llama_8b_has_the_published_parameters_and_42_million_at_rank_16():
 
 def test_nf4_weights_take_half_a_byte_and_their_scales():
     llama = shape("meta-llama/Llama-3.1-8B-Instruct")
-    assert llama.weight_bytes(16) == 2 * llama.parameters
+    assert llama.weight_bytes(BITS_16) == 2 * llama.parameters
     nf4 = llama.linear * (0.5 + 1 / 64 + 4 / (64 * 256)) + 2 * (llama.parameters - llama.linear)
-    assert llama.weight_bytes(4) == pytest.approx(nf4, abs=1) and llama.weight_bytes(4) / 2**30 == pytest.approx(5.31, abs=0.02)
+    assert llama.weight_bytes(NF4) == pytest.approx(nf4, abs=1) and llama.weight_bytes(NF4) / 2**30 == pytest.approx(
+        5.31, abs=0.02
+    )
 
 
 def test_only_the_targets_get_adapters():

@@ -10,6 +10,7 @@ from finetune.planner.plan import DataStatistics
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Batches, Job, knows_rates, time_step
 from finetune.planner.strategy import CHECKPOINTING, Strategy
+from finetune.recipe.base_formats import BITS_16, NF4
 from finetune.recipe.optimizers import OPTIMIZERS
 
 LLAMA_8B = ModelShape(
@@ -17,7 +18,7 @@ LLAMA_8B = ModelShape(
     adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096,
 )  # fmt: skip
 JOB = Job(LLAMA_8B, find_card("rtx-4090"), Batches(2048, False, None), batch=16, world=1, rank=16)
-QLORA = Strategy(4, True, 1, "adamw_torch_fused", 1)
+QLORA = Strategy(NF4, True, 1, "adamw_torch_fused", 1)
 
 
 def test_an_8b_qlora_step_on_a_4090_is_near_what_was_published():
@@ -31,7 +32,7 @@ def test_matrix_products_cost_4_flops_a_frozen_weight_and_6_when_recomputed():
     job = dataclasses.replace(JOB, rank=0)
     rate = 165.2e12 * 0.85
     for checkpointing, giga in ((False, 32.9), (True, 47.4)):
-        parts = time_step(job, Strategy(16, checkpointing, 1, "adamw_torch_fused", 1)).parts
+        parts = time_step(job, Strategy(BITS_16, checkpointing, 1, "adamw_torch_fused", 1)).parts
         assert (parts["matmul"] + parts["loss"]) * rate / (16 * 2048) / 1e9 == pytest.approx(giga, rel=0.005)
 
 
@@ -40,7 +41,7 @@ def test_dequantising_8b_takes_17_milliseconds_a_pass():
 
 
 def test_more_recomputation_is_never_faster():
-    times = [time_step(JOB, Strategy(4, kind, every, "adamw_torch_fused", 1)).step_s for kind, every in CHECKPOINTING]
+    times = [time_step(JOB, Strategy(NF4, kind, every, "adamw_torch_fused", 1)).step_s for kind, every in CHECKPOINTING]
     assert times == sorted(times)
 
 
