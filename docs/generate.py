@@ -26,6 +26,7 @@ from blocks.measured import (
     gpu_short,
     peers,
     reserved,
+    speed,
     stand_in,
     stand_in_edge,
     stand_in_end,
@@ -83,7 +84,7 @@ SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
     "needs-offloaded": needs_offloaded, "offloading": offloading,
-    "reserved": reserved,
+    "reserved": reserved, "speed": speed,
 }  # fmt: skip
 DERIVED: dict[str, Callable[[], str]] = {
     "fits": fits,

@@ -42,6 +42,17 @@ def accuracy(table: Path = MEASURED) -> str:
     )
 
 
+def speed() -> str:
+    """The results of benchmarks/speed_accuracy.py, and its summary without what was fitted."""
+    command = [sys.executable, "-W", "ignore", str(BENCHMARK.with_name("speed_accuracy.py"))]
+    fitted, published = (
+        subprocess.run([*command, *option], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        for option in ([], ["--published-rates"])
+    )
+    before = published.rpartition("\n\n")[2]
+    return f"{fitted}\n\nWithout what was fitted to these rows:\n\n{before}\n"
+
+
 def _accuracy_row(row: dict[str, str], forecast: dict) -> list[str]:
     return [
         row["model"].rpartition("/")[2], row["quant"].split()[0], row["attn"].split()[0], row["rank"],

@@ -10,8 +10,10 @@ class Card:
     """Facts of one card. Bytes and FLOP per second; unknown is None.
 
     `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less what a
-    desktop usually takes). `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a card of this
-    machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
+    desktop usually takes). `bf16_flops` and `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share`
+    (in large matrix products: 140 of 165 TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not
+    counted by torch's allocator. `uuid`: of a card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed
+    torch can't use it, and `problem_fix`.
     """
 
     name: str
@@ -20,6 +22,8 @@ class Card:
     capability: tuple[int, int] | None = None
     bf16_flops: float | None = None
     bandwidth_bytes_s: float | None = None
+    flops_share: float = 0.85
+    bandwidth_share: float = 1.0
     pcie_bytes_s: float | None = None
     context_bytes: int | None = None
     context_uncertainty_bytes: int = 0

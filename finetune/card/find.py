@@ -76,7 +76,7 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
         name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
-        reason=_catalogue_reason(total, used, entry["source"]),
+        reason=_catalogue_reason(total, used, entry["source"]), **entry.get("sustained", {}),
     )  # fmt: skip
 
 
@@ -101,6 +101,7 @@ def _measured_card(choice: Choice) -> Card:
         name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
         bf16_flops=entry.bf16_flops if entry else None, bandwidth_bytes_s=entry.bandwidth_bytes_s if entry else None,
         pcie_bytes_s=device.pcie_bytes_s or (entry.pcie_bytes_s if entry else None), context_bytes=context,
+        **(_entries()[entry_name].get("sustained", {}) if entry_name else {}),
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
         f"{format_bytes(used)} in use{holders}; CUDA context {context_source}{choice.reason}",

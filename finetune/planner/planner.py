@@ -243,6 +243,7 @@ class _Planner:
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), method=METHODS[self.recipe.method],
+                attention=choices.value("attn_implementation"),
             )  # fmt: skip
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 

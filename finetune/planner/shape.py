@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
@@ -26,7 +26,8 @@ class ModelShape:
     `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
     those that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear
     layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
-    `targets` are the `target_modules` of `auto`. `table` is the input embedding where the output layer does not share it.
+    `heads` are those of an attention layer. `targets` are the `target_modules` of `auto`. `table` is the input embedding where
+    the output layer does not share it.
     """
 
     family: str
@@ -40,6 +41,7 @@ class ModelShape:
     layers: int
     hidden: int
     attention_width: int
+    heads: int
     max_positions: int | None = None
     experts: int = 0
     experts_used: int = 0
@@ -85,7 +87,10 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     Cached on disk, so that a repeated plan does not import torch.
     """
     values = {name: value for name, value in config.items() if name != "quantization_config"}
-    key = cache.key_of(kind="shape", config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code)
+    counts = [field.name for field in fields(ModelShape)]
+    key = cache.key_of(
+        kind="shape", counts=counts, config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code
+    )
     if key not in _known:
         cached = cache.read(key)
         _known[key] = _count(values, recipe) if cached is None else ModelShape(**cached)
@@ -161,7 +166,8 @@ def _widths(text: Any) -> dict[str, Any]:
     used = max(_first(layer, _USED) for layer in layers) if experts else 0
     return {
         "layers": text.num_hidden_layers, "hidden": layers[0].hidden_size,
-        "attention_width": max(map(_attention_width, layers)), "experts": experts, "experts_used": used,
+        "attention_width": max(map(_attention_width, layers)), "heads": max(map(_heads, layers)),
+        "experts": experts, "experts_used": used,
         "max_positions": getattr(layers[0], "max_position_embeddings", None),
     }  # fmt: skip
 
@@ -171,8 +177,11 @@ def _first(config: Any, names: tuple[str, ...]) -> int:
     return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
+def _heads(layer: Any) -> int:
+    return getattr(layer, "num_attention_heads", None) or 1
+
+
 def _attention_width(layer: Any) -> int:
     """Width of the queries; the hidden size where a model has no heads."""
-    heads = getattr(layer, "num_attention_heads", None) or 1
-    head = getattr(layer, "head_dim", None)
+    heads, head = _heads(layer), getattr(layer, "head_dim", None)
     return heads * (head if isinstance(head, int) and head > 0 else layer.hidden_size // heads)

@@ -1,7 +1,8 @@
 """Step time from FLOPs, bytes moved and dequantisation at the card's rates.
 
-Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090, good to about 15 %; earlier runs on a
-card correct them (history.py). Nothing here decides whether a plan fits.
+Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; what a GPU reaches of its published
+rates is in cards.json where published steps show it. `benchmarks/speed_accuracy.py` compares all of it with 58 published
+measurements (docs/accuracy.md); earlier runs on a card correct it (history.py). Nothing here decides whether a plan fits.
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ class Batches:
         return len(over), sum(over) - limit * len(over)
 
 
-#: Share of the dense rate that large matrix products reach (140 of 165 TFLOP/s on a 4090).
-MATMUL_SHARE = 0.85
 #: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
 #: model on a 4090 without recomputation, and 30 more when every layer is recomputed. Compiled layers move about a third.
 ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
+#: Bytes moved by eager attention for each element of its scores, forward and backward: product, scaling, mask, softmax in fp32
+#: and the cast back, each read and written. Other kinds keep no scores.
+SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
 #: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
@@ -139,6 +141,7 @@ class Job:
     lean: bool = False
     drive_bytes_s: float = ASSUMED_DRIVE
     method: Method = METHODS["sft"]
+    attention: str = "sdpa"
 
     def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:
         """Tokens of a micro-batch whose rows are padded to `width`."""
@@ -194,8 +197,9 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     shape, card, batches, rank = job.shape, job.card, job.batches, job.rank
     overhead = COMPILED_SHARE if job.compiled else 1.0
     usual_flops, usual_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
-    flops = (card.bf16_flops or usual_flops) * MATMUL_SHARE
-    bandwidth, pcie = card.bandwidth_bytes_s or usual_bandwidth, card.pcie_bytes_s or ASSUMED_PCIE
+    flops = (card.bf16_flops or usual_flops) * card.flops_share
+    bandwidth = (card.bandwidth_bytes_s or usual_bandwidth) * card.bandwidth_share
+    pcie = card.pcie_bytes_s or ASSUMED_PCIE
     width = batches.mean_width(strategy.micro, job.batch // job.world)
     tokens = job.micro_batch_tokens(strategy, width)
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
@@ -208,6 +212,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
         "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share + references) * overhead / bandwidth,
+        "scores": _score_bytes(job, tokens * width, recomputed_share + references) * overhead / bandwidth,
         "dequantisation": passes * shape.quantisable(strategy.base) * strategy.base.dequantise_bytes / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
@@ -242,6 +247,13 @@ def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: fl
     weights = frozen + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
     attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention + references)
     return (weights + attention) * tokens
+
+
+def _score_bytes(job: Job, scores: float, repeated_passes: float) -> float:
+    """Bytes that eager attention moves for `scores` elements of a head; `repeated_passes`: forward passes beyond the first."""
+    if job.attention != "eager":
+        return 0.0
+    return (SCORE_BYTES * (1 + repeated_passes) + SCORE_BACKWARD_BYTES) * job.shape.layers * job.shape.heads * scores
 
 
 def _exposed_transfer_s(one_way_s: float, computing_s: float, passes: float) -> float:

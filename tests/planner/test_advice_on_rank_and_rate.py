@@ -11,7 +11,7 @@ from finetune.recipe import parse_recipe
 
 SHAPE = ModelShape(
     family="llama", parameters=8_030_261_248, linear=6_979_321_856, expert=0, head=525_336_576, linear_width=2_621_440,
-    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096,
+    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096, heads=32,
 )  # fmt: skip
 
 

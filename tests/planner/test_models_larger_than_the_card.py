@@ -22,7 +22,7 @@ from finetune.units import GIB
 QWEN_8B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct"
 LLAMA = ModelShape(
     family="llama", parameters=70_553_706_496, linear=68_451_041_280, expert=0, head=1_050_673_152, linear_width=10_444_800,
-    adapter_per_rank=12_943_360, adapters=560, layers=80, hidden=8192, attention_width=8192, table=1_050_673_152,
+    adapter_per_rank=12_943_360, adapters=560, layers=80, hidden=8192, attention_width=8192, heads=64, table=1_050_673_152,
 )  # fmt: skip
 JOB = Job(LLAMA, find_card("rtx-4090"), Batches(2048, False, None), batch=16, world=1, rank=16, lean=True)
 ALL = Strategy(NF4, True, 1, "adamw_torch_fused", 1, offloaded=80, offload_target="cpu")

@@ -15,7 +15,7 @@ from finetune.recipe.optimizers import OPTIMIZERS
 
 LLAMA_8B = ModelShape(
     family="llama", parameters=8_030_261_248, linear=6_979_321_856, expert=0, head=525_336_576, linear_width=2_621_440,
-    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096,
+    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096, heads=32,
 )  # fmt: skip
 JOB = Job(LLAMA_8B, find_card("rtx-4090"), Batches(2048, False, None), batch=16, world=1, rank=16)
 QLORA = Strategy(NF4, True, 1, "adamw_torch_fused", 1)
@@ -38,6 +38,24 @@ def test_matrix_products_cost_4_flops_a_frozen_weight_and_6_when_recomputed():
 
 def test_dequantising_8b_takes_17_milliseconds_a_pass():
     assert time_step(JOB, QLORA).parts["dequantisation"] / 16 / 3 == pytest.approx(0.0173, rel=0.02)
+
+
+def test_eager_attention_takes_time_with_the_square_of_the_rows_length():
+    seconds = [
+        time_step(dataclasses.replace(JOB, attention="eager", batches=Batches(length, False, None)), QLORA).parts["scores"]
+        for length in (1024, 2048)
+    ]
+    assert seconds[1] == pytest.approx(4 * seconds[0]) and time_step(JOB, QLORA).parts["scores"] == 0
+
+
+def test_a_t4_reaches_less_of_its_published_rates_than_a_4090():
+    """fitcheck-llm 0.3.1: TinyLlama 16 bit, 2 x 1024, recomputed, sdpa: 1,780 tokens/s; 4,100 at the 4090's share."""
+    tiny = ModelShape(
+        family="llama", parameters=1_100_048_384, linear=968_884_224, expert=0, head=65_536_000, linear_width=856_064,
+        adapter_per_rank=281_600, adapters=88, layers=22, hidden=2048, attention_width=2048, heads=32,
+    )  # fmt: skip
+    job = Job(tiny, find_card("t4"), Batches(1024, False, None), batch=2, world=1, rank=32)
+    assert time_step(job, Strategy(BITS_16, True, 1, "adamw_torch", 2)).tokens_per_s == pytest.approx(1780, rel=0.25)
 
 
 def test_more_recomputation_is_never_faster():
