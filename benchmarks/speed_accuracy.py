@@ -127,9 +127,8 @@ def worst(ratios: list[float]) -> float:
 def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
     """Rows of one source, GPU and model that differ in the format, the attention or the micro-batch, and by more than noise."""
     for first, second in itertools.combinations(rows, 2):
-        same = ("source", "gpu", "model", "tokens", "compiled")
         differing = [name for name in ("base", "attention", "micro_batch") if getattr(first, name) != getattr(second, name)]
-        alike = all(getattr(first, name) == getattr(second, name) for name in same)
+        alike = all(getattr(first, name) == getattr(second, name) for name in ("source", "gpu", "model", "tokens", "compiled"))
         if alike and len(differing) == 1 and abs(math.log(first.measured / second.measured)) > math.log1p(NOISE):
             yield first, second
 
@@ -151,7 +150,8 @@ def _row(values: dict[str, str], published_rates: bool) -> Row:
     timing = _timing(values, base, tokens, micro, published_rates)
     return Row(
         values["source"], values["card"], values["model"], base, tokens, micro, values["attention"],
-        values["compiled"] == "yes", values["program"], float(values["tokens_per_s"]), micro * tokens / timing.step_s, timing.parts,
+        values["compiled"] == "yes", values["program"], float(values["tokens_per_s"]), micro * tokens / timing.step_s,
+        timing.parts,
     )  # fmt: skip
 
 

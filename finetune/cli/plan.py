@@ -46,18 +46,31 @@ def show_plan(
     with show_progress(quiet=as_json) as progress:
         rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
-        plan = plan_recipe(recipe, card, rows, progress=progress, compare=True)
-    if without:
-        plan = plan.with_note(f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE")
+        shown: list[Plan] = []
+
+        def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
+            progress("")
+            _print_result(_with_note(plan, without=without))
+            shown.append(plan)
+
+        plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json else show)
+    plan = _with_note(plan, without=without)
     if as_json:
         print_json(plan.as_json())
     else:
-        _print_plan(plan)
+        if not shown:
+            _print_result(plan)
+        _print_reasons_and_alternatives(plan)
         typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
         here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
         arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
         out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
+
+
+def _with_note(plan: Plan, *, without: bool) -> Plan:
+    note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"
+    return plan.with_note(note) if without else plan
 
 
 def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
@@ -83,7 +96,7 @@ def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
     return f"{verdict}. Next{where}: finetune run {escape(arguments)}"
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_result(plan: Plan) -> None:
     settings, card = plan.settings, plan.card
     out.print(
         f"[bold]{escape(str(settings.model_name_or_path))}[/] on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
@@ -113,9 +126,12 @@ def _print_plan(plan: Plan) -> None:
             out.print(f"note: {escape(note)}")
     else:
         out.print("no memory forecast for this machine")
+
+
+def _print_reasons_and_alternatives(plan: Plan) -> None:
     out.print()
     for name, reason in plan.reasons.items():
-        out.print(f"[bold]{name}[/] = {escape(str(getattr(settings, name, '')))}")
+        out.print(f"[bold]{name}[/] = {escape(str(getattr(plan.settings, name, '')))}")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
     _print_alternatives(plan.alternatives)
     if plan.verdict == Verdict.NO_FIT:

@@ -57,18 +57,26 @@ def print_versions() -> None:
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yields a callback that shows a message: one changing line on a terminal, nothing when `quiet`, else a line each, a count
-    every ten seconds."""
+    every ten seconds. An empty message takes the line away, until the next one."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("") as status:
-            yield lambda message: status.update(f"[dim]{escape(message)} ...[/]")
+
+            def change(message: str) -> None:
+                if message:
+                    status.update(f"[dim]{escape(message)} ...[/]")
+                    status.start()
+                else:
+                    status.stop()
+
+            yield change
     else:
         printed_s: dict[str, float] = {}
 
         def report(message: str) -> None:
             kind, now_s = message.partition(":")[0], time.monotonic()
-            if now_s - printed_s.get(kind, -_REPEAT_S) >= _REPEAT_S:
+            if message and now_s - printed_s.get(kind, -_REPEAT_S) >= _REPEAT_S:
                 printed_s[kind] = now_s
                 err.print(f"[dim]{escape(message)} ...[/]")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +14,10 @@ from finetune.compat.patch_registry import PrivateName, replaced
 _READ_IN = "0.50.2"
 
 PRIVATE_NAMES = (
+    PrivateName(
+        "torch.compile", "patch", "bitsandbytes compiles functions when it is imported, which imports the compiler",
+        _READ_IN, "bitsandbytes.backends.default.ops._try_torch_compile",
+    ),
     PrivateName(
         "bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
         _READ_IN, "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias",
@@ -53,6 +60,24 @@ PRIVATE_NAMES = (
         "bitsandbytes.autograd._functions.matmul",
     ),
 )  # fmt: skip
+
+
+def import_without_compiler() -> None:
+    """Import bitsandbytes before anything else does, its functions compiled only when they are called.
+
+    It decorates four with torch.compile, which imports torch's compiler: a second at each start of a program that uses none.
+    """
+    if "bitsandbytes" in sys.modules:
+        return
+    import torch
+
+    with replaced("torch.compile", functools.partial(_compiled_when_called, torch.compile)):
+        importlib.import_module("bitsandbytes")
+
+
+def _compiled_when_called(compile_now: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: compile_now(function, **options))
+    return functools.wraps(function)(lambda *inputs, **named: compiled()(*inputs, **named))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +26,6 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; fake tensors are on the CPU",
         _READ_IN, "peft.tuners.lora.bnb.Linear4bit.forward",
-    ),
-    PrivateName(
-        "torch.compile", "patch", "bitsandbytes compiles two functions when it is imported; the doctor needs neither",
-        _READ_IN, "bitsandbytes.backends.default.ops._try_torch_compile",
     ),
     PrivateName(
         "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "logged for the first step after the rate was lowered",
@@ -115,15 +111,6 @@ def cpu_autocast() -> Iterator[None]:
     enabled = torch.is_autocast_enabled
     with replaced("torch.is_autocast_enabled", lambda device_type="cpu": enabled("cpu")):
         yield
-
-
-def disable_torch_compile() -> None:
-    """Make torch.compile return functions unchanged from now on, for a process that only imports bitsandbytes."""
-    replace("torch.compile", _uncompiled_function)
-
-
-def _uncompiled_function(function: Any = None, **_: Any) -> Any:
-    return (lambda decorated: decorated) if function is None else function
 
 
 @contextmanager

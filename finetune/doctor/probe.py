@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.card.cuda import try_kernel
-from finetune.compat.torch import disable_torch_compile
+from finetune.compat.bitsandbytes import import_without_compiler
 from finetune.system import WINDOWS
 
 
@@ -49,8 +49,7 @@ def try_bitsandbytes() -> dict[str, Any]:
     """Quantise and use a layer as QLoRA does (NF4, double quantisation); on a card an 8-bit optimizer step, too."""
     import torch
 
-    # bitsandbytes compiles functions that are not used here; importing torch's compiler would take longer than all the rest
-    disable_torch_compile()
+    import_without_compiler()
     from bitsandbytes.nn import Linear4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -58,12 +58,13 @@ def make_plan(
     forecaster: MakeForecast | None = None,
     progress: Progress | None = None,
     compare: bool = False,
+    show: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Resolve every `auto` of the recipe for this card and data. Raises RecipeError when the recipe can't be planned.
 
     `progress` gets a line for each step; `forecaster` replaces the dry run. `compare`: unless the plan does not fit, also
-    forecast its neighbours (one setting changed). The same inputs, including earlier measurements on the card, give the
-    same settings.
+    forecast its neighbours (one setting changed); `show` gets a plan that fits before that. The same inputs, including earlier
+    measurements on the card, give the same settings.
     """
     report_progress = progress or (lambda _: None)
     choices, budget = choose_budget(Choices(recipe), card)
@@ -80,6 +81,8 @@ def make_plan(
     if attempt.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
         attempt = planner.with_layers_offloaded(attempt) or attempt
     if compare:
+        if show and attempt.verdict == Verdict.FITS:
+            show(planner.plan(attempt))
         planner.compare(attempt)
     return planner.plan(attempt)
 

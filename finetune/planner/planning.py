@@ -44,11 +44,13 @@ class RowsRead:
 
 
 def plan_recipe(
-    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False
-) -> Plan:
+    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False,
+    show: Callable[[Plan], None] | None = None,
+) -> Plan:  # fmt: skip
     """The plan of a recipe for a card, present or from the catalogue. `rows` reads the data, after the cheaper checks.
 
-    `compare`: also forecast the neighbours of the chosen plan. Raises PackagesError and RecipeError.
+    `compare`: also forecast the neighbours of the chosen plan; `show` gets a plan that fits before that. Raises PackagesError
+    and RecipeError.
     """
     refuse_other_versions(LIBRARIES)
     if problems := address_problems(recipe.launch):
@@ -56,10 +58,14 @@ def plan_recipe(
     recipe, renamed = named_model(recipe)
     recipe, reasons = inherit_settings(recipe)
     read = rows(recipe)
-    plan = make_plan(recipe, card, read.statistics, progress=progress, compare=compare)
-    for note in (renamed, *read.notes):
-        plan = plan.with_note(note)
-    return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
+
+    def completed(plan: Plan) -> Plan:
+        for note in (renamed, *read.notes):
+            plan = plan.with_note(note)
+        return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
+
+    shown = (lambda plan: show(completed(plan))) if show else None
+    return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:

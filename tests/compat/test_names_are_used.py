@@ -44,6 +44,25 @@ def test_nothing_is_replaced_without_a_row(counted):
     assert counted["without_row"] == []
 
 
+def test_a_forecast_imports_no_compiler():
+    code = (
+        "import sys; from finetune.compat.bitsandbytes import import_without_compiler as imported; imported();"
+        "import finetune.memory.simulate; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_bitsandbytes_compiles_is_compiled_when_called():
+    from finetune.compat.bitsandbytes import _compiled_when_called
+
+    compiled = []
+    double = _compiled_when_called(
+        lambda function, **options: compiled.append(options) or function, lambda x: 2 * x, dynamic=False
+    )
+    assert not compiled
+    assert (double(2), double(3), compiled) == (4, 6, [{"dynamic": False}])
+
+
 def test_the_libraries_follow_when_the_hub_is_switched_off(monkeypatch):
     for home in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(home, "HF_HUB_OFFLINE", home.HF_HUB_OFFLINE)  # put back at the end

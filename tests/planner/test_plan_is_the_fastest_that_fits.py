@@ -17,10 +17,10 @@ QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruc
 
 @pytest.fixture
 def planned(new_forecaster):
-    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None, compare=False):
+    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None, **more):
         recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
         card = find_card(gpu, free_bytes=free_bytes)
-        return make_plan(recipe, card, data, forecaster=forecaster or new_forecaster(), compare=compare)
+        return make_plan(recipe, card, data, forecaster=forecaster or new_forecaster(), **more)
 
     return make
 
@@ -99,6 +99,14 @@ def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(pl
     assert {"load_in_4bit=false", "load_in_4bit=false load_in_8bit=true", "optim=adamw_8bit"} <= differing
     assert "activation_checkpointing=true activation_checkpointing_every_n_layers=1" in differing
     assert "per_device_train_batch_size=2 gradient_accumulation_steps=8" in differing
+
+
+def test_a_plan_that_fits_is_shown_before_what_it_is_compared_with_is_forecast(planned, new_forecaster):
+    forecaster, shown = new_forecaster(), []
+    plan = planned(
+        QWEN_8B, forecaster=forecaster, compare=True, show=lambda plan: shown.append((plan.verdict, forecaster.calls))
+    )
+    assert shown[0][0] == plan.verdict and shown[0][1] < forecaster.calls
 
 
 @pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
