@@ -1,0 +1,76 @@
+"""Processor seconds of `finetune plan` from an empty cache and from a warm one, until its verdict and in all.
+
+    python benchmarks/cold_plan.py --rounds 5
+    python benchmarks/cold_plan.py --beside ../older      # another checkout, in turns: ratios of paired runs
+
+Target: 5 s for recipes/8b-3090.yaml from an empty cache. Importing torch alone takes 1.7 s of it here. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    """Print medians as a line of JSON for each checkout; returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "8b-3090.yaml"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beside", type=Path, help="another checkout")
+    options = parser.parse_args()
+    checkouts = [ROOT, *([options.beside.resolve()] if options.beside else [])]
+    rounds = [[plan_twice(checkout, options.recipe) for checkout in checkouts] for _ in range(options.rounds)]
+    for number, checkout in enumerate(checkouts):
+        seconds = [both[number] for both in rounds]
+        medians = {name: round(statistics.median(one[name] for one in seconds), 2) for name in seconds[0]}
+        ratios = {
+            f"{name}_ratio": round(statistics.median(both[number][name] / both[0][name] for both in rounds), 2)
+            for name in medians
+        }
+        print(json.dumps({"checkout": checkout.name, "rounds": len(rounds), **medians, **(ratios if number else {})}))  # noqa: T201
+    return 0
+
+
+def plan_twice(checkout: Path, recipe: str) -> dict[str, float]:
+    """Processor seconds of a plan from an empty cache and of the same plan again."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "FINETUNE_CACHE": folder, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(checkout)}
+        cold_verdict_s, cold_s = _plan(recipe, environment)
+        _, warm_s = _plan(recipe, environment)
+    return {"cold_verdict_s": cold_verdict_s, "cold_s": cold_s, "warm_s": warm_s}
+
+
+def _plan(recipe: str, environment: dict[str, str]) -> tuple[float, float]:
+    """Processor seconds until the verdict is printed, and in all."""
+    code = "import sys; from finetune.cli import process; sys.exit(process())"
+    command = [sys.executable, "-u", "-c", code, "plan", recipe]
+    verdict_s = 0.0
+    with subprocess.Popen(
+        command, env=environment, cwd=environment["FINETUNE_CACHE"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith((b"fits: needs", b"tight: needs", b"does not fit: needs")):
+                verdict_s = _processor_s(Path(f"/proc/{process.pid}/stat"))
+        _, _, used = os.wait4(process.pid, 0)
+        process.returncode = 0
+    return verdict_s, used.ru_utime + used.ru_stime
+
+
+def _processor_s(stat: Path) -> float:
+    user, system = stat.read_text(encoding="ascii").rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / _TICKS_PER_S
+
+
+if __name__ == "__main__":
+    sys.exit(main())
