@@ -32,7 +32,7 @@ def main() -> int:
     rounds = [[plan_twice(checkout, options.recipe) for checkout in checkouts] for _ in range(options.rounds)]
     for number, checkout in enumerate(checkouts):
         seconds = [both[number] for both in rounds]
-        medians = {name: round(statistics.median(one[name] for one in seconds), 2) for name in seconds[0]}
+        medians = {name: round(statistics.median(figures[name] for figures in seconds), 2) for name in seconds[0]}
         ratios = {
             f"{name}_ratio": round(statistics.median(both[number][name] / both[0][name] for both in rounds), 2)
             for name in medians
