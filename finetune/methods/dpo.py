@@ -45,10 +45,14 @@ class Dpo(TrainingMethod):
         with torch.no_grad(), getattr(model, "module", model).disable_adapter():
             reference = forward(model, inputs, routed=False).log_probs.sum(dim=1)
         outputs = forward(model, inputs, routed=routed)
-        log_ratios = outputs.log_probs.sum(dim=1) - reference
+        log_probs = outputs.log_probs.sum(dim=1)
+        log_ratios = log_probs - reference
         lengths = (inputs["labels"] != -100).sum(dim=1).clamp(min=1)
         beta = self.settings.beta or USUAL_BETA
-        losses = PREFERENCE_LOSSES[self.settings.loss_type or "sigmoid"](beta, *log_ratios.chunk(2), *lengths.chunk(2))
+        loss_of_pairs = PREFERENCE_LOSSES[self.settings.loss_type or "sigmoid"]
+        losses = loss_of_pairs(beta, *log_ratios.chunk(2), *lengths.chunk(2), self.settings.label_smoothing)
+        if self.settings.sft_weight:
+            losses = losses - self.settings.sft_weight * (log_probs / lengths).chunk(2)[0]
         chosen, rejected = (beta * log_ratios.detach()).chunk(2)
         counts = {
             "correct": outputs.is_top1.sum(), "pairs": torch.ones_like(chosen).sum(), "rewards/chosen": chosen.sum(),
@@ -69,7 +73,13 @@ def _sigmoid(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
     return -logsigmoid(beta * (chosen - rejected))
 
 
-def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> torch.Tensor:
+def _robust(beta: float, chosen: Any, rejected: Any, _: Any, __: Any, swapped: float) -> torch.Tensor:
+    """The sigmoid loss, unbiased where a share `swapped` of the pairs is in the wrong order (Chowdhury et al., 2024)."""
+    in_order, in_wrong_order = (-logsigmoid(sign * beta * (chosen - rejected)) for sign in (1, -1))
+    return ((1 - swapped) * in_order - swapped * in_wrong_order) / (1 - 2 * swapped)
+
+
+def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any, *_: Any) -> torch.Tensor:
     """Equation 17 of IPO, of means over the tokens of an answer."""
     return (chosen / chosen_tokens - rejected / rejected_tokens - 1 / (2 * beta)) ** 2
 
@@ -92,7 +102,8 @@ def _sppo_hard(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor
     return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
 
 
-#: `loss_type` -> losses of pairs, from beta, the log-ratios of the chosen and rejected answers, and their tokens.
+#: `loss_type` -> losses of pairs, from beta, log-ratios and tokens of the chosen and rejected answers, and label_smoothing.
 PREFERENCE_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "sigmoid": _sigmoid, "ipo": _ipo, "hinge": _hinge, "apo_zero": _apo_zero, "apo_down": _apo_down, "sppo_hard": _sppo_hard,
+    "sigmoid": _sigmoid, "robust": _robust, "ipo": _ipo, "hinge": _hinge, "apo_zero": _apo_zero, "apo_down": _apo_down,
+    "sppo_hard": _sppo_hard,
 }  # fmt: skip

@@ -73,6 +73,8 @@ def _method(recipe: Recipe) -> Iterator[str]:
     for setting, reason in method.refused:
         if getattr(recipe, setting) not in (None, False, AUTO):
             yield f"{setting} does not work with method {name}: {reason}"
+    if (recipe.loss_type == "robust") != (recipe.label_smoothing is not None):
+        yield "loss_type robust and label_smoothing, the share of pairs in the wrong order, go together; one of them is missing"
     row_format = recipe.dataset.format
     if row_format != AUTO and name not in (readers := methods_reading(row_format)):
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"

@@ -35,7 +35,8 @@ class Method:
 METHODS = {
     "sft": Method(),
     "dpo": Method(
-        sequences=2, reference_passes=1, row_format="preference", settings=("beta", "loss_type"),
+        sequences=2, reference_passes=1, row_format="preference",
+        settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
         rate_factor=0.025, rate_source="a fortieth of SFT's: 5e-6 where that has 2e-4 (TRL's dpo.py and sft.py with LoRA)",
         refused=(
             ("packing", "pairs are not packed"),

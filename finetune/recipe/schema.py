@@ -77,7 +77,7 @@ Optimizer = Annotated[
 ]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
 Layers = Annotated[str | list[str], BeforeValidator(_layers)]
-PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"]
+PreferenceLoss = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"]
 Checkpointing = bool | Literal["selective", "offload"]
 
 
@@ -238,6 +238,12 @@ class Recipe(_Strict):
         None, RESULT, "dpo: how closely the model stays to the one before the training; more is closer. By default 0.1."
     )
     loss_type: PreferenceLoss | None = _training(None, RESULT, "dpo: the loss on a pair. By default sigmoid.")
+    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] | None = _training(
+        None, RESULT, "dpo with loss_type robust: the share of pairs that are in the wrong order."
+    )
+    sft_weight: Annotated[float, Field(ge=0, le=100)] | None = _training(
+        None, RESULT, "dpo: weight of SFT's loss on the chosen answers, which keeps them likely; a mean over their tokens."
+    )
     effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all GPUs together.")
     per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and GPU.")
     gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batches per optimizer step.")

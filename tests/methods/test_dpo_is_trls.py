@@ -75,7 +75,7 @@ def gradients(model):
 def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
     ours, trls = rows()
     model = trainer.model.train()
-    trainer.loss_types = [loss_type]
+    trainer.loss_types, trainer.label_smoothing = [loss_type], 0.2
     theirs = trainer.compute_loss(model, DataCollatorForPreference(pad_token_id=62)(trls))
     theirs.backward()
     expected = gradients(model)
@@ -83,6 +83,7 @@ def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
     (make_lean if lean else undo_lean)(list(decoder_layers(model)))
     settings = plainest(recipe_from({
         "model_name_or_path": "m", "dataset": "d.jsonl", "method": "dpo", "beta": 0.3, "loss_type": loss_type,
+        **({"label_smoothing": 0.2} if loss_type == "robust" else {}),
     }))  # fmt: skip
     method = Dpo(settings)
     batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours)
@@ -99,3 +100,21 @@ def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
     measured = {name: values[-1] for name, values in trainer._metrics["train"].items() if name in metrics}
     assert metrics == pytest.approx(measured, abs=1e-6)
     assert len(measured) == 4
+
+
+def test_sfts_loss_on_the_chosen_answer_is_trls(trainer):
+    """Of one pair at a time: TRL's is a mean over the tokens of all pairs of a micro-batch, this one of each pair, so that it
+    does not depend on the micro-batch."""
+    ours, trls = rows()
+    settings = plainest(
+        recipe_from({"model_name_or_path": "m", "dataset": "d", "method": "dpo", "beta": 0.3, "sft_weight": 0.5})
+    )
+    method, losses = Dpo(settings), []
+    collated = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))
+    trainer.loss_types, trainer.loss_weights = ["sigmoid", "sft"], [1.0, 0.5]
+    for row, trls_row in zip(ours, trls, strict=True):
+        theirs = trainer.compute_loss(trainer.model, DataCollatorForPreference(pad_token_id=62)([trls_row]))
+        losses.append(method.loss(trainer.model, collated([row])).loss.item())
+        assert losses[-1] == pytest.approx(theirs.item(), rel=1e-6)
+    trainer.loss_weights = [1.0]
+    assert method.loss(trainer.model, collated(ours)).loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)

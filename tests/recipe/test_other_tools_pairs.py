@@ -66,7 +66,7 @@ def test_llama_factorys_ranking_datasets_are_pairs(tmp_path, entry, row):
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("pref_ftx: 0.1", "another loss is added"), ("pref_loss: orpo", "ORPO has no such reference"),
+        ("pref_bco_weight: 0.1", "another loss is added"), ("pref_loss: orpo", "ORPO has no such reference"),
         ("pref_loss: simpo", "SimPO has no such reference"), ("pref_loss: kto_pair", "marked good or bad"),
         ("dpo_label_smoothing: 0.1", "label smoothing"), ("ref_model: x/z", "the model without its adapter"),
         ("adapter_name_or_path: saves/sft", "merge that adapter first"),
@@ -158,7 +158,7 @@ def test_a_trl_file_with_keys_of_dpo_is_dpos(extra, overrides, expected):
     ("extra", "reason"),
     [
         ("label_smoothing: 0.1", "label smoothing"), ("loss_type: aot", "the losses on a pair"),
-        ("rpo_alpha: 1.0", "another loss"), ("loss_type: dft", "cross entropy"),
+        ("rpo_alpha: 1.0", "SFT's loss"), ("loss_type: dft", "cross entropy"),
         ("beta: 0.1\nassistant_only_loss: true", "key of `trl sft`"),
         ("beta: 0.1\nnum_generations: 8", "generated and rewarded"),
         ("beta: 0.1\ndesirable_weight: 1.0", "marked good or bad"),

@@ -73,4 +73,4 @@ def read_loss(config: ConfigReader, key: str) -> None:
     elif isinstance(name, str) and name.removesuffix("_pair") in OTHER_METHODS:
         config.refuse(key, OTHER_METHODS[name.removesuffix("_pair")], "loss_type")
     else:
-        config.refuse(key, f"the losses on a pair are {', '.join(losses)}, one at a time", "loss_type")
+        config.refuse(key, f"the losses on a pair are {', '.join(losses)}, one at a time; sft_weight adds SFT's", "loss_type")

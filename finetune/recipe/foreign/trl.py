@@ -38,7 +38,7 @@ _PAIR_KEYS: dict[str, Rule] = {
     "beta": Keep("beta", float), "label_smoothing": LABEL_SMOOTHING, "loss_weights": Refuse("one loss", ([1.0],)),
     "ld_alpha": NO_WEIGHTING, "use_weighting": NO_WEIGHTING, "reference_free": OTHER_REFERENCE,
     "sync_ref_model": OTHER_REFERENCE, "f_divergence_type": Refuse("the divergence is the reverse KL", ("reverse_kl",)),
-    "rpo_alpha": Refuse("another loss is added, which method dpo doesn't have"),
+    "rpo_alpha": Refuse("adds SFT's loss, a mean over the tokens of a micro-batch", lifted_by="sft_weight"),
     "max_prompt_length": Read(), "disable_dropout": Read(),
     **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), MEMORY),
     **dict.fromkeys(
