@@ -52,7 +52,8 @@ _OTHER_METHODS_KEYS = (
 
 _OTHER_LOSS = Refuse("another loss is added, which method dpo doesn't have")
 _PAIR_KEYS: dict[str, Rule] = {
-    "pref_beta": Keep("beta", float), "pref_ftx": Keep("sft_weight", lambda weight: float(weight) or None), "pref_bco_weight": _OTHER_LOSS,
+    "pref_beta": Keep("beta", float), "pref_ftx": Keep("sft_weight", lambda weight: float(weight) or None),
+    "pref_bco_weight": _OTHER_LOSS,
     "pref_loss": Read(), "dpo_label_smoothing": LABEL_SMOOTHING, "ld_alpha": NO_WEIGHTING, "ref_model": OTHER_REFERENCE,
     "ref_model_adapters": OTHER_REFERENCE, "ref_model_quantization_bit": OTHER_REFERENCE,
 }  # fmt: skip
