@@ -156,6 +156,9 @@ def plan(
     json: Json = False,
     gpu: Annotated[str | None, typer.Option(help="Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090.")] = None,
     free: Annotated[str | None, typer.Option(help="Free memory to assume on the card, e.g. 22.1GiB.")] = None,
+    largest: Annotated[
+        str | None, typer.Option(help="Find the largest max_length, lora_r or per_device_train_batch_size that fits.")
+    ] = None,
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.
 
@@ -164,11 +167,14 @@ def plan(
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
 
     Example:  finetune plan Qwen/Qwen2.5-7B-Instruct --gpu 4090
+
+    Example:  finetune plan 8b-3090 --largest max_length
     """
     from finetune.cli.plan import show_plan
 
     raise typer.Exit(show_plan(
-        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, as_json=json, alone=bool(process.obj)
+        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, largest=largest, as_json=json,
+        alone=bool(process.obj),
     ))  # fmt: skip
 
 

@@ -29,9 +29,12 @@ _COLOURS = {"ok": "green", "warn": "yellow"}
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
-    as_json: bool, alone: bool = False,
+    largest: str | None = None, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe. `alone`: the process does nothing else. Returns the exit code."""
+    """Print the plan of a recipe, or that with the `largest` value of a setting. `alone`: the process does nothing else.
+
+    Returns the exit code.
+    """
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
     try:
         free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
@@ -40,9 +43,10 @@ def show_plan(
     if alone:
         hide_gpus()
     from finetune.card import find_card
-    from finetune.planner.planning import encode_rows, plan_recipe, read_rows, without_rows
+    from finetune.planner.planning import encode_rows, plan_largest, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
+    typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
     with show_progress(quiet=as_json) as progress:
         rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
@@ -53,18 +57,25 @@ def show_plan(
             _print_result(_with_note(plan, without=without))
             shown.append(plan)
 
-        plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json else show)
+        if largest:
+            answer = plan_largest(recipe, card, rows, largest, progress=progress)
+            plan, overrides = answer.plan, [*overrides, *answer.overrides]
+        else:
+            plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json else show)
     plan = _with_note(plan, without=without)
     if as_json:
-        print_json(plan.as_json())
+        print_json({**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json())
+        return plan.exit_code
+    if not shown:
+        _print_result(plan)
+    if largest:
+        chosen = next((f", with {row.plan}" for row in plan.alternatives if row.chosen), "")
+        out.print(f"\n[bold]{escape(answer.sentence)}[/]{escape(chosen)}")
     else:
-        if not shown:
-            _print_result(plan)
         _print_reasons_and_alternatives(plan)
-        typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
-        here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
-        arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
-        out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
+    here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
+    arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
+    out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
 
 

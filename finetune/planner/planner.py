@@ -66,25 +66,35 @@ def make_plan(
     forecast its neighbours (one setting changed); `show` gets a plan that fits before that. The same inputs, including earlier
     measurements on the card, give the same settings.
     """
-    report_progress = progress or (lambda _: None)
-    choices, budget = choose_budget(Choices(recipe), card)
-    report_progress("reading the model's configuration")
-    config = read_config(recipe)
-    planner = _Planner(
-        recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
-        forecaster or functools.partial(make_forecast, budget_bytes=budget), report_progress, replays_rows=forecaster is None,
-    )  # fmt: skip
-    attempt = planner.solve()
-    if attempt.verdict != Verdict.FITS and recipe.packing == AUTO and attempt.choices.value("packing"):
-        single_rows = planner.solve(unpacked=True)
-        attempt = single_rows if single_rows.verdict == Verdict.FITS else attempt
-    if attempt.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
-        attempt = planner.with_layers_offloaded(attempt) or attempt
+    planner = _planner_of(recipe, card, data, forecaster, progress)
+    attempt = planner.best()
     if compare:
         if show and attempt.verdict == Verdict.FITS:
             show(planner.plan(attempt))
         planner.compare(attempt)
     return planner.plan(attempt)
+
+
+def plan_if_fits(
+    recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None = None
+) -> Plan | None:
+    """The plan of a recipe that fits; None for another, without the forecasts of what would make it fit. Raises RecipeError."""
+    planner = _planner_of(recipe, card, data, forecaster, None)
+    attempt = planner.best()
+    return planner.plan(attempt) if attempt.verdict == Verdict.FITS else None
+
+
+def _planner_of(
+    recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None, progress: Progress | None
+) -> _Planner:
+    report_progress = progress or (lambda _: None)
+    choices, budget = choose_budget(Choices(recipe), card)
+    report_progress("reading the model's configuration")
+    config = read_config(recipe)
+    return _Planner(
+        recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
+        forecaster or functools.partial(make_forecast, budget_bytes=budget), report_progress, replays_rows=forecaster is None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,16 @@ class _Planner:
     def host_free(self) -> int | None:
         """Host memory that layers can be offloaded to; None when this is not the machine, or without a card."""
         return free_for_layers(self.card)
+
+    def best(self) -> _Attempt:
+        """The fastest strategy that fits: packed or not, then with layers offloaded; else the smallest."""
+        attempt = self.solve()
+        if attempt.verdict != Verdict.FITS and self.recipe.packing == AUTO and attempt.choices.value("packing"):
+            single_rows = self.solve(unpacked=True)
+            attempt = single_rows if single_rows.verdict == Verdict.FITS else attempt
+        if attempt.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
+            attempt = self.with_layers_offloaded(attempt) or attempt
+        return attempt
 
     def solve(self, unpacked: bool = False) -> _Attempt:
         """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the

@@ -1,0 +1,116 @@
+"""The largest value of one setting with which a recipe's plan fits: a search over plans, each by its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RecipeError
+from finetune.model.configuration import read_config
+from finetune.planner.planner import make_plan, plan_if_fits
+from finetune.planner.shape import shape_of
+from finetune.recipe import resolved
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.planner.plan import DataStatistics, Plan
+    from finetune.planner.planner import MakeForecast, Progress
+    from finetune.planner.shape import ModelShape
+    from finetune.recipe import Recipe
+
+#: Where a model's configuration names no limit.
+MOST_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values of a setting that are tried: multiples of `step` up to `most`, which is `limit`. `settings` sets one."""
+
+    step: int
+    most: Callable[[ModelShape], int]
+    limit: str
+    settings: Callable[[int, Recipe], dict[str, Any]]
+
+
+def _one_micro_batch(rows: int, recipe: Recipe) -> dict[str, Any]:
+    """A step of one micro-batch, so that no effective batch limits it."""
+    return {
+        "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
+        "effective_batch_size": rows * recipe.launch.num_processes,
+    }  # fmt: skip
+
+
+RANGES = {
+    "max_length": Range(
+        256, lambda shape: shape.max_positions or MOST_TOKENS, "the model's own limit", lambda tokens, _: {"max_length": tokens}
+    ),
+    "lora_r": Range(8, lambda shape: shape.hidden, "the model's width", lambda rank, _: {"lora_r": rank}),
+    "per_device_train_batch_size": Range(1, lambda _: 512, "the largest that is tried", _one_micro_batch),
+}
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest `value` of a setting that fits, with its plan; 0 and the plan of the least value when that does not.
+
+    `too_large`: the next value, which does not surely fit; None where `value` is the `limit`. `overrides` set the value.
+    """
+
+    setting: str
+    value: int
+    too_large: int | None
+    limit: str
+    plan: Plan
+    overrides: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        if not self.value:
+            return f"{self.setting}: {self.too_large:,} does not fit either"
+        more = self.limit if self.too_large is None else f"{self.too_large:,} does not surely fit"
+        return f"{self.setting}: {self.value:,} at most ({more})"
+
+    def as_json(self) -> dict[str, Any]:
+        """As documented in docs/plan-json.md."""
+        return {
+            "setting": self.setting, "value": self.value, "too_large": self.too_large, "limit": self.limit,
+            "overrides": list(self.overrides), "plan": self.plan.as_json(),
+        }  # fmt: skip
+
+
+def find_largest(
+    recipe: Recipe, card: Card, setting: str, data: DataStatistics | None = None, *, forecaster: MakeForecast | None = None,
+    progress: Progress | None = None,
+) -> Largest:  # fmt: skip
+    """By bisection, as a larger value never takes less memory. `max_length` is planned for rows of that many tokens.
+
+    Raises RecipeError for another setting, and when the recipe can't be planned.
+    """
+    if setting not in RANGES:
+        raise RecipeError(f"--largest {setting}: the largest value is found of {', '.join(RANGES)}", "Name one of these.")
+    searched, report_progress = RANGES[setting], progress or (lambda _: None)
+    data = None if setting == "max_length" else data
+
+    def with_value(value: int) -> Recipe:
+        return resolved(recipe, **searched.settings(value, recipe))
+
+    most = searched.most(shape_of(read_config(recipe), recipe))
+    fitting, count = 0, most // searched.step + 1
+    plans: dict[int, Plan] = {}
+    tried = count - 1
+    while count - fitting > 1:
+        value = tried * searched.step
+        report_progress(f"planning {setting}={value:,}")
+        plan = plan_if_fits(with_value(value), card, data, forecaster)
+        if plan is None:
+            count = tried
+        else:
+            fitting, plans[tried] = tried, plan
+        tried = (fitting + count) // 2
+    too_large = None if count * searched.step > most else count * searched.step
+    plan = plans.get(fitting) or make_plan(with_value(searched.step), card, data, forecaster=forecaster)
+    value = fitting * searched.step
+    overrides = tuple(f"{name}={number}" for name, number in searched.settings(value or searched.step, recipe).items())
+    return Largest(setting, value, too_large, searched.limit, plan, overrides)

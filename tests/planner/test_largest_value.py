@@ -1,0 +1,72 @@
+"""The largest value of a setting that fits, beside a search by hand with the arithmetic forecast."""
+
+import json
+
+import pytest
+
+from finetune.card import find_card
+from finetune.cli.plan import show_plan
+from finetune.errors import RecipeError
+from finetune.planner.largest import find_largest
+from finetune.planner.planner import make_plan
+from finetune.recipe import recipe_from, resolved
+from finetune.units import GIB
+
+QWEN_8B = "Qwen/Qwen3-8B"
+
+
+def recipe(**settings):
+    return recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", "layer_offloading": False, **settings})
+
+
+def by_hand(card, forecaster, step, settings_of):
+    """The first value of every `step` that does not fit."""
+    value = step
+    while make_plan(resolved(recipe(), **settings_of(value)), card, None, forecaster=forecaster).verdict == "fits":
+        value += step
+    return value
+
+
+@pytest.mark.parametrize(
+    ("setting", "step", "settings_of"),
+    [
+        ("max_length", 256, lambda tokens: {"max_length": tokens}),
+        (
+            "per_device_train_batch_size", 1,
+            lambda rows: {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "effective_batch_size": rows},
+        ),
+    ],
+)  # fmt: skip
+def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, new_forecaster):
+    card, forecaster = find_card("rtx-4090", free_bytes=8 * GIB), new_forecaster()
+    largest = find_largest(recipe(), card, setting, forecaster=forecaster)
+    assert largest.too_large == by_hand(card, forecaster, step, settings_of)
+    assert largest.value == largest.too_large - step and largest.plan.verdict == "fits"
+    assert getattr(largest.plan.settings, setting) == largest.value
+
+
+def test_where_the_models_own_limit_fits_it_is_the_answer(new_forecaster):
+    largest = find_largest(recipe(), find_card("h200"), "max_length", forecaster=new_forecaster())
+    assert (largest.value, largest.too_large) == (40_960, None)
+    assert largest.sentence == "max_length: 40,960 at most (the model's own limit)"
+
+
+def test_where_no_value_fits_the_plan_of_the_least_says_why(new_forecaster):
+    largest = find_largest(recipe(), find_card("rtx-4090", free_bytes=3 * GIB), "lora_r", forecaster=new_forecaster())
+    assert (largest.value, largest.too_large, largest.plan.verdict) == (0, 8, "does not fit")
+    assert largest.sentence == "lora_r: 8 does not fit either"
+
+
+def test_another_setting_is_refused_with_those_that_are_searched():
+    with pytest.raises(RecipeError, match="learning_rate: the largest value is found of max_length, lora_r, per_device"):
+        find_largest(recipe(), find_card("rtx-4090"), "learning_rate")
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_value_and_the_override_to_run_it_with(capsys):
+    options = {"model": None, "data": None, "gpu": "rtx-3060", "free": "1", "largest": "per_device_train_batch_size"}
+    assert show_plan("tiny-cpu", [], **options, as_json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["too_large"] == answer["value"] + 1 and answer["plan"]["verdict"] == "fits"
+    show_plan("tiny-cpu", [], **options, as_json=False)
+    assert capsys.readouterr().out.strip().endswith(f"finetune run tiny-cpu {' '.join(answer['overrides'])}")
