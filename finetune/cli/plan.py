@@ -43,7 +43,8 @@ def show_plan(
     if alone:
         hide_gpus()
     from finetune.card import find_card
-    from finetune.planner.planning import encode_rows, plan_largest, plan_recipe, read_rows, without_rows
+    from finetune.planner.largest import plan_largest
+    from finetune.planner.planning import encode_rows, plan_recipe, read_rows, without_rows
 
     without = recipe.dataset.path == NO_DATASET
     typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.planner import make_plan, plan_if_fits
+from finetune.planner.planning import RowsRead, prepared
 from finetune.planner.shape import shape_of
 from finetune.recipe import resolved
 
@@ -78,6 +79,22 @@ class Largest:
             "setting": self.setting, "value": self.value, "too_large": self.too_large, "limit": self.limit,
             "overrides": list(self.overrides), "plan": self.plan.as_json(),
         }  # fmt: skip
+
+
+def plan_largest(
+    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, *, progress: Progress | None = None
+) -> Largest:
+    """The largest value of a setting that fits, with its plan. `max_length` is planned for full rows, which are not read.
+
+    Raises PackagesError and RecipeError.
+    """
+    recipe, renamed, reasons = prepared(recipe)
+    read = RowsRead() if setting == "max_length" else rows(recipe)
+    largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
+    plan = largest.plan
+    for note in (renamed, *read.notes):
+        plan = plan.with_note(note)
+    return replace(largest, plan=replace(plan, reasons={**plan.reasons, **reasons}))
 
 
 def find_largest(

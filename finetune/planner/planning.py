@@ -14,7 +14,6 @@ from finetune.errors import DataError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.model.configuration import named_model, read_config, vocabulary_size
 from finetune.planner.base_adapter import inherit_settings
-from finetune.planner.largest import Largest, find_largest
 from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.planner.speed import Batches
@@ -53,7 +52,7 @@ def plan_recipe(
     `compare`: also forecast the neighbours of the chosen plan; `show` gets a plan that fits before that. Raises PackagesError
     and RecipeError.
     """
-    recipe, renamed, reasons = _prepared(recipe)
+    recipe, renamed, reasons = prepared(recipe)
     read = rows(recipe)
 
     def completed(plan: Plan) -> Plan:
@@ -65,23 +64,7 @@ def plan_recipe(
     return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
 
 
-def plan_largest(
-    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, *, progress: Progress | None = None
-) -> Largest:
-    """The largest value of a setting that fits, with its plan. `max_length` is planned for full rows, which are not read.
-
-    Raises PackagesError and RecipeError.
-    """
-    recipe, renamed, reasons = _prepared(recipe)
-    read = RowsRead() if setting == "max_length" else rows(recipe)
-    largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
-    plan = largest.plan
-    for note in (renamed, *read.notes):
-        plan = plan.with_note(note)
-    return dataclasses.replace(largest, plan=dataclasses.replace(plan, reasons={**plan.reasons, **reasons}))
-
-
-def _prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
+def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     """The recipe with its model's full name and an adapter's settings; what was renamed, and reasons for these settings."""
     refuse_other_versions(LIBRARIES)
     if problems := address_problems(recipe.launch):
