@@ -64,6 +64,7 @@ def test_an_unknown_name_is_no_attribute():
         finetune.fit_in  # noqa: B018
 
 
+@pytest.mark.slow
 def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path):
     plain = trainer(tmp_path, tokens=3_000_000)
     before = {name: id(parameter) for name, parameter in plain.model.named_parameters()}

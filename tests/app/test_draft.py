@@ -32,6 +32,7 @@ def test_the_first_draft_is_a_recipe_that_runs_anywhere(draft):
     assert draft.read().recipe == load_recipe("tiny-cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", fields(), ids=lambda field: field.name)
 def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
     before = draft.read()

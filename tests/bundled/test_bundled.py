@@ -145,6 +145,7 @@ def test_the_model_loads_offline_from_safetensors_and_stops_at_the_end_of_a_turn
     assert model().config.vocab_size == len(tokenizer())
 
 
+@pytest.mark.slow
 def test_the_base_answers_its_own_questions_on_held_out_messages() -> None:
     conversations = questions(random.Random(99), 26, excluded=bundled_texts())
     correct = sum(greedy_answer(question["content"]) == answer["content"] for question, answer in conversations)

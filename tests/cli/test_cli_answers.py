@@ -22,6 +22,7 @@ def imported_by(*arguments):
     return process.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["run", "--help"], ["run", "nothing.yaml"], ["recipes"], ["runs"], ["--version"]]
 )
@@ -29,12 +30,14 @@ def test_help_and_recipe_errors_import_nothing_heavy(arguments):
     assert imported_by(*arguments) == "HEAVY []"
 
 
+@pytest.mark.slow
 def test_data_imports_tokenizers_and_no_torch(tmp_path):
     row = json.dumps({"prompt": "What is two and two?", "completion": "Four."})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
     assert imported_by("data", "tiny-cpu", f"dataset.path={tmp_path / 'rows.jsonl'}") == "HEAVY ['transformers']"
 
 
+@pytest.mark.slow
 def test_every_command_has_help_with_an_example():
     shown = finetune("--help").stdout
     commands = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2:3].isalpha()]
@@ -43,6 +46,7 @@ def test_every_command_has_help_with_an_example():
         assert "Example" in finetune(command, "--help").stdout, command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [("model_name_or_path: x\ndataset: d.jsonl\nlorar: 3\n", 2, "did you mean 'lora_r'"), ("", 2, "empty"),
@@ -64,12 +68,14 @@ def test_errors_are_json_too(tmp_path):
     assert process.returncode == 2 and json.loads(process.stdout)["error"] == "RecipeError"
 
 
+@pytest.mark.slow
 def test_a_card_that_is_not_here_is_reported_before_anything_is_written(tmp_path):
     process = finetune("run", "tiny-cpu", "gpu=auto", f"output_dir={tmp_path}/runs/x")
     assert process.returncode == 2 and "gpu: cpu" in process.stderr.replace("gpu=cpu", "gpu: cpu")
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["resume", "watch", "stop", "eval", "chat", "merge"])
 def test_a_run_that_is_not_there_is_reported(command):
     process = finetune(command, "nothing")
@@ -88,6 +94,7 @@ def test_wrong_usage_is_json_too(arguments):
     assert process.returncode == 2 and json.loads(process.stdout)["problems"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "code", "message"),
     [("output_dir=" + "a" * 300, 2, "255 bytes"), ("num_train_epochs=1e308", 2, "num_train_epochs"),

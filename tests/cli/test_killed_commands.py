@@ -80,6 +80,7 @@ def killed_at_ten_moments(work, call):
     return operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -47,10 +47,12 @@ def _plan_of(*overrides, free, capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsys):
     assert "memory_budget is 5.00 GiB of the 8.00 GiB free" in _plan_of("memory_budget=5", free="8", capsys=capsys)
 
 
+@pytest.mark.slow
 def test_a_plan_ends_with_its_verdict_and_what_to_type(capsys):
     code = show_plan("tiny-cpu", ["lora_r=4"], model=None, data=None, gpu="rtx-3060", free="8", as_json=False)
     last = capsys.readouterr().out.splitlines()[-1]

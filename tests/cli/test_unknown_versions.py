@@ -32,6 +32,7 @@ def finetune(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_versions_that_the_forecast_does_not_know_are_all_named_with_the_fix(finetune, tmp_path, command):
     process = finetune(command, "tiny-cpu", "dataset.path=missing.jsonl", transformers="6.0.0", trl="0.9.1")
@@ -50,12 +51,14 @@ def test_a_run_is_not_resumed_with_other_versions(finetune, tmp_path):
     assert [path.name for path in (tmp_path / "runs" / "x").iterdir()] == ["plan.json"]
 
 
+@pytest.mark.slow
 def test_doctor_fails_with_the_same_line(finetune):
     process = finetune("doctor", torch="2.99.0")
     assert process.returncode == 1 and f"torch 2.99.0, needed {BOUNDS['torch']}" in process.stdout
     assert f"pip install 'torch{BOUNDS['torch']}'" in process.stdout
 
 
+@pytest.mark.slow
 def test_what_does_not_forecast_may_have_any_version(finetune):
     process = finetune("run", "tiny-cpu", "dataset.path=missing.jsonl", gradio="99.0", torch="2.13.0+cu128")
     assert process.returncode == 4 and "missing.jsonl" in process.stderr

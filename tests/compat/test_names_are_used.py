@@ -44,6 +44,7 @@ def test_nothing_is_replaced_without_a_row(counted):
     assert counted["without_row"] == []
 
 
+@pytest.mark.slow
 def test_a_forecast_imports_no_compiler():
     code = (
         "import sys; from finetune.compat.bitsandbytes import import_without_compiler as imported; imported();"

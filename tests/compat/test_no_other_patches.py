@@ -66,6 +66,7 @@ def private_names(tree: ast.AST) -> list[str]:
     return lookups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_leaves_the_libraries_alone(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))

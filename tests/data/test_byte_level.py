@@ -27,6 +27,7 @@ def tokenizer_of(*, trims, nfc):
 TOKENIZERS = [tokenizer_of(trims=trims, nfc=nfc) for trims in (False, True) for nfc in (False, True)]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, **SETTINGS)
 @given(turns=st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join), min_size=2, max_size=4))
 def test_rows_are_the_same_as_with_the_tokenizers_offsets(turns):

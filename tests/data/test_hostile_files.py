@@ -69,6 +69,7 @@ def test_bom_and_crlf_are_read(write, suffix):
     assert len(read_examples(recipe(path).dataset).train.examples) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "begin", "end"), [("jsonl", b'{"text": "', b'"}'), ("csv", b"text\n", b""), ("csv", b'text\n"', b'"\n')]
 )

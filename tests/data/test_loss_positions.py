@@ -34,6 +34,7 @@ _TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<|>", exclude_
 _WORDS = _TEXTS.filter(lambda text: text.strip() == text and text)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(_WORDS, min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0))
 def test_markers_and_prefixes_agree_token_by_token_on_any_text(turns):

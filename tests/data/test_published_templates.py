@@ -36,6 +36,7 @@ def sequences(name, *turns):
     return encoder, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FOR_IMAGES])
 def test_every_answer_and_its_end_is_trained_once_and_no_question_is(name):
     encoder, result = sequences(name, QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1])

@@ -85,6 +85,7 @@ def encoded(write, row, template):
     return Encoder(tokenizer).encode(rows.examples)[0], tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_call_is_trained_in_the_templates_form_and_parses_back(write, shape, template):

@@ -74,6 +74,7 @@ def test_files_in_the_text_exist(page):
             assert (ROOT / code).exists(), code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "fence", "command"), every_command(), ids=lambda value: value if isinstance(value, str) else ""
 )

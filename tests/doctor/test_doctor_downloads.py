@@ -47,6 +47,7 @@ def test_without_a_login_the_hub_is_not_asked(hub, monkeypatch):
     assert finding.state == "skip" and "hf auth login" in finding.fix and hub.asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "state"), [(200, "ok"), (401, "fail"), (403, "fail"), (500, "warn")])
 def test_a_token_is_tried_and_never_shown(hub, monkeypatch, status, state):
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -12,6 +12,7 @@ from finetune.doctor import STACK_DEADLINE_S, Finding, worst
 from finetune.doctor.findings import run_checks
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_costs_its_own_line_only():
     released = threading.Event()
     findings = run_checks({"slow": lambda: released.wait(1000), "quick": lambda: Finding("quick", "ok", "here")}, 2)

@@ -118,6 +118,7 @@ def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
     assert findings["cuda"].state == "warn" and "no answer within 1 s" in findings["cuda"].what
 
 
+@pytest.mark.slow
 def test_a_library_that_takes_long_to_import_is_waited_for_and_named(broken):
     broken("torch", "import time; time.sleep(2.5); raise ImportError('at last')")
     waited = []

@@ -6,6 +6,7 @@ import pytest
 from finetune.evaluate.paired import difference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "base", "better", "worse"), [(100, 0.4, 0.3, 0.1), (120, 0.3, 0.6, 0.2)])
 def test_the_interval_covers_the_true_difference_in_93_of_100_evaluations(rows, base, better, worse):
     """`better`: share of the base's wrong rows that the tuned model has right; `worse`: of its right rows, wrong."""
@@ -19,6 +20,7 @@ def test_the_interval_covers_the_true_difference_in_93_of_100_evaluations(rows, 
     assert covered >= 0.93 * 400
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_loss_weighted_by_tokens_covers_the_truth():
     """Rows' losses and lengths are independent, so that the true weighted mean is that of the losses."""
     rng, covered = np.random.default_rng(2), 0

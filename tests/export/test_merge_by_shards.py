@@ -68,6 +68,7 @@ def tensors_of(folder):
     return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in load_file(path).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_merged_files_give_the_logits_of_pefts_merge(tmp_path, case):
     base, adapter = save_model_and_adapter(tmp_path, case)

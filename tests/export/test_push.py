@@ -124,6 +124,7 @@ def test_a_repository_with_files_is_left_alone_unless_it_is_to_be_updated(run, h
     assert "is public" in refused(REPO, files, CommandError, update=True)
 
 
+@pytest.mark.slow
 def test_without_a_network_at_any_moment_nothing_is_half_written_and_the_next_push_is_complete(run, hub):
     files, repo = files_to_send(run, "adapter"), "alice/first"
     push(repo, files)
@@ -138,6 +139,7 @@ def test_without_a_network_at_any_moment_nothing_is_half_written_and_the_next_pu
         assert hub.files(name) == hub.files(repo)
 
 
+@pytest.mark.slow
 def test_a_push_killed_at_ten_moments_leaves_nothing_half_written(run, hub):
     files, repo, child = files_to_send(run, "adapter"), "alice/killed", []
     gc.freeze()

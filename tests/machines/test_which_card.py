@@ -74,6 +74,7 @@ def test_a_hidden_card_is_not_planned(machine):
     assert find_card("auto").uuid == ON_DESKTOP and "as CUDA_VISIBLE_DEVICES says" in find_card("auto").reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [OTHER, None])
 def test_a_process_that_plans_hides_every_card_from_cuda_alone(machine, setting):
     code = (

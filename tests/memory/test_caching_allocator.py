@@ -279,6 +279,7 @@ def recorded_run(expandable, monkeypatch):
     return allocators[0]
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_recorded_requests_are_those_of_the_replay(expandable, monkeypatch):
     noted = recorded_run(expandable, monkeypatch)

@@ -84,6 +84,7 @@ def test_parameters_are_counted_on_the_full_model():
     assert count_parameters(config) == 8 * layer + 2 * 1024 * 256 + 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_few_layers_give_the_full_models_peaks_and_ledger(checkpointing):
     deep, full, method = both_ways("llama", 7, activation_checkpointing=checkpointing)

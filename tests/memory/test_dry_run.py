@@ -91,6 +91,7 @@ def test_fewer_trained_tokens_take_less():
     assert some < all_of_them
 
 
+@pytest.mark.slow
 def test_the_techniques_save_what_they_say():
     plain = run(tokens=512, activation_checkpointing=False)
     every_layer, offloaded = run(tokens=512), run(tokens=512, activation_checkpointing="offload")

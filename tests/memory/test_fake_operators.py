@@ -120,6 +120,7 @@ def test_the_memo_is_bounded(fake, monkeypatch):
     assert len(fake_operators._MEMO) <= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -39,6 +39,7 @@ def simulated(layers, **changes):
     return run(config), simulate_deep(config, run)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
     resident, offloaded = dry(6, **KINDS[kind]), dry(6, **KINDS[kind], **offloading(6))
@@ -49,6 +50,7 @@ def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
         assert abs(resident.peaks[phase] - offloaded.peaks[phase] - (6 - BUFFERS) * layer_bytes) <= rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [7, 8])
 def test_a_few_layers_stand_for_an_odd_and_an_even_number(kind, layers):
@@ -57,6 +59,7 @@ def test_a_few_layers_stand_for_an_odd_and_an_even_number(kind, layers):
     assert few.host == whole.host
 
 
+@pytest.mark.slow
 def test_some_resident_layers_add_their_weights():
     whole, _ = simulated(6, **offloading(4))
     some = dry(6, **offloading(4))

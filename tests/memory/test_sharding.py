@@ -113,6 +113,7 @@ def test_more_cards_never_take_more_of_each(launch):
         assert all(more[phase] <= fewer[phase] for phase in fewer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_the_ledger_of_a_real_model_sums_to_the_peak_of_training(launch):
     recipe = settings(launch={"num_processes": 2, **launch})

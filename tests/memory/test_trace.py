@@ -75,6 +75,7 @@ def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
         assert trace.persistent <= live
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_reserved_peak_is_met_by_freeing_cached_blocks_or_not_at_all():
     deep, _ = both_ways()
     free = replay(deep, expandable=False)

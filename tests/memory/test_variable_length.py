@@ -123,6 +123,7 @@ def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
     assert choose(tried, growths)[1].startswith("the run gets max_split_size_mb:512: torch reserves 900 MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))

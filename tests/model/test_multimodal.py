@@ -76,6 +76,7 @@ def test_only_the_language_model_is_loaded_and_answers_as_the_whole_one(checkpoi
     assert torch.equal(*answers)
 
 
+@pytest.mark.slow
 def test_adapters_go_on_the_language_model_and_plain_peft_loads_them_onto_the_whole_one(checkpoint, tmp_path):
     folder, _ = checkpoint
     tuned = trained(settings(folder))

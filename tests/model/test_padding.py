@@ -53,6 +53,7 @@ def losses_and_gradients(model, inputs):
     return losses.detach(), gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_is_left_out_where_only_causal_attention_reads_it(family):
     assert needs_padding_mask(config_of(family)) == (family in BALANCED | HYBRID | OTHERS)

@@ -99,6 +99,7 @@ def equal(a, b):
     return a == b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [{}, {"num_processes": 2, "strategy": "fsdp"}], ids=["uint8", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_read_is_bit_for_bit_what_loading_quantises(stored, kind, launch):
@@ -213,6 +214,7 @@ def test_other_settings_of_the_bytes_have_another_file(stored):
     assert len({stored("untied", **more)[0].path for more in ({}, {"dtype": "float16"}, {"load_in_4bit": False})}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["first layer", "last part", "sync", "rename", "whole"])
 def test_a_process_killed_while_writing_leaves_no_half_file(stored, models, messages, monkeypatch, moment):
     recipe = settings(models("untied"))

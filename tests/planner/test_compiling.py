@@ -27,6 +27,7 @@ def test_a_long_run_shows_when_compiling_pays_off_and_keeps_its_settings(planned
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"gpu": "cpu"}, {"int8_activations": True}, {}], ids=["cpu", "int8", "unknown steps"])
 def test_nothing_is_reported_where_it_can_not_help(planned, more):
     steps = {"max_steps": 5000} if more else {}

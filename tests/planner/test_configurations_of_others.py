@@ -16,6 +16,7 @@ def test_there_are_ten_of_them():
     assert len(FILES) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_it_is_planned_with_its_own_batch_rank_and_length(name, new_forecaster):
     recipe = load_recipe(FOLDER / name)

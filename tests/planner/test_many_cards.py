@@ -34,6 +34,7 @@ def eight():
     return planned(launch={"num_processes": 8, "strategy": "fsdp"})
 
 
+@pytest.mark.slow
 def test_what_fits_only_sharded_says_so(eight):
     enough = {"memory_budget": f"{1.01 * by_name(eight)['fsdp'].peak_high_bytes / GIB:.3f}GiB"}
     whole = planned(launch={"num_processes": 8}, **enough)
@@ -56,6 +57,7 @@ def test_sharding_trains_in_less_memory_and_loads_the_whole_model(eight):
     assert all(row.verdict == "fits" and row.cost == "" for row in needs.values())
 
 
+@pytest.mark.slow
 def test_one_card_that_fits_has_no_table_and_one_that_does_not_is_compared_with_two(new_forecaster):
     assert planned(new_forecaster()).many_cards is None
     small = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB))
@@ -94,6 +96,7 @@ def test_settings_that_can_not_be_sharded_are_replaced_and_reported(new_forecast
     assert "activation_checkpointing=true" in needs["deepspeed zero-3"].override
 
 
+@pytest.mark.slow
 def test_the_planner_chooses_only_what_a_sharded_model_can_do(eight):
     open_recipe = {name: "auto" for name in ("load_in_4bit", "load_in_8bit", "activation_checkpointing", "optim")}
     tried = []

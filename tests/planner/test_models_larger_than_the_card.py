@@ -87,6 +87,7 @@ def test_offloaded_layers_leave_only_their_buffers_on_the_card():
     assert least_bytes(whole, JOB) - least_bytes(ALL, JOB) == (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
 
 
+@pytest.mark.slow
 def test_a_70b_model_fits_24_gb_with_its_layers_in_host_memory(planned):
     plan = planned(LLAMA_70B, "rtx-4090", "max_length=2048")
     assert plan.verdict == "fits" and plan.forecast.peak_high_bytes <= plan.budget_bytes
@@ -186,6 +187,7 @@ def test_of_too_little_host_memory_only_the_layers_that_it_holds_are_offloaded(p
     assert plan.layer_copies.weight_bytes < 30 * GIB
 
 
+@pytest.mark.slow
 def test_uneven_rows_that_must_be_kept_fit_with_offloading(planned):
     lengths = (*[200] * 50, 12_000)
     data = DataStatistics(len(lengths), 0, sum(lengths), sum(lengths), lengths)

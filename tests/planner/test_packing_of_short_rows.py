@@ -33,6 +33,7 @@ def test_packed_sequences_decide_the_number_of_steps(new_forecaster):
     assert plan.total_steps == -(-128_000 // 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "because"),
     [

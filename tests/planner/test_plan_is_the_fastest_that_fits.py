@@ -85,6 +85,7 @@ def test_offload_comes_only_when_nothing_else_fits(planned):
     assert little.settings.activation_checkpointing == "offload" or little.settings.optim == "adamw_cpu_offload"
 
 
+@pytest.mark.slow
 def test_no_chosen_plan_is_slower_than_another_that_was_forecast_to_fit(planned):
     plan = planned("Qwen/Qwen3-14B")
     fitting = [row.step_s for row in plan.alternatives if row.verdict == "fits"]
@@ -197,6 +198,7 @@ def test_max_length_follows_the_rows_and_its_cost_is_shown(planned):
     assert costs[128].adds_bytes < 0 < costs[1920].adds_bytes
 
 
+@pytest.mark.slow
 def test_rows_that_must_be_kept_are_not_shortened_to_fit(planned):
     data = rows(*[200] * 50, 40_000)
     all_rows = planned(QWEN_8B, "rtx-4070", data=data)
@@ -214,6 +216,7 @@ def test_without_rows_a_limit_that_nobody_set_is_lowered_until_it_fits(planned):
     assert plan.verdict == "fits" and plan.settings.max_length < 2048 and "do not fit" in plan.reasons["max_length"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(planned):
     many = DataStatistics(100_000, 0, 10**9, 10**9)
     assert planned(QWEN_8B, "rtx-4090", data=many).settings.lora_r == 256
@@ -222,6 +225,7 @@ def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(plann
     assert planned(QWEN_8B, "rtx-4090", "lora_r=256", data=many, free_bytes=8 * GIB).settings.lora_r == 256
 
 
+@pytest.mark.slow
 def test_ranks_that_were_tried_in_vain_leave_no_reason_behind(planned):
     """The advised rank is planned when none fits, and its reason is the advice."""
     many = DataStatistics(100_000, 0, 10**9, 10**9)
@@ -262,6 +266,7 @@ def test_turing_trains_in_float16_and_ampere_in_bfloat16(planned):
     assert planned(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"])
 def test_a_mixture_with_4_bit_experts_fits_a_24_gb_card(planned, model):
     plan = planned(model, "rtx-4090", "max_length=2048")

@@ -33,6 +33,7 @@ def test_nf4_weights_take_half_a_byte_and_their_scales():
     )
 
 
+@pytest.mark.slow
 def test_only_the_targets_get_adapters():
     attention_only = shape("meta-llama/Llama-3.1-8B-Instruct", 'target_modules=["q_proj", "v_proj"]')
     assert attention_only.adapter_per_rank == 32 * ((4096 + 4096) + (4096 + 1024)) and attention_only.adapters == 64

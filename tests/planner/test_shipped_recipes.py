@@ -11,11 +11,13 @@ from finetune.recipe import load_recipe, shipped_recipes
 FOR_A_CARD = sorted(name for name in shipped_recipes() if load_recipe(name).gpu in cards())
 
 
+@pytest.mark.slow
 def test_there_is_a_recipe_for_8_12_16_and_24_gb_cards():
     sizes = {round(find_card(load_recipe(name).gpu).total_bytes / 2**30 / 0.966) for name in FOR_A_CARD}
     assert {8, 12, 16, 24} <= sizes and "7b-4090" in FOR_A_CARD and len(FOR_A_CARD) >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOR_A_CARD)
 def test_a_recipe_names_a_known_model_and_says_how_to_run_it(name):
     assert load_recipe(name).model_name_or_path in models()

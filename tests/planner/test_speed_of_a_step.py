@@ -76,6 +76,7 @@ def test_larger_micro_batches_of_uneven_rows_pad_more():
     assert batches.longest == 2000
 
 
+@pytest.mark.slow
 def test_the_sorted_rows_of_a_step_pad_less():
     lengths = tuple(sorted(round(20 * 1.2**number) for number in range(20) for _ in range(50)))
     batches, drawn = Batches(2048, False, DataStatistics(1000, 0, sum(lengths), sum(lengths), lengths)), random.Random(0)

@@ -58,6 +58,7 @@ def test_the_last_retry_moves_all_layers_to_host_memory(new_forecaster, host_mem
     assert retried({}, "rtx-4090", forecaster, "load") == []
 
 
+@pytest.mark.slow
 def test_the_input_embedding_is_moved_before_the_layers_where_the_output_layer_has_its_own(new_forecaster):
     *others, last = retried({}, "rtx-4090", new_forecaster())
     assert (others[-1].offload_embeddings, others[-1].layer_offloading) == (True, False) and last.offload_embeddings
@@ -65,6 +66,7 @@ def test_the_input_embedding_is_moved_before_the_layers_where_the_output_layer_h
         assert {settings.offload_embeddings for settings in retried(recipe, "rtx-4090", new_forecaster())} == {False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_forecaster, name):
     recipe = recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **RECIPES[name]})

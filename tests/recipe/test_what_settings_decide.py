@@ -117,6 +117,7 @@ def test_every_setting_is_flipped():
     assert set(OTHER) | ON_THE_HUB == ROWS and not set(OTHER) & ON_THE_HUB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OTHER))
 def test_a_setting_changes_the_forecasts_bytes_just_when_it_says_so(name):
     before = with_settings(BASE, OTHER_SETTINGS.get(name, {}))
@@ -173,6 +174,7 @@ def tokens_of(values, folder, monkeypatch):
     return [[(row["input_ids"], row["labels"]) for row in dataset] for dataset in datasets]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(OTHER) - {"model_name_or_path"}))  # another model has another tokenizer
 def test_a_setting_changes_the_tokens_just_when_it_says_so(name, rows, monkeypatch):
     gpu = "rtx-4090" if name.startswith("launch") or name == "gpu" else "cpu"

@@ -45,6 +45,7 @@ def curves_of(run):
     return {tag: {item.step: item.value for item in read.Scalars(tag)} for tag in read.Tags()["scalars"]}, text
 
 
+@pytest.mark.slow
 def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
     run = make_run("report_to=[tensorboard]", "eval_steps=4")
     assert train(run) == 0
@@ -62,6 +63,7 @@ def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
     assert written["forecast/verdict"] == plan.verdict and written["lora_r"] == plan.settings.lora_r
 
 
+@pytest.mark.slow
 def test_a_tracker_changes_nothing_of_the_result(make_run, train):
     plain, tracked = make_run(), make_run("report_to=[tensorboard]")
     assert [train(plain), train(tracked)] == [0, 0]
@@ -72,6 +74,7 @@ def test_a_tracker_changes_nothing_of_the_result(make_run, train):
     assert list(tracked.path.parent.iterdir()) == [tracked.path]
 
 
+@pytest.mark.slow
 def test_steps_done_again_after_a_resume_are_shown_once(make_run, train):
     def breaks():
         from finetune.run.training import RunTrainer
@@ -115,6 +118,7 @@ def test_a_tracker_that_can_not_be_closed_is_reported_and_the_last_event_stays(m
     assert read_events(run.events)[-1].state == "finished"
 
 
+@pytest.mark.slow
 def test_a_tracker_that_breaks_is_left_out_and_the_run_finishes(make_run, train):
     def breaks():
         from torch.utils.tensorboard import SummaryWriter

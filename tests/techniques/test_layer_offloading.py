@@ -68,6 +68,7 @@ ALL = itertools.product(KINDS, (3, 4), (False, True), TECHNIQUES, ("cpu", "nvme"
 CASES = [*FAST, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for case in ALL if case not in FAST)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layers", "tied", "technique", "storage", "copies"), CASES)
 def test_losses_and_adapters_are_those_of_resident_layers_to_the_bit(
     saved, resident, kind, layers, tied, technique, storage, copies

@@ -29,6 +29,7 @@ def offloaded(settings, storage):
     return settings.model_copy(update={"layer_offloading": storage, "offloaded_layers": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["cpu", "nvme"])
 def test_losses_and_adapters_are_those_of_resident_layers_at_the_first_start_and_the_second(tmp_path, messages, storage):
     settings = nf4(save_base(tmp_path, layers=3))

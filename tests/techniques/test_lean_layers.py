@@ -35,6 +35,7 @@ def test_gradients_in_fp32_are_those_of_peft(family):
     assert torch.equal(gradients(model, tokens(), lean=False), peft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("family", SOME)
 def test_gradients_in_16_bit_are_no_further_from_fp64_than_pefts(family, half):

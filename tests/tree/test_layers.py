@@ -54,6 +54,7 @@ def layer_of(name):
     return next((layer for layer in LAYERS if name == layer or name.startswith(f"{layer}.")), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(name for name in FILES if layer_of(name)))
 def test_a_module_imports_nothing_higher(name):
     below = LAYERS[: LAYERS.index(layer_of(name)) + 1]
@@ -72,6 +73,7 @@ def test_the_page_imports_its_own_modules_relatively():
     assert [name for name, source in sources.items() if re.search(r"^\s*(from|import) app\b", source, re.M)] == []
 
 
+@pytest.mark.slow
 def test_no_chain_of_imports_is_long():
     @functools.cache
     def depth(name):

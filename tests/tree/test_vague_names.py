@@ -14,6 +14,7 @@ def check(folder, source):
     return subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "name"),
     [
