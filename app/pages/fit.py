@@ -12,12 +12,12 @@ from urllib.parse import quote
 import gradio as gr
 
 from finetune.card.device_selection import cards_here
-from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
-from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import AUTO, shipped_recipes, write_recipe
 
 from ..context import Context
+from ..planning.catalogue import card_choices
 from ..planning.draft import Edited, command_line
 from ..views import plan as plan_view
 from ..views import recipe_form
@@ -34,7 +34,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     view = _View(context)
     show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
     with gr.Row(elem_classes="ft-controls"):
-        cards: list[Any] = ["auto", *cards_here(), "cpu", *catalogue()]
+        cards: list[Any] = ["auto", *cards_here(), "cpu", *card_choices()]
         info = "auto: this machine's card"
         card = gr.Dropdown(cards, label="Card", info=info, allow_custom_value=True, elem_id="fit-card")
         length = gr.Slider(64, 16384, step=64, label="Max length", info="tokens per row", elem_id="fit-length")
@@ -258,7 +258,7 @@ class _View:
                 [],
                 stamp,
             ], None
-        buttons = [_suggestion_button(item) for item in plan.suggestions[:_SUGGESTIONS]]
+        buttons = [gr.Button(plan_view.suggestion(item, plan), visible=True) for item in plan.suggestions[:_SUGGESTIONS]]
         buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
         nothing = "" if plan.suggestions else note("No suggestions.")
         return [
@@ -278,10 +278,3 @@ class _View:
         numbers = [getattr(recipe, name) for name in ("max_length", "lora_r", "effective_batch_size")]
         gpu = edited.recipe.gpu if edited.recipe else AUTO
         return [gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
-
-
-def _suggestion_button(item: Suggestion) -> Any:
-    from finetune.units import format_bytes
-
-    saves, cost = f" saves {format_bytes(item.saves_bytes)}", f"; {item.cost}"
-    return gr.Button(value=f"{item.override} {saves}{cost}".replace("  ", " "), visible=True)

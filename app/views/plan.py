@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.errors import DataError
 from finetune.memory.forecast import PARTS
-from finetune.planner.plan import Plan, Verdict
+from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
 from .charts import stacked_bar
@@ -64,7 +64,8 @@ def ledger(plan: Plan) -> str:
     free = card.total_bytes - sum(size for _, size, _ in parts)
     shown = [(name, size, css) for name, size, css in parts if size > 0]
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
-    bar = stacked_bar(shown, card.total_bytes, f"Memory of {card.name}: {sizes}; {_free(free)}")
+    label = f"Memory of {card.name}: {sizes}; {_free(free)}"
+    bar = stacked_bar(shown, card.total_bytes, label, format_bytes)
     rows = [
         [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
         for name, size, css in shown
@@ -76,6 +77,24 @@ def ledger(plan: Plan) -> str:
         bar + table(["at the training peak", ">memory", ">share of the card"], rows, "Memory by part", hidden_caption=True)
         + note(f"Allocated peak by phase: {peaks}. Forecast by: {forecast.method}.") + notes
     )  # fmt: skip
+
+
+def suggestion(item: Suggestion, plan: Plan) -> str:
+    """A suggestion as text: what it sets, whether the plan then fits, by the forecast's upper end, and what it costs."""
+    budget = plan.budget_bytes or plan.card.free_bytes
+    upper = (plan.forecast.peak_high_bytes if plan.forecast else item.peak_bytes + item.saves_bytes) - item.saves_bytes
+    if upper <= budget:
+        outcome = "then it fits"
+    else:
+        outcome = "then it may not fit" if item.peak_bytes <= budget else "it still does not fit"
+    size = f"{_without_unit(format_bytes(upper), format_bytes(budget))} of {format_bytes(budget)}"
+    return f"{item.override}: {outcome}: {size}, {format_bytes(item.saves_bytes)} less; {item.cost}"
+
+
+def _without_unit(size: str, of_size: str) -> str:
+    """`7.40` of `7.40 GiB` where the other size has the same unit."""
+    number, _, unit = size.partition(" ")
+    return number if of_size.endswith(f" {unit}") else size
 
 
 def reasons(plan: Plan) -> str:

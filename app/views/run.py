@@ -129,7 +129,7 @@ def memory(digest: Digest, plan: Plan) -> str:
         parts.append(("allocator and context", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
         whole = plan.budget_bytes or plan.card.free_bytes
         sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
-        bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}")
+        bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}", format_bytes)
         rows += [
             [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), None]
             for name, size, css in parts
@@ -139,7 +139,8 @@ def memory(digest: Digest, plan: Plan) -> str:
         rows.append(["total at the peak", format_bytes(plan.forecast.peak_bytes), format_bytes(measured)])
     for name, now_bytes in (
         ("allocated now", step.allocated_bytes), ("reserved, peak of the step", step.peak_reserved_bytes),
-        ("whole card now, with other programs", step.card_used_bytes), ("other programs on the card", step.other_processes_bytes),
+        ("whole card now, with other programs", step.card_used_bytes),
+        ("other programs on the card", step.other_processes_bytes),
         ("host memory of this process now", step.process_rss_bytes),
     ):  # fmt: skip
         if now_bytes is not None:
