@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.errors import DataError
 from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
 from .charts import stacked_bar
-from .markup import Safe, inert, note, problem, table
+from .markup import Safe, inert, note, table
 
 
-def verdict(plan: Plan, price_per_hour: float) -> str:
-    """The verdict: peak against budget, headroom, time and cost."""
+def verdict(plan: Plan, price_per_hour: float, blocked: bool = False) -> str:
+    """The verdict: peak against budget, headroom, time and cost. `blocked`: a run would not start, so that it isn't green."""
     card, forecast = plan.card, plan.forecast
-    css = plan.verdict.level
+    css = "warn" if blocked and plan.verdict.level == "ok" else plan.verdict.level
+    title = f"{plan.verdict}, but a run would not start" if blocked else str(plan.verdict)
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
-        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p></div>'
+        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
     budget = plan.budget_bytes or card.free_bytes
     lower, upper = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
     text = (
@@ -37,7 +37,7 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
         text += f" The largest part: {plan.shortfall.part}."
         text += f" The largest model in the catalogue that fits: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
-    return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p>{time}</div>'
+    return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p>{time}</div>'
 
 
 def _duration(plan: Plan, price_per_hour: float) -> str:
@@ -118,21 +118,12 @@ def alternatives(plan: Plan, price_per_hour: float) -> str:
     return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
 
 
-def card_note(plan: Plan) -> str:
-    """Why no run can use this machine's card now; empty when it can."""
-    card = plan.card
-    return problem("No run can use this card now", [card.problem], card.problem_fix) if card.problem else ""
-
-
 def data_note(plan: Plan) -> str:
-    """Rows and tokens of the data, and why a run would refuse them."""
-    shown = ""
-    if plan.data_problem:
-        shown += problem(DataError.title, plan.data_problem.problems, plan.data_problem.fix)
-    if plan.data is not None:
-        longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
-        shown += note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
-    return shown
+    """Rows and tokens of the data; empty when they were not read."""
+    if plan.data is None:
+        return ""
+    longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
+    return note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
 
 
 def _seconds(step_s: float | None, steps: int | None) -> float | None:
