@@ -21,7 +21,7 @@ from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import Recipe, shipped_recipes, write_recipe
 
 from ..context import Context
-from ..planning.blocker import blocker_of
+from ..planning.blocker import Blocker, blocker_of
 from ..planning.catalogue import card_choices
 from ..planning.draft import TYPED, Edited, command_line
 from ..planning.planner import SupersededError
@@ -65,7 +65,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     trouble = show(elem_id="fit-trouble")
     with gr.Row():
         with gr.Column(scale=3, min_width=320, elem_id="fit-answer"):
-            show('<p class="ft-planning" role="status"><span class="ft-busy"></span> planning</p>')
+            show('<p role="status"><span class="ft-busy"></span> planning</p>', elem_id="fit-planning")
             verdict = show(elem_id="fit-verdict")
             ledger = show(elem_id="fit-ledger")
             show("<h2>Ways to use less memory</h2>")
@@ -260,7 +260,7 @@ class _View:
         if edited is None or plan is None or stamp != self.context.draft.stamp:
             return [gr.skip(), gr.skip()]
         blocked = blocker_of(edited.recipe, plan) if edited.recipe else None
-        return [plan_view.verdict(plan, _price(price), blocked is not None), plan_view.alternatives(plan, _price(price))]
+        return [plan_view.verdict(plan, _price(price), blocked=_is_fault(blocked)), plan_view.alternatives(plan, _price(price))]
 
     def start(self, force: bool) -> list[Any]:
         """Queue the draft; the starter does what the command line does."""
@@ -333,8 +333,8 @@ class _View:
         overrides = [item.override for item in plan.suggestions[:_SUGGESTIONS]]
         overrides += [""] * (_SUGGESTIONS - len(overrides)) + [blocked.override if blocked else ""]
         return [
-            (problem(blocked.title, blocked.problems, blocked.fix) if blocked else "") + plan_view.data_note(plan),
-            plan_view.verdict(plan, price, blocked is not None), plan_view.ledger(plan),
+            (plan_view.blocker_note(blocked) if blocked else "") + plan_view.data_note(plan),
+            plan_view.verdict(plan, price, blocked=_is_fault(blocked)), plan_view.ledger(plan),
             plan_view.reasons(plan), plan_view.alternatives(plan, price), "" if plan.suggestions else note("No suggestions."),
             *buttons, gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT), gr.Button(interactive=blocked is None),
             gr.Button(visible=plan.verdict != Verdict.NO_FIT),
@@ -354,6 +354,11 @@ class _View:
             return [gr.skip()] * 4
         numbers = [getattr(settings, name) for name in RANGES]
         return [edited.recipe.gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
+
+
+def _is_fault(blocked: Blocker | None) -> bool:
+    """Whether something is wrong with the recipe, and not only planned for another machine."""
+    return blocked is not None and not blocked.elsewhere
 
 
 def _price(price: float | None) -> float:

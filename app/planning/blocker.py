@@ -17,13 +17,17 @@ _SETTING = re.compile(r"dataset\.\w+=\S+")
 
 @dataclass(frozen=True)
 class Blocker:
-    """Why a run would not start, and the fix; `override` removes the reason, on a button with `label`."""
+    """Why a run would not start, and the fix; `override` removes the reason, on a button with `label`.
+
+    `elsewhere`: it would on another machine, for which this is planned.
+    """
 
     title: str
     problems: list[str]
     fix: str = ""
     label: str = ""
     override: str = ""
+    elsewhere: bool = False
 
 
 def blocker_of(recipe: Recipe, plan: Plan) -> Blocker | None:
@@ -45,7 +49,7 @@ def blocker_of(recipe: Recipe, plan: Plan) -> Blocker | None:
     except FinetuneError as error:
         here = bool(cards_here()) and recipe.gpu != AUTO
         label, override = ("Use this machine's card", f"gpu={AUTO}") if here else ("", "")
-        return Blocker(error.title, error.problems, error.fix, label, override)
+        return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
     return None
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.errors import DataError
 from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
+from ..planning.blocker import Blocker
 from .charts import stacked_bar
-from .markup import Safe, inert, note, table
+from .markup import Safe, inert, note, problem, table
 
 
 def verdict(plan: Plan, price_per_hour: float, blocked: bool = False) -> str:
     """The verdict: peak against budget, headroom, time and cost. `blocked`: a run would not start, so that it isn't green."""
     card, forecast = plan.card, plan.forecast
-    css = "warn" if blocked and plan.verdict.level == "ok" else plan.verdict.level
-    title = f"{plan.verdict}, but a run would not start" if blocked else str(plan.verdict)
+    css, title = plan.verdict.level, str(plan.verdict)
+    if blocked and css in ("ok", "warn"):
+        css, title = "warn", f"{title}, but a run would not start"
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
@@ -116,6 +119,15 @@ def alternatives(plan: Plan, price_per_hour: float) -> str:
         cost = f"{seconds / 3600 * price_per_hour:,.2f}" if seconds is not None and price_per_hour else None
         rows.append([*cells, *([format_seconds(seconds), cost] if times else [])])
     return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
+
+
+def blocker_note(blocker: Blocker) -> str:
+    """Why a run would not start here, and the page with the fix where no button has it."""
+    if blocker.elsewhere:
+        return note(f"Planned for another machine: {'; '.join(blocker.problems)}.")
+    shown = problem(blocker.title, blocker.problems, blocker.fix)
+    is_data = blocker.title == DataError.title and not blocker.override
+    return shown + ('<p><a class="ft-button" href="/">Choose other data</a></p>' if is_data else "")
 
 
 def data_note(plan: Plan) -> str:

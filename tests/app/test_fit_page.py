@@ -138,6 +138,7 @@ def test_a_missing_file_blocks_run_though_its_plan_fits(view):
     recipe, plan = plan_of(dataset="data/nothere.jsonl")
     blocker = blocker_of(recipe, plan)
     assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
+    assert 'href="/"' in plan_view.blocker_note(blocker)
     assert 'class="ft-verdict ok"' not in plan_view.verdict(plan, 0, blocked=True)
 
 
@@ -151,7 +152,8 @@ def test_refused_rows_block_run_with_a_button_that_leaves_them_out(view, tmp_pat
 
 def test_a_card_that_is_not_here_blocks_run(view):
     blocker = blocker_of(*plan_of(gpu="rtx-3060"))
-    assert blocker is not None and "rtx-3060" in blocker.problems[0]
+    assert blocker is not None and blocker.elsewhere and "rtx-3060" in blocker.problems[0]
+    assert "Planned for another machine" in plan_view.blocker_note(blocker)
     assert blocker_of(*plan_of()) is None
 
 
