@@ -65,7 +65,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     trouble = show(elem_id="fit-trouble")
     with gr.Row():
         with gr.Column(scale=3, min_width=320, elem_id="fit-answer"):
-            show('<p role="status"><span class="ft-busy"></span> planning</p>', elem_id="fit-planning")
+            show('<p role="status">planning …</p>', elem_id="fit-planning")
             verdict = show(elem_id="fit-verdict")
             ledger = show(elem_id="fit-ledger")
             show("<h2>Ways to use less memory</h2>")
@@ -328,7 +328,7 @@ class _View:
         except FinetuneError as error:
             return self._unknown(problem(error.title, error.problems, error.fix)), None
         blocked = blocker_of(edited.recipe, plan)
-        buttons = [gr.Button(plan_view.suggestion(item, plan), visible=True) for item in plan.suggestions[:_SUGGESTIONS]]
+        buttons = [_action(plan_view.suggestion(item, plan)) for item in plan.suggestions[:_SUGGESTIONS]]
         buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
         overrides = [item.override for item in plan.suggestions[:_SUGGESTIONS]]
         overrides += [""] * (_SUGGESTIONS - len(overrides)) + [blocked.override if blocked else ""]
@@ -338,7 +338,7 @@ class _View:
             plan_view.reasons(plan), plan_view.alternatives(plan, price), "" if plan.suggestions else note("No suggestions."),
             *buttons, gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT), gr.Button(interactive=blocked is None),
             gr.Button(visible=plan.verdict != Verdict.NO_FIT),
-            gr.Button(blocked.label if blocked else "", visible=bool(blocked and blocked.override)), overrides,
+            _action(blocked.label) if blocked and blocked.override else gr.Button(visible=False), overrides,
         ], plan  # fmt: skip
 
     def _unknown(self, trouble: str) -> list[Any]:
@@ -354,6 +354,11 @@ class _View:
             return [gr.skip()] * 4
         numbers = [getattr(settings, name) for name in RANGES]
         return [edited.recipe.gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
+
+
+def _action(label: str) -> Any:
+    """A button that was hidden until now; Gradio shows it disabled unless told otherwise."""
+    return gr.Button(label, visible=True, interactive=True)
 
 
 def _is_fault(blocked: Blocker | None) -> bool:
