@@ -1,4 +1,5 @@
-// What the server can't do: set the tab's title, and open a run's page when the run that was requested here has started.
+// What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, say while a
+// plan is that of an older recipe, know what a person typed, and bring an entered number into its range.
 const update = () => {
   const titled = document.querySelector("[data-title]");
   if (titled) {
@@ -10,6 +11,40 @@ const update = () => {
     ready.dataset.gone = "1";
     if (ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
+  const stamp = (name) => document.querySelector(`#fit-${name}`)?.textContent.trim();
+  const planning = stamp("asked") !== stamp("answered") || stamp("asked") === "";
+  if (planning !== "planning" in document.body.dataset) document.body.toggleAttribute("data-planning", planning);
 };
-new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true });
+document.addEventListener("input", ({ target }) => {
+  if (target.matches("#fit-yaml textarea")) window.ftTyped = target.value;
+}, true);
+
+// An entered number that its box refuses becomes the nearest one that it takes; an empty box keeps the last one.
+const numbers = new WeakMap();
+const isNumber = (target) => target.matches('input[type="number"]') && target.min !== "";
+document.addEventListener("focusin", ({ target }) => {
+  if (isNumber(target)) numbers.set(target, target.value);
+});
+document.addEventListener("change", ({ target }) => {
+  if (!isNumber(target)) return;
+  const [typed, min] = [target.value, Number(target.min)];
+  const max = target.max === "" ? Infinity : Number(target.max);
+  const whole = Number.isInteger(Number(target.step || 1)) && target.step !== "" && target.step !== "any";
+  let value = typed === "" ? Number(numbers.get(target) || min) : Math.min(Math.max(Number(typed), min), max);
+  if (whole) value = Math.round(value);
+  const box = target.closest(".block");
+  box.querySelector(".ft-range")?.remove();
+  if (typed === "" || value !== Number(typed)) {
+    const range = max === Infinity ? `${min} or more` : `${min} to ${max}`;
+    const note = document.createElement("p");
+    note.className = "ft-range";
+    note.setAttribute("role", "status");
+    note.textContent = `${typed || "Empty"}: ${value} is used (${range}${whole ? ", whole numbers" : ""}).`;
+    box.append(note);
+    target.value = value;
+    target.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+  numbers.set(target, target.value);
+}, true);
+new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
 update();

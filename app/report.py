@@ -124,7 +124,7 @@ def _best(live: LiveRun) -> str:
 
 
 def _peak(live: LiveRun) -> int | None:
-    return live.digest.peaks.get("card_used_bytes") or live.digest.peaks.get("process_peak_rss_bytes")
+    return run_view.measured_peak(live.digest, live.plan())[1]
 
 
 def _checks(live: LiveRun) -> str:

@@ -83,7 +83,7 @@ def _picture(context: Any, address: str, path: Path) -> list[str]:
     tab.goto(address)
     tab.wait_for_selector("h1.ft-title")
     tab.wait_for_timeout(_SETTLE_MS)
-    tab.wait_for_function("!document.querySelector('.ft-busy')", timeout=_BUSY_MS)
+    tab.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')", timeout=_BUSY_MS)
     tab.screenshot(path=str(path), full_page=True)
     own_errors = list(errors)
     tab.close()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import shutil
+import threading
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,21 +16,31 @@ from urllib.parse import quote
 import gradio as gr
 
 from finetune.card.device_selection import cards_here
-from finetune.card.find import catalogue
 from finetune.errors import FinetuneError
-from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.recipe import AUTO, shipped_recipes, write_recipe
+from finetune.planner.plan import Plan, Verdict
+from finetune.recipe import Recipe, shipped_recipes, write_recipe
 
 from ..context import Context
-from ..planning.draft import Edited, command_line
+from ..planning.blocker import Blocker, blocker_of
+from ..planning.catalogue import card_choices
+from ..planning.draft import TYPED, Edited, command_line
+from ..planning.planner import SupersededError
 from ..views import plan as plan_view
 from ..views import recipe_form
-from ..views.binding import BUTTON, QUIET, show
+from ..views.binding import BUTTON, QUIET, NumberBox, NumberSlider, change_trigger, show
 from ..views.markup import inert, note, problem
 
 _SUGGESTIONS = 5
 _TICK_S = 1.0
 _PLAN_GOOD_S = 10.0
+#: Seconds after which a change is no longer one of several.
+_SETTLED_S = 1.0
+#: The control of `Draft.author` that is the card box or a slider.
+_SLIDER = "slider"
+#: Setting -> lowest and highest value of its slider.
+RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
+#: Gradio's change also reports what the server writes, and its input does not report what is pasted or deleted.
+_TYPED_BASIS = "(text, basis, tab) => [text, window.ftTyped === text ? basis : '', tab]"
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -34,17 +48,25 @@ def build(context: Context, page: gr.Blocks) -> None:
     view = _View(context)
     show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
     with gr.Row(elem_classes="ft-controls"):
-        cards: list[Any] = ["auto", *cards_here(), "cpu", *catalogue()]
+        cards: list[Any] = ["auto", *cards_here(), "cpu", *card_choices()]
         info = "auto: this machine's card"
         card = gr.Dropdown(cards, label="Card", info=info, allow_custom_value=True, elem_id="fit-card")
-        length = gr.Slider(64, 16384, step=64, label="Max length", info="tokens per row", elem_id="fit-length")
-        rank = gr.Slider(1, 256, step=1, label="LoRA rank", info="r of each adapter", elem_id="fit-rank")
-        batch = gr.Slider(1, 256, step=1, label="Effective batch", info="rows per step", elem_id="fit-batch")
-        price = gr.Number(0.0, label="Price per hour", minimum=0, info="optional, for the cost", elem_id="fit-price")
+        sliders = {
+            name: NumberSlider(*RANGES[name], step=step, label=label, info=info, buttons=[], elem_id=f"fit-{identity}")
+            for name, step, label, info, identity in (
+                ("max_length", 64, "Max length", "tokens per row", "length"),
+                ("lora_r", 1, "LoRA rank", "r of each adapter", "rank"),
+                ("effective_batch_size", 1, "Effective batch", "rows per step", "batch"),
+            )
+        }
+        price = NumberBox(0.0, label="Price per hour", minimum=0, info="optional, for the cost", elem_id="fit-price")
+        back = gr.Button("Auto: let the planner choose", size="sm", elem_id="fit-auto")
+    refused = show(elem_id="fit-refused")
     trouble = show(elem_id="fit-trouble")
     with gr.Row():
-        with gr.Column(scale=3, min_width=320):
-            verdict = show('<p class="ft-note"><span class="ft-busy"></span> planning</p>', elem_id="fit-verdict")
+        with gr.Column(scale=3, min_width=320, elem_id="fit-answer"):
+            show('<p role="status">planning …</p>', elem_id="fit-planning")
+            verdict = show(elem_id="fit-verdict")
             ledger = show(elem_id="fit-ledger")
             show("<h2>Ways to use less memory</h2>")
             suggested = [
@@ -65,9 +87,9 @@ def build(context: Context, page: gr.Blocks) -> None:
             with gr.Row():
                 show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download</a>')
                 load = gr.UploadButton("Upload a recipe", file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
-                back = gr.Button("Reset sliders to auto", size="sm", elem_id="fit-auto")
             shipped = gr.Dropdown(["", *shipped_recipes()], label="Start from a shipped recipe", elem_id="fit-shipped")
             force = gr.Checkbox(label="Run although it does not fit", visible=False, elem_id="fit-force")
+            remedy = gr.Button(visible=False, size="sm", elem_id="fit-remedy")
             start = gr.Button("Run", variant="primary", elem_id="fit-start")
             progress = show(elem_id="fit-progress")
     with gr.Accordion("Settings and reasons", open=True):
@@ -78,113 +100,167 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Accordion("Advanced: all recipe settings", open=False, elem_id="fit-advanced"):
         show(note("trust_remote_code is not here: a model's own code can be allowed on the command line only."))
         rows = recipe_form.build()
-    seen, mine, overrides, stamp = gr.State(0), gr.State(""), gr.State([]), gr.State(0)
-    buttons = [*suggested, command, force, start, compare]
-    shown = [trouble, verdict, ledger, reasons, others, no_suggestion, *buttons, overrides, seen]
-    form = [card, length, rank, batch]
-    everything = [*shown, text, *form, *(component for _, component in rows)]
-    view.rows = [field for field, _ in rows]
+    mine, overrides, tab = gr.State(""), gr.State([]), gr.State("")
+    asked, answered, basis, settled = (change_trigger(f"fit-{name}") for name in ("asked", "answered", "basis", "settled"))
+    shown = [trouble, verdict, ledger, reasons, others, no_suggestion, *suggested, force, start, compare, remedy, overrides]
+    shown += [answered]
+    form, texts = [card, *sliders.values()], [text, command, basis]
+    settings = [component for _, component in rows]
+    edited = [refused, asked]
+    view.rows = [row for row, _ in rows]
 
-    page.load(view.everything, price, everything, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [mine, stamp], [progress, stamp], **QUIET)
-    stamp.change(view.if_changed, [seen, price], everything, **QUIET)
-    for component, name in ((length, "max_length"), (rank, "lora_r"), (batch, "effective_batch_size")):
-        component.input(functools.partial(view.slide, name), [component, price], [*shown, text], **QUIET)
-    card.input(functools.partial(view.slide, "gpu"), [card, price], [*shown, text], **QUIET)
+    page.load(view.open, None, [tab, asked], **QUIET)
+    asked.change(view.follow, tab, [*texts, *form, *settings], **QUIET)
+    asked.change(view.answer, [price, tab], [*shown, *form], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [mine, asked, settled], [progress, asked, settled], **QUIET)
+    settled.change(view.settle, None, form, **QUIET)
+    for name, slider in sliders.items():
+        slider.input(functools.partial(view.slide, name), [slider, tab], edited, **QUIET)
+    card.input(functools.partial(view.slide, "gpu"), [card, tab], edited, **QUIET)
     price.input(view.reprice, price, [verdict, others], **QUIET)
-    text.change(view.write, [text, price], [*shown, *form, *(component for _, component in rows)], **QUIET)
-    for field, component in rows:
-        listen = component.input if field.choices else component.submit
-        listen(functools.partial(view.set_field, field), [component, price], [*shown, text, *form], **QUIET)
-        if not field.choices:
-            component.blur(functools.partial(view.set_field, field), [component, price], [*shown, text, *form], **QUIET)
-    for number, button in enumerate(suggested):
-        button.click(functools.partial(view.suggestion, number), [overrides, price], everything, **BUTTON)
-    compare.click(view.compare, price, everything, **BUTTON)
-    back.click(view.back_to_auto, price, everything, **BUTTON)
-    load.upload(view.load, [load, price], everything, **BUTTON)
-    shipped.input(view.start_from, [shipped, price], everything, **BUTTON)
+    text.change(view.write, [text, basis, tab], [refused, asked, basis], js=_TYPED_BASIS, **QUIET)
+    for row, component in rows:
+        listens = [component.input] if row.choices else [component.submit, component.blur]
+        for listen in listens:
+            listen(functools.partial(view.set_field, row), [component, tab], edited, **QUIET)
+    for number, button in enumerate([*suggested, remedy]):
+        button.click(functools.partial(view.override, number), overrides, edited, **BUTTON)
+    compare.click(view.compare, [price, tab], [*shown, *form], **BUTTON)
+    back.click(view.back_to_auto, None, edited, **BUTTON)
+    load.upload(view.load, load, edited, **BUTTON)
+    shipped.input(view.start_from, shipped, edited, **BUTTON)
     start.click(view.start, force, [progress, mine], **BUTTON)
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A plan that was asked for, and its answer; every tab that shows the same recipe waits for the same one."""
+
+    recipe: str
+    compare: bool
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+    asked_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether to ask again: free memory changes, and an error may have gone."""
+        return self.answer.done() and (self.answer.exception() is not None or time.monotonic() - self.asked_s > _PLAN_GOOD_S)
+
+
 class _View:
-    """Handlers: each changes the draft file or nothing, then shows the file's contents."""
+    """Handlers. Those of controls change the draft file and return at once, with its stamp; that makes the browser ask for the
+    text (`follow`) and for the plan (`answer`) of the draft as it then is."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.rows: list[recipe_form.Field] = []
-        self._planned: tuple[str, float, dict[str, Any]] | None = None
+        self._question: _Question | None = None
+        self._lock = threading.Lock()
         self._compared = ""
+        #: The newest answer: the draft's stamp, the draft and its plan.
+        self._latest: tuple[str, Edited, Plan | None] | None = None
 
-    def everything(self, price: float | None) -> list[Any]:
-        """Values of all components, from the draft."""
-        edited = self.context.draft.read()
-        shown, plan = self._shown(edited, price or 0.0)
-        return [*shown, edited.text, *self._form(edited, plan), *(field.text(edited) for field in self.rows)]
+    def open(self) -> list[str]:
+        """A name for the tab, and the draft's stamp."""
+        return [secrets.token_hex(8), self.context.draft.stamp]
 
-    def if_changed(self, seen: int, price: float | None) -> list[Any]:
-        """Values of all components when another tab has changed the draft, else nothing."""
-        if seen == self.context.draft.stamp:
+    def follow(self, tab: str) -> list[Any]:
+        """Text and form as the draft is now, but for what a person uses in this tab: that shows the draft already."""
+        stamp, edited = self.context.draft.stamp, self.context.draft.read()
+        author, control = self.context.draft.author or ("", "")
+        mine = control if author == tab else ""
+        command = command_line(edited.recipe) if edited.recipe else ""
+        texts = [gr.skip(), command, gr.skip()] if mine == TYPED else [edited.text, command, stamp]
+        form = [gr.skip()] * 4 if mine == _SLIDER else self._form(edited, edited.recipe)
+        return [*texts, *form, *(gr.skip() if mine == row.name else row.text(edited) for row in self.rows)]
+
+    def answer(self, price: float | None, tab: str) -> list[Any]:
+        """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
+        stamp, edited = self.context.draft.stamp, self.context.draft.read()
+        try:
+            shown, plan = self._shown(edited, _price(price))
+        except SupersededError:
             return gr.skip()
-        return self.everything(price)
-
-    def slide(self, name: str, value: Any, price: float | None) -> list[Any]:
-        """Set a slider's setting or the card, plan again, update the recipe's text."""
-        edited = self.context.draft.change(**{name: int(value) if isinstance(value, float) else value})
-        return [*self._shown(edited, price or 0.0)[0], edited.text]
-
-    def write(self, text: str, price: float | None) -> list[Any]:
-        """Update the form from the edited recipe text, which stays as typed.
-
-        Bound to every change, as pasting is no input event in Gradio; text that equals the draft is skipped.
-        """
-        if text == self.context.draft.read().text:
+        if stamp != self.context.draft.stamp:
             return gr.skip()
-        edited = self.context.draft.write(text)
-        shown, plan = self._shown(edited, price or 0.0)
-        return [*shown, *self._form(edited, plan), *(field.text(edited) for field in self.rows)]
+        self._latest = stamp, edited, plan
+        sliding = self.context.draft.author == (tab, _SLIDER)
+        return [*shown, stamp, *([gr.skip()] * 4 if sliding or plan is None else self._form(edited, plan.settings))]
 
-    def set_field(self, field: recipe_form.Field, text: Any, price: float | None) -> list[Any]:
+    def settle(self) -> list[Any]:
+        """Card and sliders when nobody moves them: set by the recipe, or chosen by the plan."""
+        _, edited, plan = self._latest or ("", None, None)
+        return self._form(edited, plan.settings) if edited and plan else [gr.skip()] * 4
+
+    def slide(self, name: str, value: Any, tab: str) -> list[Any]:
+        """Set a slider's setting or the card. A number out of the slider's range changes nothing: it is being typed."""
+        if name != "gpu":
+            lowest, highest = RANGES[name]
+            if value is None or value != int(value) or not lowest <= value <= highest:
+                return gr.skip()
+            value = int(value)
+        return self._changed(tab, _SLIDER, **{name: value})
+
+    def write(self, text: str, basis: str, tab: str) -> list[Any]:
+        """Take the recipe's text when a person typed or pasted it in this tab; `basis` is empty when none did."""
+        draft = self.context.draft
+        if not basis or text == draft.read().text:
+            return gr.skip()
+        if draft.type_text(text, basis, tab):
+            return ["", draft.stamp, draft.stamp]
+        problems = ["the recipe was changed by another control or tab while you typed, so your text was not taken"]
+        return [
+            problem("The recipe has changed", problems, "Type it again, in the recipe as it is now."),
+            draft.stamp,
+            gr.skip(),
+        ]
+
+    def set_field(self, field: recipe_form.Field, text: Any, tab: str) -> list[Any]:
         """Set one field under Advanced."""
         if field.text(self.context.draft.read()) == str(text).strip():
             return gr.skip()
-        edited = self.context.draft.change(**recipe_form.as_settings(field, text))
-        shown, plan = self._shown(edited, price or 0.0)
-        return [*shown, edited.text, *self._form(edited, plan)]
+        return self._changed(tab, field.name, **recipe_form.as_settings(field, text))
 
-    def suggestion(self, number: int, overrides: list[str], price: float | None) -> list[Any]:
-        """Apply a suggestion."""
-        if number < len(overrides):
-            self.context.draft.apply(overrides[number])
-        return self.everything(price)
+    def override(self, number: int, overrides: list[str]) -> list[Any]:
+        """Apply a suggestion, or what lets the run start."""
+        if number >= len(overrides) or not overrides[number]:
+            return gr.skip()
+        return self._refusal(self.context.draft.apply(overrides[number]))
 
-    def back_to_auto(self, price: float | None) -> list[Any]:
+    def back_to_auto(self) -> list[Any]:
         """Leave length, rank and batch to the planner."""
-        self.context.draft.change(max_length=None, lora_r=None, effective_batch_size=None, per_device_train_batch_size=None)
-        return self.everything(price)
+        return self._changed("", "", **dict.fromkeys([*RANGES, "per_device_train_batch_size"]))
 
-    def load(self, path: str | None, price: float | None) -> list[Any]:
+    def load(self, path: str | None) -> list[Any]:
         """Replace the draft by an uploaded recipe file."""
         if path:
             self.context.draft.write(Path(path).read_bytes()[:1_000_001].decode("utf-8", "replace"))
             shutil.rmtree(Path(path).parent, ignore_errors=True)
-        return self.everything(price)
+        return ["", self.context.draft.stamp]
 
-    def start_from(self, name: str | None, price: float | None) -> list[Any]:
+    def start_from(self, name: str | None) -> list[Any]:
         """Replace the draft by a shipped recipe."""
         if name in shipped_recipes():
             self.context.draft.start_from(str(name))
-        return self.everything(price)
+        return ["", self.context.draft.stamp]
+
+    def _changed(self, tab: str, control: str, **settings: Any) -> list[Any]:
+        edited = self.context.draft.change(**settings)
+        self.context.draft.author = tab, control
+        return self._refusal(edited)
+
+    def _refusal(self, edited: Edited) -> list[Any]:
+        """Why a change was refused, and the draft's stamp."""
+        refusal = problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems and edited.recipe else ""
+        return [refusal, self.context.draft.stamp]
 
     def reprice(self, price: float | None) -> list[Any]:
         """Update the cost only."""
-        edited = self.context.draft.read()
-        plan = self._plan(edited) if edited.recipe else None
-        return (
-            [plan_view.verdict(plan, price or 0.0), plan_view.alternatives(plan, price or 0.0)]
-            if plan
-            else [gr.skip(), gr.skip()]
-        )
+        stamp, edited, plan = self._latest or ("", None, None)
+        if edited is None or plan is None or stamp != self.context.draft.stamp:
+            return [gr.skip(), gr.skip()]
+        blocked = blocker_of(edited.recipe, plan) if edited.recipe else None
+        return [plan_view.verdict(plan, _price(price), blocked=_is_fault(blocked)), plan_view.alternatives(plan, _price(price))]
 
     def start(self, force: bool) -> list[Any]:
         """Queue the draft; the starter does what the command line does."""
@@ -194,11 +270,14 @@ class _View:
         entry = self.context.queue.add(edited.recipe, force=force)
         return [self._progress(entry.path.name), entry.path.name]
 
-    def tick(self, mine: str, stamp: int) -> list[Any]:
-        """Progress of the requested start, and whether the draft has changed."""
+    def tick(self, mine: str, asked: str | None, settled: str | None) -> list[Any]:
+        """Progress of the requested start; the draft's stamp, which another tab may have changed; and once more when it was
+        planned and is a while old."""
         self.context.queue.ensure_starter()
         now = self.context.draft.stamp
-        return [self._progress(mine), gr.skip() if now == stamp else now]
+        if self._latest and self._latest[0] == now and self.context.draft.age_s > _SETTLED_S:
+            settled = now
+        return [self._progress(mine), now if asked else asked, settled]
 
     def _progress(self, mine: str) -> str:
         entries = [
@@ -217,71 +296,76 @@ class _View:
         message = f"{inert(status['state'])}: {inert(status['message'])}"
         return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'
 
-    def compare(self, price: float | None) -> list[Any]:
+    def compare(self, price: float | None, tab: str) -> list[Any]:
         """Forecast the alternatives of this recipe: that takes seconds, so only on request."""
         edited = self.context.draft.read()
         if edited.recipe is not None:
-            self._compared, self._planned = write_recipe(edited.recipe), None
-        return self.everything(price)
+            self._compared = write_recipe(edited.recipe)
+        return self.answer(price, tab)
 
-    def _plan(self, edited: Edited) -> Plan:
-        """The plan of the draft; the last one is reused for seconds: other tabs ask the same, and free memory changes."""
-        key = write_recipe(edited.recipe) if edited.recipe else ""
-        if self._planned is None or self._planned[0] != key or time.monotonic() - self._planned[1] > _PLAN_GOOD_S:
-            answer = self.context.planner.ask("plan", recipe=key, free_bytes=None, compare=key == self._compared)
-            self._planned = (key, time.monotonic(), answer)
-        answer = self._planned[2]
-        return Plan.from_json(answer["plan"])
+    def _plan(self, recipe: Recipe) -> Plan:
+        """The recipe's plan. Raises FinetuneError, and SupersededError when another recipe's plan was asked for since."""
+        text = write_recipe(recipe)
+        with self._lock:
+            question, compare = self._question, text == self._compared
+            asks = question is None or question.is_old or (question.recipe, question.compare) != (text, compare)
+            if question is None or asks:
+                question = self._question = _Question(text, compare)
+        if asks:
+            try:
+                question.answer.set_result(self.context.planner.ask("plan", recipe=text, free_bytes=None, compare=compare))
+            except Exception as error:  # noqa: BLE001 - raised below, and in every tab that waits
+                question.answer.set_exception(error)
+        return Plan.from_json(question.answer.result()["plan"])
 
     def _shown(self, edited: Edited, price: float) -> tuple[list[Any], Plan | None]:
-        """Values for `shown`, and the plan when there is one."""
-        stamp = self.context.draft.stamp
+        """Values for `shown` but the stamp, and the plan when there is one."""
         trouble = problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
-        plan = None
-        if edited.recipe is not None and not edited.problems:
-            try:
-                plan = self._plan(edited)
-            except FinetuneError as error:
-                trouble = problem(error.title, error.problems, error.fix)
-        command = command_line(edited.recipe) if edited.recipe else ""
-        if plan is None:
-            empty = ['<div class="ft-verdict unknown" role="status"><strong>unknown</strong></div>', "", "", "", ""]
-            hidden = [gr.Button(visible=False)] * _SUGGESTIONS
-            return [
-                trouble,
-                *empty,
-                *hidden,
-                command,
-                gr.Checkbox(visible=False),
-                gr.Button(interactive=False),
-                gr.Button(visible=False),
-                [],
-                stamp,
-            ], None
-        buttons = [_suggestion_button(item) for item in plan.suggestions[:_SUGGESTIONS]]
+        if edited.recipe is None:
+            return self._unknown(trouble), None
+        try:
+            plan = self._plan(edited.recipe)
+        except FinetuneError as error:
+            return self._unknown(problem(error.title, error.problems, error.fix)), None
+        blocked = blocker_of(edited.recipe, plan)
+        buttons = [_action(plan_view.suggestion(item, plan)) for item in plan.suggestions[:_SUGGESTIONS]]
         buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
-        nothing = "" if plan.suggestions else note("No suggestions.")
+        overrides = [item.override for item in plan.suggestions[:_SUGGESTIONS]]
+        overrides += [""] * (_SUGGESTIONS - len(overrides)) + [blocked.override if blocked else ""]
         return [
-            trouble + plan_view.card_note(plan) + plan_view.data_note(plan),
-            plan_view.verdict(plan, price), plan_view.ledger(plan),
-            plan_view.reasons(plan), plan_view.alternatives(plan, price), nothing, *buttons, command,
-            gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT),
-            gr.Button(interactive=True), gr.Button(visible=plan.verdict != Verdict.NO_FIT),
-            [item.override for item in plan.suggestions[:_SUGGESTIONS]], stamp,
+            (plan_view.blocker_note(blocked) if blocked else "") + plan_view.data_note(plan),
+            plan_view.verdict(plan, price, blocked=_is_fault(blocked)), plan_view.ledger(plan),
+            plan_view.reasons(plan), plan_view.alternatives(plan, price), "" if plan.suggestions else note("No suggestions."),
+            *buttons, gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT), gr.Button(interactive=blocked is None),
+            gr.Button(visible=plan.verdict != Verdict.NO_FIT),
+            _action(blocked.label) if blocked and blocked.override else gr.Button(visible=False), overrides,
         ], plan  # fmt: skip
 
-    def _form(self, edited: Edited, plan: Plan | None) -> list[Any]:
-        """Values of card and sliders: set by the recipe, or chosen by the plan."""
-        recipe = plan.settings if plan else edited.recipe
-        if recipe is None:
-            return [gr.skip() for _ in range(4)]
-        numbers = [getattr(recipe, name) for name in ("max_length", "lora_r", "effective_batch_size")]
-        gpu = edited.recipe.gpu if edited.recipe else AUTO
-        return [gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
+    def _unknown(self, trouble: str) -> list[Any]:
+        """Values for `shown` without a plan."""
+        verdict = '<div class="ft-verdict unknown" role="status"><strong>unknown</strong></div>'
+        hidden = [gr.Button(visible=False)] * _SUGGESTIONS
+        buttons = [*hidden, gr.Checkbox(visible=False), gr.Button(interactive=False)]
+        return [trouble, verdict, "", "", "", "", *buttons, gr.Button(visible=False), gr.Button(visible=False), []]
+
+    def _form(self, edited: Edited, settings: Recipe | None) -> list[Any]:
+        """Values of card and sliders; those that `settings` leave open stay."""
+        if edited.recipe is None or settings is None:
+            return [gr.skip()] * 4
+        numbers = [getattr(settings, name) for name in RANGES]
+        return [edited.recipe.gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
 
 
-def _suggestion_button(item: Suggestion) -> Any:
-    from finetune.units import format_bytes
+def _action(label: str) -> Any:
+    """A button that was hidden until now; Gradio shows it disabled unless told otherwise."""
+    return gr.Button(label, visible=True, interactive=True)
 
-    saves, cost = f" saves {format_bytes(item.saves_bytes)}", f"; {item.cost}"
-    return gr.Button(value=f"{item.override} {saves}{cost}".replace("  ", " "), visible=True)
+
+def _is_fault(blocked: Blocker | None) -> bool:
+    """Whether something is wrong with the recipe, and not only planned for another machine."""
+    return blocked is not None and not blocked.elsewhere
+
+
+def _price(price: float | None) -> float:
+    """Price per hour: nothing where the box is empty."""
+    return max(0.0, price or 0.0)

@@ -17,6 +17,7 @@ from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.charts import sparkline
 from ..views.compare import comparison, last_loss
 from ..views.markup import Safe, inert, note, problem, table
+from ..views.run import measured_peak
 
 _TICK_S = 2.0
 _MOST_COMPARED = 5
@@ -151,7 +152,7 @@ class _View:
         badge = Safe(f'<span class="ft-state {inert(state.state)}"><strong>{inert(state.state)}</strong></span>')
         total = plan.total_steps
         forecast = plan.forecast.peak_bytes if plan.forecast else None
-        measured = digest.peaks.get("card_used_bytes") or digest.peaks.get("process_peak_rss_bytes")
+        measured = measured_peak(digest, plan)[1]
         off = f"{measured / forecast - 1:+.1%}" if forecast and measured else None
         return [
             link, badge, Safe(line), f"{digest.step:,}{f' of {total:,}' if total else ''}", last_loss(digest),

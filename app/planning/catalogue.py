@@ -1,10 +1,11 @@
-"""Models and datasets to choose from: local ones, and models found on the Hugging Face hub."""
+"""Models, datasets and cards to choose from: local ones, models found on the Hugging Face hub, the catalogue of cards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.card.find import catalogue_sizes
 from finetune.data.readers import READERS
 from finetune.errors import FinetuneError, RecipeError
 from finetune.recipe import load_recipe, shipped_recipes
@@ -80,6 +81,42 @@ def search_models(query: str) -> list[Model]:
             Model(info.id, "hub", info.safetensors.total if info.safetensors else None, str(licence) if licence else None)
         )
     return models
+
+
+def card_choices() -> list[tuple[str, str]]:
+    """Label and name of the catalogue's cards by memory; a card is before those whose labels contain its name.
+
+    So the first of the cards that contain what is typed is the one of that name: of `4090` the desktop's, not the laptop's.
+    """
+    sizes = catalogue_sizes()
+    typed = {name: name.removeprefix("rtx-").replace("-", " ") for name in sizes}
+    labels = {name: f"{_spelt(name)} · {size} GB" for name, size in sizes.items()}
+    ordered: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        for other in sizes:
+            if other not in ordered and other != name and typed[other] in labels[name].lower():
+                add(other)
+        ordered.setdefault(name, labels[name])
+
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        add(name)
+    return [(label, name) for name, label in ordered.items()]
+
+
+def _spelt(name: str) -> str:
+    """A card's name as its maker writes it, without the memory: rtx-3080-laptop-8gb is RTX 3080 Laptop."""
+    spelt = {
+        "ti": "Ti",
+        "super": "SUPER",
+        "laptop": "Laptop",
+        "ada": "Ada",
+        "pcie": "PCIe",
+        "quadro": "Quadro",
+        "titan": "Titan",
+    }
+    parts = [part for part in name.split("-") if not part.endswith("gb")]
+    return " ".join(spelt.get(part, part.upper()) for part in parts)
 
 
 def _folders(workspace: Workspace) -> list[Path]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ from ..workspace import Workspace
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
+#: The control of `Draft.author` that is the recipe's text box.
+TYPED = "text"
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,25 @@ class Draft:
 
     def __init__(self, workspace: Workspace) -> None:
         self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.Lock()
+        #: The tab that changed the draft last and the control that did; None when another app did, or it is not known.
+        self.author: tuple[str, str] | None = None
 
     @property
-    def stamp(self) -> int:
-        """Changes when the file does."""
+    def stamp(self) -> str:
+        """Changes when the file does; each write makes a new file, as the clock of a file system is coarse."""
         try:
-            return self._path.stat().st_mtime_ns
+            stat = self._path.stat()
+            return f"{stat.st_mtime_ns}-{stat.st_ino}"
         except FileNotFoundError:
-            return 0
+            return "0"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last change."""
+        try:
+            return time.time() - self._path.stat().st_mtime
+        except FileNotFoundError:
+            return math.inf
 
     def read(self) -> Edited:
         """The draft; the FIRST recipe when there is none yet."""
@@ -63,6 +78,18 @@ class Draft:
         if len(text) <= recipe_yaml.MAX_BYTES:
             self._store(text)
         return edited
+
+    def type_text(self, text: str, basis: str, tab: str) -> bool:
+        """Replace the text by what was typed in a tab. `basis`: the stamp of the text that was typed in.
+
+        False, and nothing is changed, when the draft is newer than `basis` and the change was not typed in the same tab.
+        """
+        with self._lock:
+            if basis != self.stamp and self.author != (tab, TYPED):
+                return False
+            self.write(text)
+            self.author = (tab, TYPED)
+            return True
 
     def start_from(self, name: str) -> Edited:
         """Replace the draft by a shipped recipe. Raises RecipeError when there is none of this name."""
@@ -107,6 +134,7 @@ class Draft:
 
     def _store(self, text: str) -> None:
         write_text(self._path, text)
+        self.author = None
 
 
 def parse_draft(text: str) -> Edited:

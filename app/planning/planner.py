@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import subprocess
 import threading
@@ -24,14 +26,22 @@ class PlannerError(FinetuneError):
         self.title, self.exit_code = values.get("title", "Something went wrong"), values.get("exit_code", 1)
 
 
+class SupersededError(Exception):
+    """A newer question for a plan was asked, so that nobody waits for this one's answer."""
+
+
 class Planner:
-    """One planner process, one question at a time; it keeps data and forecasts in memory between questions."""
+    """One planner process, one question at a time; it keeps data and forecasts in memory between questions.
+
+    Of questions for a plan the newest wins: it ends the one that is being answered, and those that wait.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._log = workspace.folder("planner") / "log.txt"
         self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._numbers, self._newest_plan = itertools.count(1), 0
         #: Progress message of the question that is being answered; empty otherwise.
         self.progress = ""
 
@@ -41,13 +51,19 @@ class Planner:
             self._running()
 
     def ask(self, kind: str, **values: Any) -> dict[str, Any]:
-        """The answer to a question (see app.planning.process). Raises PlannerError."""
+        """The answer to a question (see app.planning.process). Raises PlannerError, and SupersededError for a plan."""
+        number = next(self._numbers)
+        if kind == "plan":
+            self._newest_plan = number
+            if self._process is not None:
+                with contextlib.suppress(OSError, ValueError):  # it has ended: then nothing is being answered
+                    self._send(self._process, {"kind": "newest", "number": number})
         with self._lock:
+            if kind == "plan" and number < self._newest_plan:
+                raise SupersededError
             process = self._running()
             try:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps({"kind": kind, **values}) + "\n")
-                process.stdin.flush()
+                self._send(process, {"kind": kind, "number": number, **values})
                 answer = self._answer(process)
                 while "progress" in answer:
                     self.progress = answer["progress"]
@@ -59,6 +75,8 @@ class Planner:
             if not answer:
                 self._end()
                 raise PlannerError({"problems": ["the planner ended without an answer"], "fix": f"See {self._log}"})
+        if "superseded" in answer:
+            raise SupersededError
         if "problems" in answer:
             raise PlannerError(answer)
         return answer
@@ -72,6 +90,12 @@ class Planner:
         if self._process is None or self._process.poll() is not None:
             self._process = start_helper(self._workspace, ".planning.process", log=self._log)
         return self._process
+
+    def _send(self, process: subprocess.Popen[str], message: dict[str, Any]) -> None:
+        with self._writing:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
 
     def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """The next line, empty when the process ended, or was silent for too long."""

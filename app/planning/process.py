@@ -4,6 +4,7 @@ look    {"recipe": yaml}                                  what is in the data: r
 plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
          "compare": bool}                                 `compare` adds forecasts of the alternatives
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
+newest  {"number": n}                                     no answer; ends the work on a plan whose question has a lower number
 
 Before an answer there may be lines {"progress": message}.
 """
@@ -13,9 +14,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import queue
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.visible import hide_gpus
@@ -27,6 +30,7 @@ from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
+from .planner import SupersededError
 from .prefetch import PlanPrefetcher
 
 if TYPE_CHECKING:
@@ -41,9 +45,9 @@ _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 class Questions:
     """Answers, with the data of the last few recipes in memory."""
 
-    def __init__(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """`report` receives progress messages."""
-        self._report = report
+    def __init__(self, report: Callable[[str], None] = lambda _: None, newest: Callable[[], int] = lambda: 0) -> None:
+        """`report` receives progress messages; `newest` gives the number of the newest question for a plan."""
+        self._report, self._newest = report, newest
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
 
@@ -56,15 +60,24 @@ class Questions:
                 return _described(self._encode(recipe, self._report), recipe)
             if kind == "plan":
                 free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
-                return {"plan": self.plan(recipe, free_bytes=free_bytes, compare=compare).as_json()}
+                progress = functools.partial(self._report_plan, question.get("number", 0))
+                return {"plan": self.plan(recipe, progress, free_bytes=free_bytes, compare=compare).as_json()}
             return {"badges": {name: _badge(recipe, name) for name in question["models"]}}
         except FinetuneError as error:
             return {**error.as_json(), "title": error.title}
+        except SupersededError:
+            return {"superseded": True}
         except Exception as error:  # noqa: BLE001 - the page shows it, and the process answers the next question
             import traceback
 
             traceback.print_exc()
             return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": "", "exit_code": 1}
+
+    def _report_plan(self, number: int, message: str) -> None:
+        """Report progress of a plan. Raises SupersededError when a newer one was asked for."""
+        if number < self._newest():
+            raise SupersededError
+        self._report(message)
 
     def plan(
         self,
@@ -155,6 +168,28 @@ def _conversation(example: Any) -> list[dict[str, str]]:
     return [{"role": str(message["role"]), "text": str(message.get("content") or "")[:4000]} for message in messages]
 
 
+class Inbox:
+    """Questions in their order, read by a thread, so that an answer in the making can see that a newer one was asked for."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._questions: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        #: Number of the newest question for a plan.
+        self.newest = 0
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            message = json.loads(line)
+            if message["kind"] == "newest":
+                self.newest = max(self.newest, message["number"])
+            else:
+                self._questions.put(message)
+        self._questions.put(None)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._questions.get, None)  # type: ignore[arg-type]
+
+
 def main() -> int:
     """Answer until standard input closes, when the app ends; plan ahead between questions."""
     raise_gc_thresholds()
@@ -166,11 +201,11 @@ def main() -> int:
         out.write(json.dumps({"progress": message}) + "\n")
         out.flush()
 
-    questions = Questions(report)
+    inbox = Inbox(sys.stdin)
+    questions = Questions(report, lambda: inbox.newest)
     prefetcher = PlanPrefetcher(questions.plan, leave=(0, out.fileno()))
-    for line in sys.stdin:
+    for question in inbox:
         prefetcher.end()
-        question = json.loads(line)
         answer = questions.answer(question)
         out.write(json.dumps(answer, default=str) + "\n")
         out.flush()

@@ -6,6 +6,7 @@ says that all were answered; an event that joins at that moment is never answere
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from typing import Any
 
 import gradio as gr
@@ -21,14 +22,26 @@ def show(value: str = "", elem_id: str | None = None) -> gr.HTML:
     return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
-def change_trigger() -> gr.HTML:
+def _of_any_number(component: type) -> Any:
+    """A number component that gives handlers any number, also one that is being typed; Gradio's own answers with an error.
+
+    page.js brings what is entered into range. Gradio's metaclass would write a .pyi file for the subclass beside this one.
+    """
+    attributes = {"is_template": True, "preprocess": lambda _self, payload: payload}
+    return ABCMeta.__new__(type(component), f"AnyNumber{component.__name__}", (component,), attributes)
+
+
+NumberSlider, NumberBox = _of_any_number(gr.Slider), _of_any_number(gr.Number)
+
+
+def change_trigger(elem_id: str | None = None) -> gr.HTML:
     """A hidden component with a fingerprint of all that is shown: its `change` updates the page, an idle tick sends only this.
 
     A tick that skips its outputs would leave a component of the page's session behind for each that has a value at the next
     tick, or that the next event reads: Gradio makes a new one for each skipped output, and keeps it under a number of its own.
     The browser reports that it changed; a changed `gr.State` is only reported by Gradio's queue.
     """
-    return gr.HTML(visible="hidden", apply_default_css=False, js_on_load=None)
+    return gr.HTML(visible="hidden", elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
 def fingerprint(*shown: Any) -> str:

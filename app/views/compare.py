@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from finetune.units import GIB
 
-from ..live import LiveRun
+from ..live import Digest, LiveRun
 from .charts import Line, Panel, chart
 from .markup import inert, note, table
 from .series import smoothed
@@ -43,7 +41,9 @@ def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: flo
     return Panel(title, lines, lambda value: f"{value / unit:.3g}", unit=unit)
 
 
-def last_loss(digest: Any) -> str:
-    """The last step's training loss."""
+def last_loss(digest: Digest) -> str:
+    """The newest step's training loss; where it is not a number, that, and the last one that was."""
     loss = digest.series.get("loss")
-    return "not measured" if loss is None or loss.last is None else f"{loss.last:.4f}"
+    if loss is None:
+        return "not measured"
+    return loss.newest_text("{:.4f}".format) if loss.missing or loss.last is None else f"{loss.last:.4f}"

@@ -6,20 +6,23 @@ from typing import Any
 
 from finetune.errors import DataError
 from finetune.memory.forecast import PARTS
-from finetune.planner.plan import Plan, Verdict
+from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
+from ..planning.blocker import Blocker
 from .charts import stacked_bar
 from .markup import Safe, inert, note, problem, table
 
 
-def verdict(plan: Plan, price_per_hour: float) -> str:
-    """The verdict: peak against budget, headroom, time and cost."""
+def verdict(plan: Plan, price_per_hour: float, blocked: bool = False) -> str:
+    """The verdict: peak against budget, headroom, time and cost. `blocked`: a run would not start, so that it isn't green."""
     card, forecast = plan.card, plan.forecast
-    css = plan.verdict.level
+    css, title = plan.verdict.level, str(plan.verdict)
+    if blocked and css in ("ok", "warn"):
+        css, title = "warn", f"{title}, but a run would not start"
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
-        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p></div>'
+        return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
     budget = plan.budget_bytes or card.free_bytes
     lower, upper = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
     text = (
@@ -37,7 +40,7 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
         text += f" The largest part: {plan.shortfall.part}."
         text += f" The largest model in the catalogue that fits: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
-    return f'<div class="ft-verdict {css}" role="status"><strong>{inert(plan.verdict)}</strong><p>{inert(text)}</p>{time}</div>'
+    return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p>{time}</div>'
 
 
 def _duration(plan: Plan, price_per_hour: float) -> str:
@@ -64,7 +67,8 @@ def ledger(plan: Plan) -> str:
     free = card.total_bytes - sum(size for _, size, _ in parts)
     shown = [(name, size, css) for name, size, css in parts if size > 0]
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
-    bar = stacked_bar(shown, card.total_bytes, f"Memory of {card.name}: {sizes}; {_free(free)}")
+    label = f"Memory of {card.name}: {sizes}; {_free(free)}"
+    bar = stacked_bar(shown, card.total_bytes, label, format_bytes)
     rows = [
         [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
         for name, size, css in shown
@@ -76,6 +80,24 @@ def ledger(plan: Plan) -> str:
         bar + table(["at the training peak", ">memory", ">share of the card"], rows, "Memory by part", hidden_caption=True)
         + note(f"Allocated peak by phase: {peaks}. Forecast by: {forecast.method}.") + notes
     )  # fmt: skip
+
+
+def suggestion(item: Suggestion, plan: Plan) -> str:
+    """A suggestion as text: what it sets, whether the plan then fits, by the forecast's upper end, and what it costs."""
+    budget = plan.budget_bytes or plan.card.free_bytes
+    upper = (plan.forecast.peak_high_bytes if plan.forecast else item.peak_bytes + item.saves_bytes) - item.saves_bytes
+    if upper <= budget:
+        outcome = "then it fits"
+    else:
+        outcome = "then it may not fit" if item.peak_bytes <= budget else "it still does not fit"
+    size = f"{_without_unit(format_bytes(upper), format_bytes(budget))} of {format_bytes(budget)}"
+    return f"{item.override}: {outcome}: {size}, {format_bytes(item.saves_bytes)} less; {item.cost}"
+
+
+def _without_unit(size: str, of_size: str) -> str:
+    """`7.40` of `7.40 GiB` where the other size has the same unit."""
+    number, _, unit = size.partition(" ")
+    return number if of_size.endswith(f" {unit}") else size
 
 
 def reasons(plan: Plan) -> str:
@@ -99,21 +121,21 @@ def alternatives(plan: Plan, price_per_hour: float) -> str:
     return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
 
 
-def card_note(plan: Plan) -> str:
-    """Why no run can use this machine's card now; empty when it can."""
-    card = plan.card
-    return problem("No run can use this card now", [card.problem], card.problem_fix) if card.problem else ""
+def blocker_note(blocker: Blocker) -> str:
+    """Why a run would not start here, and the page with the fix where no button has it."""
+    if blocker.elsewhere:
+        return note(f"Planned for another machine: {'; '.join(blocker.problems)}.")
+    shown = problem(blocker.title, blocker.problems, blocker.fix)
+    is_data = blocker.title == DataError.title and not blocker.override
+    return shown + ('<p><a class="ft-button" href="/">Choose other data</a></p>' if is_data else "")
 
 
 def data_note(plan: Plan) -> str:
-    """Rows and tokens of the data, and why a run would refuse them."""
-    shown = ""
-    if plan.data_problem:
-        shown += problem(DataError.title, plan.data_problem.problems, plan.data_problem.fix)
-    if plan.data is not None:
-        longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
-        shown += note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
-    return shown
+    """Rows and tokens of the data; empty when they were not read."""
+    if plan.data is None:
+        return ""
+    longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
+    return note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
 
 
 def _seconds(step_s: float | None, steps: int | None) -> float | None:

@@ -28,6 +28,10 @@ _MARK_CSS = {
     "resume": "resume",
     "start": "start",
 }
+_PEAK_NAMES = {
+    "peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved",
+    "card_used_bytes": "whole card, with other programs", "process_peak_rss_bytes": "host memory of this process",
+}  # fmt: skip
 _MARKS_SHOWN = 60
 _LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
@@ -72,16 +76,16 @@ def curves(live: LiveRun, factor: float) -> str:
 def summary_of(digest: Digest, plan: Plan) -> str:
     """The chart's summary as text."""
     loss = digest.series.get("loss")
-    if loss is None or loss.last is None:
+    if loss is None:
         return "No step is complete yet."
-    summary = f"Loss {_loss(loss.last)} at step {digest.step:,}"
+    summary = f"Loss {loss.newest_text(_loss)}"
     if loss.first is not None and loss.first_step != loss.last_step:
         summary += f", {_loss(loss.first)} at step {loss.first_step:,}, lowest {_loss(loss.low)}"
-    name, peak = _peak(digest)
+    name, peak = measured_peak(digest, plan)
     if peak is not None:
         summary += f". {name}, peak: {format_bytes(peak)}"
         if plan.forecast:
-            summary += f", forecast {format_bytes(_forecast_for(name, plan))}"
+            summary += f", forecast {format_bytes(plan.forecast.peak_bytes)}"
     return f"{summary}."
 
 
@@ -97,11 +101,13 @@ def more_curves(digest: Digest) -> str:
     charts = []
     for name, title, show in wanted:
         series = digest.series.get(name)
-        if series is None or series.last is None:
+        if series is None:
             continue
-        spread = f"between {show(series.low or 0)} and {show(series.high or 0)}"
-        label = f"{title}: {show(series.last)} at step {series.last_step:,}, {spread}"
-        panel = Panel(f"{title} {show(series.last)}", [Line(title, series.means(), "loss")], show, css="small")
+        label = f"{title}: {series.newest_text(show)}"
+        if series.low is not None and series.high is not None:
+            label += f", between {show(series.low)} and {show(series.high)}"
+        newest = series.missing[1] if series.missing else show(series.last or 0.0)
+        panel = Panel(f"{title} {newest}", [Line(title, series.means(), "loss")], show, css="small")
         charts.append(chart([panel], [], digest.step, label))
     return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note("These curves start with the first step.")
 
@@ -123,24 +129,24 @@ def memory(digest: Digest, plan: Plan) -> str:
         parts.append(("allocator and context", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
         whole = plan.budget_bytes or plan.card.free_bytes
         sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
-        bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}")
+        bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}", format_bytes)
         rows += [
             [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), None]
             for name, size, css in parts
             if size > 0
         ]
-        rows.append(["total at the peak", format_bytes(plan.forecast.peak_bytes), _measured_peak(digest)])
+        measured = measured_peak(digest, plan)[1]
+        rows.append(["total at the peak", format_bytes(plan.forecast.peak_bytes), format_bytes(measured)])
     for name, now_bytes in (
         ("allocated now", step.allocated_bytes), ("reserved, peak of the step", step.peak_reserved_bytes),
-        ("whole card now", step.card_used_bytes), ("other processes on the card", step.other_processes_bytes),
+        ("whole card now, with other programs", step.card_used_bytes),
+        ("other programs on the card", step.other_processes_bytes),
         ("host memory of this process now", step.process_rss_bytes),
     ):  # fmt: skip
         if now_bytes is not None:
             rows.append([name, None, format_bytes(now_bytes)])
     for name, size in digest.peaks.items():
-        rows.append(
-            [f"{name.removesuffix('_bytes').replace('_', ' ').replace('peak ', '')}, peak overall", None, format_bytes(size)]
-        )
+        rows.append([f"{_PEAK_NAMES.get(name, name)}, peak overall", None, format_bytes(size)])
     if not rows:
         return note("Memory is measured from the first step on.")
     return (
@@ -214,11 +220,14 @@ def numbers(digest: Digest) -> str:
         return note("No step is complete yet.")
     name = _memory_lines(digest)[-1][0] if _memory_lines(digest) else None
     memory_at = dict(digest.series[name].means()) if name else {}
-    points = [point for point in loss.means() if point[1] is not None]
+    points = loss.means()
     chosen = points[:: max(1, len(points) // _TABLE_ROWS)]
     if points[-1] not in chosen:
         chosen.append(points[-1])
-    rows = [[f"{step:,.0f}", _loss(value), format_bytes(memory_at.get(step))] for step, value in chosen]
+    rows = [
+        [f"{step:,.0f}", "not a number" if value is None else _loss(value), format_bytes(memory_at.get(step))]
+        for step, value in chosen
+    ]
     return table([">step", ">loss", ">memory"], rows, "Loss and memory by step", hidden_caption=True)
 
 
@@ -251,7 +260,7 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
 
 def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
     card = [
-        ("card_used_bytes", "whole card", "whole"), ("peak_reserved_bytes", "reserved", "reserved"),
+        ("card_used_bytes", "whole card, with other programs", "whole"), ("peak_reserved_bytes", "reserved", "reserved"),
         ("peak_allocated_bytes", "allocated, peak of the step", "memory"),
     ]  # fmt: skip
     host = [("process_rss_bytes", "process", "memory")]
@@ -259,29 +268,17 @@ def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
     return lines or [line for line in host if line[0] in digest.series]
 
 
-def _peak(digest: Digest) -> tuple[str, int | None]:
-    for name, key in (
-        ("Card memory", "card_used_bytes"), ("Reserved memory", "peak_reserved_bytes"),
-        ("Allocated memory", "peak_allocated_bytes"), ("Process memory", "process_peak_rss_bytes"),
-    ):  # fmt: skip
-        if key in digest.peaks:
-            return name, digest.peaks[key]
-    return "Memory", None
+def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
+    """The peak of what the forecast's `peak_bytes` is of, with its name: the training process alone, without other programs.
 
-
-def _forecast_for(name: str, plan: Plan) -> int | None:
-    if plan.forecast is None:
-        return None
-    if name == "Reserved memory":
-        return plan.forecast.reserved_bytes
-    return plan.forecast.allocated_bytes if name == "Allocated memory" else plan.forecast.peak_bytes
-
-
-def _measured_peak(digest: Digest) -> str | None:
-    for key in ("card_used_bytes", "process_peak_rss_bytes"):
-        if key in digest.peaks:
-            return format_bytes(digest.peaks[key])
-    return None
+    On a GPU that is the allocator's reserved memory and the CUDA context, which is the plan's where the driver does not report
+    other programs.
+    """
+    reserved = digest.peaks.get("peak_reserved_bytes")
+    if reserved is None:
+        return "Process memory", digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
+    context = digest.newest_step.context_bytes if digest.newest_step else None
+    return "Reserved memory and CUDA context", reserved + (context or plan.card.context_bytes or 0)
 
 
 def _memory_tiles(digest: Digest) -> list[tuple[str, str]]:

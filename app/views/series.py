@@ -8,6 +8,7 @@ reading a run in one go or step by step gives the same series. A value that is n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,8 @@ class Series:
         self.last_step: int | None = None
         self.first_step: int | None = None
         self.first: float | None = None
+        #: Step and text of the newest value, where that is not a number.
+        self.missing: tuple[int, str] | None = None
         self._most = most_bins
 
     def add(self, step: int, value: Any) -> None:
@@ -69,13 +72,22 @@ class Series:
             part = self.bins[index] = Bin(math.inf, step, -math.inf, step)
         if isinstance(value, (int, float)) and math.isfinite(value):
             part.take(step, float(value))
-            self.last, self.last_step = float(value), step
+            self.last, self.last_step, self.missing = float(value), step, None
             if self.first_step is None or step < self.first_step:
                 self.first, self.first_step = float(value), step
         else:
             part.missing += 1
+            self.missing = (step, "not measured" if value is None else str(value))
         while len(self.bins) > self._most:
             self._double()
+
+    def newest_text(self, show: Callable[[float], str]) -> str:
+        """The newest value with its step; where it is not a number, that, and the last one that was."""
+        number = "" if self.last is None else f"{show(self.last)} at step {self.last_step:,}"
+        if self.missing is None:
+            return number or "not measured"
+        step, text = self.missing
+        return f"{text} at step {step:,}" + (f" (last number: {number})" if number else "")
 
     @property
     def low(self) -> float | None:
@@ -128,7 +140,10 @@ class Series:
         for index, part in self.bins.items():
             minimum, maximum = (part.low, part.high) if part.count else (None, None)
             bins[index] = [minimum, part.low_step, maximum, part.high_step, part.total, part.count, part.missing]
-        return {"width": self.width, "bins": bins, "ends": [self.first_step, self.first, self.last_step, self.last]}
+        return {
+            "width": self.width, "bins": bins, "ends": [self.first_step, self.first, self.last_step, self.last],
+            "missing": self.missing,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Series:
@@ -141,6 +156,7 @@ class Series:
                 math.inf if minimum is None else minimum, minimum_step, -math.inf if maximum is None else maximum, *others
             )
         series.first_step, series.first, series.last_step, series.last = values["ends"]
+        series.missing = tuple(values["missing"]) if values.get("missing") else None
         return series
 
 

@@ -67,6 +67,11 @@ def catalogue() -> dict[str, Card]:
     return {name: _from_entry(name, entry) for name, entry in _entries().items()}
 
 
+def catalogue_sizes() -> dict[str, int]:
+    """Name -> GB of memory as the box says, for every card of the catalogue."""
+    return {name: entry["box_gb"] for name, entry in _entries().items()}
+
+
 def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
     total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
@@ -135,7 +140,7 @@ def _on_this_machine(wanted: Card, processes: int) -> Card:
 def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
     entries = _entries()
-    sizes = {name: entry["box_gb"] for name, entry in entries.items()}
+    sizes = catalogue_sizes()
     devices = {name: entry["device"] for name, entry in entries.items()}
     catalogue_card = catalogue_name(gpu, sizes, devices)
     if catalogue_card:

@@ -43,6 +43,18 @@ class Memory:
     process_rss_bytes: Annotated[Whole | None, "host memory of the training process"] = None
     process_peak_rss_bytes: Annotated[Whole | None, "peak of it since the process started"] = None
 
+    @property
+    def own_card_bytes(self) -> int | None:
+        """Bytes in use on the GPU without other programs; None where the driver does not report them."""
+        used, others = self.card_used_bytes, self.other_processes_bytes
+        return None if used is None or others is None else used - others
+
+    @property
+    def context_bytes(self) -> int | None:
+        """Bytes of this process on the GPU outside torch's allocator; None where the driver does not report other programs."""
+        own, reserved = self.own_card_bytes, self.reserved_bytes
+        return None if own is None or reserved is None else own - reserved
+
 
 @dataclass(frozen=True, kw_only=True)
 class State(Event):

@@ -29,7 +29,7 @@ def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> 
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
         allocated_error=_error(measured, predicted), predicted_peak_bytes=forecast.peak_bytes if forecast else None,
-        measured_card_bytes=_own_card_bytes(memory), measured_reserved_bytes=reserved,
+        measured_card_bytes=memory.own_card_bytes, measured_reserved_bytes=reserved,
         predicted_reserved_bytes=predicted_reserved, reserved_error=_error(reserved, predicted_reserved),
         predicted_segments=forecast.segments.get("train") if forecast else None, measured_segments=memory.peak_segments,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def highest(memories: Sequence[Memory]) -> Memory:
         peak_allocated_bytes=_highest(memory.peak_allocated_bytes for memory in memories),
         peak_reserved_bytes=_highest(memory.peak_reserved_bytes for memory in memories),
         peak_segments=_highest(memory.peak_segments for memory in memories),
-        card_used_bytes=_highest(_own_card_bytes(memory) for memory in memories),
+        card_used_bytes=_highest(memory.own_card_bytes for memory in memories),
         other_processes_bytes=0,
     )
 
@@ -87,7 +87,7 @@ def record_measurements(plan: Plan, steps: list[Step]) -> None:
         reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
         segments=_highest(step.peak_segments for step in steps),
     )  # fmt: skip
-    contexts = [_context_bytes(step) for step in steps]
+    contexts = [step.context_bytes for step in steps]
     measured = [size for size in contexts if size is not None and size > 0]
     if measured:
         record_measurement(plan.card.name, int(statistics.median(measured)))
@@ -95,15 +95,3 @@ def record_measurements(plan: Plan, steps: list[Step]) -> None:
 
 def _highest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _own_card_bytes(memory: Memory) -> int | None:
-    """Memory in use on the card without other programs; None where the driver does not report them."""
-    used, others = memory.card_used_bytes, memory.other_processes_bytes
-    return None if used is None or others is None else used - others
-
-
-def _context_bytes(memory: Memory) -> int | None:
-    """Memory of this process on the card outside torch's allocator; None where the driver does not report other programs."""
-    used, others, reserved = memory.card_used_bytes, memory.other_processes_bytes, memory.reserved_bytes
-    return None if used is None or others is None or reserved is None else used - others - reserved

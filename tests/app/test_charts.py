@@ -2,9 +2,19 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
+import pytest
+
+from app.planning.catalogue import card_choices
 from app.views.charts import Level, Line, Mark, Panel, chart, histogram, sparkline, stacked_bar
 from app.views.markup import Safe, inert, plain, table
+from app.views.plan import suggestion
+from finetune.card import find_card
+from finetune.card.find import catalogue
+from finetune.memory.forecast import Forecast
+from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.units import GIB
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m‮"
 
@@ -59,7 +69,10 @@ def test_every_text_in_a_chart_is_inert():
     evil = Panel(
         HOSTILE, [Line(HOSTILE, [(1.0, 1.0), (2.0, 2.0)], "loss")], lambda value: HOSTILE, [Level(HOSTILE, 2.0, "card")]
     )
-    for text in (chart([evil], [Mark(HOSTILE, 1, "save")], 2, HOSTILE), stacked_bar([(HOSTILE, 1, "x")], 2, HOSTILE)):
+    for text in (
+        chart([evil], [Mark(HOSTILE, 1, "save")], 2, HOSTILE),
+        stacked_bar([(HOSTILE, 3, "x")], 2, HOSTILE, lambda size: HOSTILE),
+    ):
         assert {element.tag for element in parsed(text).iter()}.isdisjoint({"img", "script"})
         assert "\x1b" not in text
         assert "‮" not in text
@@ -83,7 +96,26 @@ def test_a_histogram_marks_rows_over_the_limit():
     assert 'class="level budget"' in text
 
 
-def test_parts_over_the_whole_stand_beyond_its_mark():
-    text = stacked_bar([("weights", 150, "part-weights")], 100, "words")
-    assert "width:100.000%" in text
-    assert "left:66.667%" in text
+def test_the_scale_of_a_bar_is_the_card_and_what_exceeds_it_is_a_number():
+    text = stacked_bar([("weights", 150, "part-weights"), ("loss", 50, "part-loss")], 100, "words", "{:.0f} GiB".format)
+    assert re.findall(r'class="part-weights" style="width:([\d.]+)%', text) == ["100.000"]
+    assert "part-loss" not in text and "100 GiB over" in text and ">100 GiB<" in text
+    fitting = stacked_bar([("weights", 25, "part-weights")], 100, "words", "{:.0f} GiB".format)
+    assert "width:25.000%" in fitting and "over" not in fitting
+
+
+@pytest.mark.parametrize(("saves", "outcome"), [(5, "then it fits: 7.00 of 11.0 GiB"), (0.5, "it still does not fit: 11.5 of")])
+def test_a_suggestion_says_whether_the_plan_then_fits(saves, outcome):
+    forecast = Forecast(6 * GIB, 11 * GIB, 12 * GIB, 6 * GIB, 12 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
+    plan = Plan(SimpleNamespace(), {}, find_card("rtx-3060"), Verdict.NO_FIT, forecast=forecast, budget_bytes=11 * GIB)
+    item = Suggestion("lora_r=8", round(saves * GIB), round((12 - saves) * GIB), "a smaller adapter")
+    assert outcome in suggestion(item, plan)
+
+
+def test_the_first_card_that_contains_a_cards_name_is_that_card():
+    choices = card_choices()
+    assert len({label for label, _ in choices}) == len(choices) == len(catalogue())
+    for _, name in choices:
+        typed = name.removeprefix("rtx-").replace("-", " ")
+        assert [card for label, card in choices if typed in label.lower()][:1] in ([name], []), name
+    assert ("RTX 4090 · 24 GB", "rtx-4090") in choices and ("RTX 3080 Laptop · 8 GB", "rtx-3080-laptop-8gb") in choices

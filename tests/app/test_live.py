@@ -1,5 +1,6 @@
 """A followed run: reads only what is new, is the same however often it is read, and survives a restart of the app."""
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ import pytest
 
 from app import live as live_module
 from app.live import Digest, LiveRun
-from app.views.run import memory
+from app.views.compare import last_loss
+from app.views.run import measured_peak, memory, more_curves, numbers, summary_of
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
 from finetune.memory.forecast import Forecast
@@ -93,6 +95,37 @@ def test_nan_and_unknown_kinds_do_no_harm(run, tmp_path):
     live = follow(run, tmp_path)
     live.refresh()
     assert live.digest.series["loss"].points() == [(1.5, None), (2.0, 1.5)]
+
+
+def test_a_loss_that_is_not_a_number_is_said_with_its_own_step(run, tmp_path):
+    writer = EventWriter(run.events)
+    for step, loss in ((1, 60.0), (120, 55.824), (300, float("nan"))):
+        writer.emit(Step(step=step, total_steps=400, loss=loss, grad_norm=loss))
+    writer.close()
+    live = follow(run, tmp_path)
+    live.refresh()
+    digest = Digest.from_json(json.loads(json.dumps(live.digest.as_json())))
+    plan = Plan(SimpleNamespace(), {}, find_card("rtx-4090"), Verdict.FITS)
+    assert summary_of(digest, plan).startswith("Loss nan at step 300 (last number: 55.8240 at step 120)")
+    assert last_loss(digest) == "nan at step 300 (last number: 55.8240 at step 120)"
+    assert "Gradient norm: nan at step 300" in more_curves(digest)
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", numbers(digest))[-3:-1] == ["300", "not a number"]
+
+
+@pytest.mark.parametrize(("others", "measured"), [(2 * GIB, 8.5), (None, 8.25)], ids=["reported", "not reported"])
+def test_the_forecast_of_the_process_is_compared_with_the_process_without_other_programs(run, tmp_path, others, measured):
+    card = dataclasses.replace(find_card("rtx-4090"), context_bytes=GIB // 4)
+    writer = EventWriter(run.events)
+    memory_bytes = {"reserved_bytes": 7 * GIB, "card_used_bytes": 7 * GIB + GIB // 2 + 2 * GIB, "other_processes_bytes": others}
+    writer.emit(Step(step=1, loss=1.0, peak_reserved_bytes=8 * GIB, process_peak_rss_bytes=3 * GIB, **memory_bytes))
+    writer.close()
+    live = follow(run, tmp_path)
+    live.refresh()
+    forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
+    plan = Plan(SimpleNamespace(), {}, card, Verdict.FITS, forecast=forecast)
+    assert measured_peak(live.digest, plan)[1] == measured * GIB
+    assert f"peak: {measured:.2f} GiB, forecast {forecast.peak_bytes / GIB:.2f} GiB" in summary_of(live.digest, plan)
+    assert f'<td class="right">{measured:.2f} GiB</td>' in memory(live.digest, plan).partition("total at the peak")[2]
 
 
 def test_no_number_of_a_damaged_file_stops_the_page(run, tmp_path):

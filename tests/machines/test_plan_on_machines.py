@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from app.planning.blocker import blocker_of
 from app.planning.process import Questions
-from app.views import plan as plan_view
 from finetune.card import find_card
 from finetune.card.device_selection import cards_here
 from finetune.cli import main
@@ -64,8 +64,9 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     printed = json.loads(capsys.readouterr().out)
     page = Questions().answer({"kind": "plan", "recipe": write_recipe(recipe)})["plan"]
     assert printed["card"] == page["card"] and printed["card"]["uuid"].startswith("GPU-30911111")
-    shown = plan_view.card_note(Plan.from_json(page))
-    assert "CPU-only build" in printed["card"]["problem"] and "CPU-only build" in shown and "Install the wheel" in shown
+    blocker = blocker_of(recipe, Plan.from_json(page))
+    assert "CPU-only build" in printed["card"]["problem"]
+    assert "CPU-only build" in blocker.problems[0] and "Install the wheel" in blocker.fix
 
 
 @pytest.mark.slow

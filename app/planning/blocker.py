@@ -1,0 +1,60 @@
+"""What is known to keep a run from starting, before anybody presses Run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from finetune.card import find_card
+from finetune.card.device_selection import cards_here
+from finetune.data.sources import find_sources
+from finetune.errors import DataError, FinetuneError
+from finetune.planner.plan import Plan
+from finetune.recipe import AUTO, Recipe
+
+_SETTING = re.compile(r"dataset\.\w+=\S+")
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """Why a run would not start, and the fix; `override` removes the reason, on a button with `label`.
+
+    `elsewhere`: it would on another machine, for which this is planned.
+    """
+
+    title: str
+    problems: list[str]
+    fix: str = ""
+    label: str = ""
+    override: str = ""
+    elsewhere: bool = False
+
+
+def blocker_of(recipe: Recipe, plan: Plan) -> Blocker | None:
+    """The first reason why a run of this plan would not start on this machine; None when none is known."""
+    if plan.data_problem:
+        problems, fix = list(plan.data_problem.problems), plan.data_problem.fix
+        setting = _SETTING.search(fix)
+        override = setting[0] if setting else ""
+        return Blocker(DataError.title, problems, fix, _label(override, problems), override)
+    if plan.data is None:
+        try:
+            find_sources(recipe.dataset.path, only_split=recipe.dataset.split is not None)
+        except DataError as error:
+            return Blocker(error.title, error.problems, error.fix)
+    if plan.card.problem:
+        return Blocker("No run can use this card now", [plan.card.problem], plan.card.problem_fix)
+    try:
+        find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
+    except FinetuneError as error:
+        here = bool(cards_here()) and recipe.gpu != AUTO
+        label, override = ("Use this machine's card", f"gpu={AUTO}") if here else ("", "")
+        return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
+    return None
+
+
+def _label(override: str, problems: list[str]) -> str:
+    rows = re.match(r"([\d,]+) ", problems[0])
+    if override == "dataset.on_bad_rows=skip" and rows:
+        return f"Leave out {rows[1]} row{'' if rows[1] == '1' else 's'}"
+    return f"Set {override}"

@@ -1,0 +1,169 @@
+"""Fit: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import gradio as gr
+import pytest
+
+from app.context import Context
+from app.pages.fit import _View
+from app.planning.blocker import blocker_of
+from app.planning.draft import TYPED
+from app.planning.planner import Planner, SupersededError
+from app.planning.process import Inbox, Questions
+from app.views import plan as plan_view
+from app.views.binding import NumberBox, NumberSlider
+from app.workspace import Workspace
+from finetune.bundled import dataset_paths
+from finetune.recipe import recipe_from
+
+SKIPPED = gr.skip()
+
+
+@pytest.fixture
+def view(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    view = _View(context)
+    view.context.planner.ask = lambda kind, recipe, **_: Questions().answer({"kind": kind, "recipe": recipe})
+    yield view
+    context.close()
+
+
+def test_a_recipe_text_that_nobody_typed_is_never_written(view):
+    stale = view.context.draft.read().text
+    view.slide("lora_r", 48, "one")
+    newer = view.context.draft.read().text
+    view.slide("lora_r", 64, "one")
+    assert view.write(stale, "", "one") == view.write(newer, "", "one") == SKIPPED
+    assert view.context.draft.read().recipe.lora_r == 64
+
+
+def test_a_text_typed_into_an_older_recipe_is_refused_and_said(view):
+    draft = view.context.draft
+    basis = draft.stamp
+    view.slide("lora_r", 64, "two")
+    message, stamp, _ = view.write("lora_r: 3", basis, "one")
+    assert "was changed" in message and stamp == draft.stamp
+    assert draft.read().recipe.lora_r == 64
+
+
+def test_every_key_that_is_typed_is_taken_though_its_basis_is_the_key_before(view):
+    draft = view.context.draft
+    basis, text = draft.stamp, draft.read().text
+    for letter in "seed: 7":
+        text += letter
+        assert view.write(text, basis, "one")[0] == ""
+    assert draft.read().text == text and draft.author == ("one", TYPED)
+    assert view.follow("one")[0] == SKIPPED  # what is being typed is not replaced
+    assert view.follow("two")[0] == text
+
+
+def test_two_writes_of_one_moment_have_different_stamps(view):
+    stamps = [view.slide("lora_r", rank, "one")[1] for rank in range(1, 30)]
+    assert len(set(stamps)) == len(stamps)
+
+
+def test_a_slider_in_use_is_not_moved_by_the_text_that_follows_it(view):
+    view.slide("lora_r", 48, "one")
+    text, _, basis, *form = view.follow("one")[:7]
+    assert "lora_r: 48" in text and basis == view.context.draft.stamp
+    assert form == [SKIPPED] * 4
+    assert 48 in view.follow("two")[3:7]
+
+
+@pytest.mark.parametrize("typed", [5, 99999, 3.7, None])
+def test_a_number_out_of_range_is_no_error_and_changes_nothing(view, typed):
+    before = view.context.draft.read().text
+    assert NumberSlider(64, 16384, value=64).preprocess(typed) == NumberBox(minimum=0).preprocess(typed) == typed
+    assert view.slide("max_length", typed, "one") == SKIPPED
+    assert view.context.draft.read().text == before
+    assert view.slide("max_length", 512.0, "one")[0] == "" and view.context.draft.read().recipe.max_length == 512
+
+
+def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(view):
+    asked, newer = threading.Event(), threading.Event()
+    ask = view.context.planner.ask
+
+    def slow(kind, recipe, **values):
+        if "lora_r: 48" in recipe:
+            asked.set()
+            assert newer.wait(60)
+            raise SupersededError
+        newer.set()
+        return ask(kind, recipe, **values)
+
+    view.context.planner.ask = slow
+    with ThreadPoolExecutor() as pool:
+        view.slide("lora_r", 48, "one")
+        first = pool.submit(view.answer, 0, "one")
+        other_tab = pool.submit(view.answer, 0, "two")  # asks nothing of its own
+        assert asked.wait(60)
+        view.slide("lora_r", 64, "one")
+        newest = view.answer(0, "one")
+        assert first.result() == other_tab.result() == SKIPPED
+    assert view.context.draft.stamp in newest and "64" in newest[3]
+
+
+def test_work_on_a_plan_ends_when_a_newer_one_was_asked_for():
+    inbox = Inbox(iter(['{"kind": "newest", "number": 2}\n']))
+    assert list(inbox) == []
+    recipe = "model_name_or_path: tiny\ndataset: support\ngpu: rtx-3060\n"
+    questions = Questions(newest=lambda: inbox.newest)
+    assert questions.answer({"kind": "plan", "number": 1, "recipe": recipe}) == {"superseded": True}
+    assert "plan" in questions.answer({"kind": "plan", "number": 2, "recipe": recipe})
+
+
+def test_a_question_that_waited_for_an_older_one_is_not_asked_when_it_is_old_itself(tmp_path, monkeypatch):
+    planner = Planner(Workspace(tmp_path, tmp_path / "runs"))
+    monkeypatch.setattr(planner, "_running", lambda: pytest.fail("asked"))
+    with ThreadPoolExecutor() as pool, planner._lock:
+        waiting = pool.submit(planner.ask, "plan")
+        while not planner._newest_plan:
+            pass
+        planner._newest_plan += 1
+        planner._lock.release()
+        with pytest.raises(SupersededError):
+            waiting.result(60)
+        planner._lock.acquire()
+
+
+def plan_of(**values):
+    recipe = recipe_from({"model_name_or_path": "tiny", "dataset": "support", "gpu": "cpu", "max_length": 256, **values})
+    return recipe, Questions().plan(recipe)
+
+
+def test_a_missing_file_blocks_run_though_its_plan_fits(view):
+    recipe, plan = plan_of(dataset="data/nothere.jsonl")
+    blocker = blocker_of(recipe, plan)
+    assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
+    assert 'href="/"' in plan_view.blocker_note(blocker)
+    assert 'class="ft-verdict ok"' not in plan_view.verdict(plan, 0, blocked=True)
+
+
+def test_refused_rows_block_run_with_a_button_that_leaves_them_out(view, tmp_path):
+    rows = dataset_paths("support")["train"].read_text()
+    (tmp_path / "bad.jsonl").write_text(rows + '{"messages": []}\n' * 36)
+    blocker = blocker_of(*plan_of(dataset="bad.jsonl"))
+    assert (blocker.label, blocker.override) == ("Leave out 36 rows", "dataset.on_bad_rows=skip")
+    assert blocker_of(*plan_of(dataset={"path": "bad.jsonl", "on_bad_rows": "skip"})) is None
+
+
+def test_a_card_that_is_not_here_blocks_run(view):
+    blocker = blocker_of(*plan_of(gpu="rtx-3060"))
+    assert blocker is not None and blocker.elsewhere and "rtx-3060" in blocker.problems[0]
+    assert "Planned for another machine" in plan_view.blocker_note(blocker)
+    assert blocker_of(*plan_of()) is None
+
+
+def test_run_is_shown_blocked_with_its_remedy(view, tmp_path):
+    rows = dataset_paths("support")["train"].read_text()
+    (tmp_path / "bad.jsonl").write_text(rows + '{"messages": []}\n')
+    view.context.draft.change(dataset={"path": "bad.jsonl"})
+    shown = view.answer(0, "one")
+    start, remedy, overrides = shown[12], shown[14], shown[15]
+    assert start.interactive is False and remedy.value == "Leave out 1 row"
+    view.override(5, overrides)
+    assert view.context.draft.read().recipe.dataset.on_bad_rows == "skip"
+    assert view.answer(0, "one")[12].interactive is True
