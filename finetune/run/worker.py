@@ -100,6 +100,8 @@ class Worker:
         return code
 
     def _train(self) -> int:
+        from finetune.run.callbacks import NothingLeftToTrain
+
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
@@ -112,7 +114,8 @@ class Worker:
         continues = self.plan.settings.adapter_name_or_path is not None
         trainer.args.eval_on_start = continues and checkpoint is None and trainer.args.eval_strategy != "no"
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+            with contextlib.suppress(NothingLeftToTrain):
+                trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
             trainer.finish_sealing()
         self.history.end()

@@ -97,6 +97,15 @@ def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train)
     assert losses(twin) == losses(unbroken)
 
 
+def test_killed_after_the_last_checkpoint_inside_an_epoch_nothing_more_is_trained(make_run, train, tmp_path):
+    run = make_run("max_steps=6", "lr_scheduler_type=constant")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    killed = type(run)(shutil.copytree(run.path, tmp_path / "killed"))
+    shutil.rmtree(killed.adapter)
+    assert train(killed) == 0, killed.log.read_text()[-2000:]
+    assert max(losses(killed)) == 6 and adapter_hash(killed) == adapter_hash(run)
+
+
 @pytest.mark.parametrize("number", [15, 2])
 def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path, number):
     pid = train.start(twin, waiting_after(3, tmp_path / "asked"))
