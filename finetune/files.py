@@ -1,4 +1,4 @@
-"""The cache folder, atomic writes, hashes, and free disk space."""
+"""The cache folder, atomic writes, bounded reading of JSON, hashes, and free disk space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from finetune.errors import CommandError, DiskFull
 from finetune.system import WINDOWS, replace
@@ -24,6 +24,41 @@ def cache_dir() -> Path:
         return Path(chosen)
     usual = os.environ.get("LOCALAPPDATA") if WINDOWS else None
     return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
+
+
+#: Bytes of JSON that are read: the largest tokenizers have 40 MB.
+MAX_JSON_BYTES = 2**28
+_T = TypeVar("_T")
+
+
+@overload
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any: ...
+@overload
+def read_json(path: Path, kind: type[_T], *, max_bytes: int = MAX_JSON_BYTES) -> _T: ...
+def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The values of a JSON file that anybody may have written.
+
+    Raises OSError, also for what is no regular file (a FIFO would wait), and ValueError for one that is too large, is no JSON,
+    or has values of another `kind`.
+    """
+    if not path.is_file() and path.exists():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes")
+    values = parse_json(content)
+    if not isinstance(values, kind):
+        raise ValueError(f"{type(values).__name__}, not {kind.__name__}")  # noqa: TRY004 - a fault of the file
+    return values
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The values of untrusted JSON, in UTF-8. Raises ValueError, also for brackets nested too deeply."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:

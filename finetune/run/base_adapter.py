@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, RecipeError
-from finetune.files import sha256_of, write_json
+from finetune.files import read_json, sha256_of, write_json
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
@@ -123,7 +122,7 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    if changes := changes_in(run.base_adapter):
+    if changes := changes_in(run.base_adapter, required=True):
         problems = [f"{run.base_adapter}: {change}" for change in changes[:5]]
         raise RecipeError(problems, f"Start a new run: finetune run {run.recipe}")
     try:
@@ -146,7 +145,6 @@ def _run_of(folder: Path) -> Path | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, dict)
     except (OSError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}

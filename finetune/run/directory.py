@@ -18,6 +18,7 @@ from typing import Any
 
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir
+from finetune.planner.plan import writes_manifests
 from finetune.run.seal import changes_in
 from finetune.system import is_locked, rename, take_lock
 
@@ -252,17 +253,8 @@ def require_data(run: RunDirectory) -> None:
     fix = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
         raise CommandError(f"{run.data} is missing or incomplete", fix)
-    if changes := changes_in(run.data):
+    if changes := changes_in(run.data, required=writes_manifests(run.plan)):
         raise CommandError([f"{run.data}: {change}" for change in changes[:5]], fix)
-
-
-def require_intact_adapter(adapter: Path) -> None:
-    """Raise RecipeError when the finished adapter in a folder is not what the run wrote."""
-    if changes := changes_in(adapter):
-        raise CommandError(
-            [f"{adapter}: {change}" for change in changes[:5]],
-            f"Delete or rename {adapter} to use the newest sealed checkpoint, or train again.",
-        )
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:

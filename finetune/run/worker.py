@@ -18,15 +18,15 @@ from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
-from finetune.model.weights import weights_fingerprint
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import compare_at_end, record_measurements
-from finetune.run.base_adapter import base_adapter_hash, base_adapter_of, load_base_adapter
+from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
+from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted
 from finetune.run.seal import facts_differ, newest_verified
@@ -283,21 +283,6 @@ class Worker:
 
 _STATE_OF = {Diverged.exit_code: "diverged", DiskFull.exit_code: "paused"}
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
-
-
-def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
-    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and (`base`) model."""
-    values = plan.settings.model_dump(mode="json")
-    facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
-    weights, origin = weights_fingerprint(plan.settings) if base else None, base_adapter_hash(run)
-    return {**facts, **({"base": weights} if weights else {}), **({"origin": origin} if origin else {})}
-
-
-def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data", "base", "origin"} - {"dataset"}  # whose hash is the fingerprint
-    return {name: value for name, value in facts.items() if name in names}
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:

@@ -119,7 +119,7 @@ def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make,
     assert losses[0] == result.eval_loss and losses[6] != losses[0]
     facts = base_adapter_of(second)
     assert (facts.name, facts.step, facts.eval_loss) == (str(first.path), result.step, result.eval_loss)
-    assert facts.base == manifest(second.adapter)["base"]
+    assert facts.base == manifest(second.adapter)["facts"]["base"]
     assert manifest(second.checkpoints / "checkpoint-6")["facts"]["origin"]
 
 
