@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.transformers import quantised_on, sequential_loading
-from finetune.errors import DiskFull
+from finetune.errors import DiskFull, FinetuneError
 from finetune.files import free_disk_bytes, write_text
 from finetune.model import build
 from finetune.model.configuration import resolve_model_path
@@ -30,6 +30,7 @@ from finetune.model.quantised_store import (
     BOOKS,
     FORMAT,
     OUTSIDE,
+    Damaged,
     LayoutMismatch,
     Part,
     Store,
@@ -258,7 +259,21 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
     if offloading is not None:
         offloading.finish()
         base.layer_offloading = offloading  # type: ignore[assignment]
+    base.quantised_store = store  # type: ignore[assignment]
     return as_loaded(base, settings)
+
+
+def require_unchanged_file(model: torch.nn.Module) -> None:
+    """Raise FinetuneError when the file that a model reads its weights from has changed since the model was loaded."""
+    stores = (vars(module).get("quantised_store") for module in model.modules())
+    for store in filter(None, stores):
+        try:
+            store.require_unchanged()
+        except Damaged as error:
+            raise FinetuneError(
+                f"{error}, while the run read it: what it has learnt since its last checkpoint is dropped",
+                "Resume it: the file is made again.",
+            ) from None
 
 
 def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:

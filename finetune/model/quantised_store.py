@@ -278,6 +278,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path.open("rb")
+        self._verified_stat = self._stat()
         try:
             length = int.from_bytes(self.file.read(8), "little")
             if length > path.stat().st_size:
@@ -303,10 +304,20 @@ class Store:
 
     def verify(self) -> None:
         """Hash every part. Raises Damaged, which names the first part that is not as it was written."""
+        self._verified_stat = self._stat()
         with ThreadPoolExecutor(_THREADS) as pool:
             for part, digest in zip(self.parts, pool.map(self._hash, self.parts), strict=True):
                 if digest != self._hashes[part.name]:
                     raise Damaged(f"{self.path}: {part.name} has changed since it was written")
+
+    def require_unchanged(self) -> None:
+        """Hash every part again if somebody has written to the file since it was opened or verified. Raises Damaged."""
+        if self._stat() != self._verified_stat:
+            self.verify()
+
+    def _stat(self) -> tuple[int, int]:
+        about = os.fstat(self.file.fileno())
+        return about.st_size, about.st_mtime_ns
 
     def _hash(self, part: Part) -> str:
         digest, buffer, hashed_bytes = hashlib.sha256(), bytearray(min(_CHUNK, part.size)), 0

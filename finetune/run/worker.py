@@ -267,6 +267,9 @@ class Worker:
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
         """Save the adapter of the best and, if another, of the last step; returns the run's last message."""
+        from finetune.model.quantised_cache import require_unchanged_file
+
+        require_unchanged_file(trainer.model)  # type: ignore[arg-type]
         result = save_result(trainer, self.run)
         if result is None:
             return ""
