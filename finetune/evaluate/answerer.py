@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
-from finetune.files import sha256_of
+from finetune.files import read_json, sha256_of
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
 from finetune.model.quantised_cache import load_base
@@ -136,10 +135,9 @@ class Answerer:
 def is_plain(run: RunDirectory) -> bool:
     """Whether a run was trained on prompts without the chat template, by its data report; earlier versions wrote none."""
     try:
-        report = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+        return bool(read_json(run.data / "report.json", dict).get("plain"))
     except (OSError, ValueError):
         return False
-    return isinstance(report, dict) and bool(report.get("plain"))
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import model_card, require_nothing_private, without_local_paths
+from finetune.files import parse_json
 from finetune.hub import is_switched_off, require_repo
 from finetune.run.fingerprint import require_own_adapter
 
@@ -72,7 +73,7 @@ def _shareable_content(path: Path) -> Path | bytes:
         return path
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        values = json.loads(text)
+        values = parse_json(text)
         cleaned = without_local_paths(values)
         text = text if cleaned == values else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
     require_nothing_private(path.name, text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import ModelError
-from finetune.files import cache_dir, parse_json, read_json, sha256_of, write_text
+from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
 from finetune.model.configuration import resolve_model_path
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def _problem(path: Path) -> str:
                 return "is a pointer of git-lfs, not the file"
             if len(beginning) < 8 or length > size - 8:
                 return f"is truncated or no safetensors file ({size:,} bytes)"
-            header = parse_json(file.read(length))
+            file.seek(0)
+            header, _ = read_safetensors_header(file)
         data = max((part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"), default=0)
     except FileNotFoundError:
         return "is missing"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError, DiskFull
-from finetune.files import cache_dir
+from finetune.files import cache_dir, parse_json
 from finetune.planner.plan import writes_manifests
 from finetune.run.seal import changes_in
 from finetune.system import is_locked, rename, take_lock
@@ -218,7 +218,7 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
         lines = []
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             path = Path(entry["run"]) if entry["from"] == here else None
         except (ValueError, TypeError, KeyError):  # a line that was cut off
             continue

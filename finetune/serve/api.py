@@ -19,6 +19,7 @@ from openai.types.chat.chat_completion import Choice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
+from finetune.files import parse_json
 from finetune.serve.engine import AnswerEnd, Engine
 from finetune.serve.requests import ChatRequest, RequestError, read_request
 
@@ -87,7 +88,7 @@ async def _body(request: Request) -> Any:
         if len(body) > _BODY_BYTES:
             raise RequestError("The body is too large.", status=413)
     try:
-        return json.loads(body)
+        return parse_json(body)
     except ValueError:
         raise RequestError("The body is not JSON.") from None
 

@@ -104,13 +104,13 @@ def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_sa
 
         log = RunCallback.on_log
 
-        def overwrite(self, args, state, *rest, **named):
+        def overwrite(self, args, state, control, **named):
             if state.global_step == 2:
                 (path,) = (tmp_path / "quantised").glob("*.safetensors")
                 with path.open("r+b") as file:
                     file.seek(path.stat().st_size // 2)
                     file.write(b"\xaa" * 1000)
-            return log(self, args, state, *rest, **named)
+            return log(self, args, state, control, **named)
 
         RunCallback.on_log = overwrite
 
