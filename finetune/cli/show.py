@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, state_text, table
+from finetune.cli.render import out, print_text, state_text, table
 from finetune.evaluate.results import read_evaluations
 from finetune.events import Evaluation, EventReader
 from finetune.run.directory import RunDirectory, open_run
@@ -40,7 +40,7 @@ def show_run(source: str, *, as_json: bool) -> None:
         _print_scores(scores)
     else:
         out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
-    print(f"\n{recipe}", end="")
+    print_text(f"\n{recipe}")
 
 
 def _scores(run: RunDirectory) -> dict[str, dict[str, Any]]:

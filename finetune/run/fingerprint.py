@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
@@ -33,7 +34,8 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
     """
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError):  # a finished adapter is merged without its rows
+        facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
     if base:
         has_own_file = plan.settings.layer_offloading is not False and base_format_of(plan.settings).quantised_file
         facts |= base_facts(plan.settings, reread=not has_own_file)

@@ -18,6 +18,7 @@ from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
+from finetune.printable import printable
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import compare_at_end, record_measurements
@@ -94,7 +95,7 @@ class Worker:
 
     def _failed(self, code: int, state: str, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
-        print(f"{error.title}: {message}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
+        print(f"{error.title}: {printable(message)}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
         with contextlib.suppress(OSError):  # a full disk: the supervisor emits the state later
             self.events.emit(events.State(state=state, message=message, exit_code=code))
         return code
