@@ -15,6 +15,7 @@ from finetune.cli.output import report
 from finetune.errors import CommandError, DiskFull, FinetuneError
 from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit
 from finetune.printable import printable
+from finetune.privacy import keep_private
 from finetune.system import let_waiting_threads_sleep
 
 #: Full, limited or not ours to write.
@@ -23,6 +24,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 
 def process() -> int:
     """Entry point of `finetune`: runs one command and exits."""
+    keep_private()
     raise_gc_thresholds()
     let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):

@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / "snapshot-request"
 
     @property
+    def reserve(self) -> Path:
+        """Disk space for the last events of a run on a full disk, freed before they are written."""
+        return self.path / ".reserve"
+
+    @property
     def log(self) -> Path:
         """Output of the training process."""
         return self.path / "log.txt"

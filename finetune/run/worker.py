@@ -19,6 +19,7 @@ from finetune.distributed import ranks
 from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.printable import printable
+from finetune.privacy import keep_private
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import compare_at_end, record_measurements
@@ -316,6 +317,7 @@ def versions() -> dict[str, str]:
 def main() -> int:
     """Entry point of the process."""
     ignore_hangup()
+    keep_private()
     raise_gc_thresholds()  # until everything is imported
     run = RunDirectory(Path(sys.argv[1]))
     writes = ranks.this_rank().is_local_rank_0
