@@ -15,4 +15,4 @@ def keep_private() -> None:
     bitsandbytes asks for such code when it is imported on a CPU, and nothing else switches that off.
     """
     os.environ.update(SETTINGS)
-    sys.modules["kernels"] = None  # type: ignore[assignment] - importing it raises ModuleNotFoundError
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
