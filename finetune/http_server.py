@@ -46,8 +46,8 @@ def serve_until_interrupted(application: Any, bound: socket.socket) -> None:
                 self.transport.close()
 
     config = uvicorn.Config(
-        application, http=ImpatientProtocol, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
-        timeout_graceful_shutdown=2,
+        application, http=ImpatientProtocol, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        ws="none", timeout_graceful_shutdown=2,
     )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[bound])

@@ -45,6 +45,7 @@ class Answerer:
         other_adapters: Mapping[str, Path] | None = None,
     ) -> None:  # fmt: skip
         quiet_libraries()
+        require_data(run)
         folder = adapter_folder(run, last=last, required=need_adapter)
         self._set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
@@ -62,6 +63,7 @@ class Answerer:
 
     def sharing_base(self, run: RunDirectory) -> Answerer:
         """An answerer for another run on this one's base model. Raises CommandError if that run was trained on another base."""
+        require_data(run)
         plan, folder = read_plan(run.plan), adapter_folder(run)
         if _base_key(plan) != _base_key(self.plan):
             raise CommandError(
@@ -80,7 +82,6 @@ class Answerer:
 
     def _set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
         """Use the run's own tokenizer and template."""
-        require_data(run)
         self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)

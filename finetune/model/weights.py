@@ -29,7 +29,7 @@ def check_weights(folder: Path) -> None:
     names = _files(folder)
     if not names:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
-    problems = [f"{folder / name}: {problem}" for name in names if (problem := _problem(folder / name))]
+    problems = [f"{folder / name}: {problem}" for name in names if (problem := file_problem(folder / name))]
     if problems:
         raise ModelError(problems, _DOWNLOAD_AGAIN)
 
@@ -109,8 +109,8 @@ def _files(folder: Path) -> list[str]:
         raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _DOWNLOAD_AGAIN) from None
 
 
-def _problem(path: Path) -> str:
-    """What is wrong with a file; empty when it is as long as its header says."""
+def file_problem(path: Path) -> str:
+    """What is wrong with a safetensors file; empty when it is as long as its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
 from finetune.files import read_json
+from finetune.model.adapter_files import config_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.planner.plan import read_plan
 from finetune.recipe import AUTO, resolved
@@ -98,6 +99,8 @@ def find_adapter(name: str) -> Path:
 
 def _of_peft(config: dict[str, Any], name: str) -> dict[str, Any]:
     """The settings of an adapter that another program trained. Raises RecipeError for what is not trained here."""
+    if problems := config_problems(config):
+        raise RecipeError([f"adapter_name_or_path {name}: {problem}" for problem in problems])
     odd = [f"{key} {config[key]}" for key, plain in _PLAIN.items() if config.get(key) not in (plain, None, [], {})]
     if config.get("peft_type") != "LORA":
         odd.insert(0, f"peft_type {config.get('peft_type')}")

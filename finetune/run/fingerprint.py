@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
 from finetune.files import read_json
+from finetune.model.adapter_files import adapter_problems
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
 from finetune.planner.plan import writes_manifests
 from finetune.recipe.base_formats import base_format_of
@@ -63,6 +64,8 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     fix = f"Delete or rename {folder} to use the newest sealed checkpoint, or train again."
     if changes := changes_in(folder, required=writes_manifests(run.plan)):
         raise CommandError([f"{folder}: {change}" for change in changes[:5]], fix)
+    if problems := adapter_problems(folder):
+        raise CommandError([f"the adapter in {folder} can't be loaded: {problem}" for problem in problems], fix)
     sealed = _sealed_facts(folder)
     if not sealed:
         return

@@ -53,7 +53,7 @@ def test_a_body_that_is_no_request_is_refused_as_openai_does(client, body):
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("get", "/none", 404), ("put", "/health", 405), ("get", "/health/", 404)])
+@pytest.mark.parametrize("method, path, status", [("get", "/none", 404), ("put", "/health", 405), ("get", "/health/", 404)])
 def test_a_route_that_is_not_there_is_refused_as_openai_does(client, method, path, status):
     answer = client.request(method, path, follow_redirects=False)
     assert answer.status_code == status and answer.json()["error"]["message"]
