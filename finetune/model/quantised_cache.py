@@ -25,7 +25,7 @@ from finetune.model import build
 from finetune.model.configuration import resolve_model_path
 from finetune.model.layer_offloading import offload_layers
 from finetune.model.quantisation import quantization_config
-from finetune.model.quantised_files import folder, lock_of, remove_unfinished
+from finetune.model.quantised_files import delete, folder, lock_of, remove_unfinished
 from finetune.model.quantised_store import (
     BOOKS,
     FORMAT,
@@ -72,7 +72,7 @@ def open_store(settings: Settings, config: PretrainedConfig, device: torch.devic
             pass
         except LayoutMismatch as error:
             log(f"{error}; it is made again")
-            path.unlink(missing_ok=True)
+            delete(path)
         began = time.perf_counter()
         _quantise_to_file(path, parts, facts, settings, config, torch.device(device))
         took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"

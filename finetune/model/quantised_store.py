@@ -278,6 +278,8 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            raise Damaged(f"{path} is no file")
         self.file = path.open("rb")
         self._verified_stat = self._stat()
         try:

@@ -124,7 +124,7 @@ class Worker:
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
-            raise Diverged(callback.diverged, self._after_divergence())
+            raise Diverged(callback.diverged, self._after_divergence(trainer.model))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"stopped at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
@@ -279,7 +279,9 @@ class Worker:
         text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
-    def _after_divergence(self) -> str:
+    def _after_divergence(self, model: Any) -> str:
+        if names := frozen_not_finite(model):
+            return f"The base model has values that are not finite, in {', '.join(names[:3])}: download it again."
         good, _ = newest_verified(self.run.checkpoints)
         last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
         rate = self.plan.settings.learning_rate
@@ -288,6 +290,19 @@ class Worker:
 
 _STATE_OF = {Diverged.exit_code: "diverged", DiskFull.exit_code: "paused"}
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
+
+
+def frozen_not_finite(model: Any) -> list[str]:
+    """Names of the base model's parameters with values that are not finite."""
+    import torch
+
+    def is_finite(parameter: Any) -> bool:
+        state = getattr(parameter, "quant_state", None)  # of 4-bit weights, whose scales stand for their values
+        scales = [state.absmax, state.offset, getattr(state.state2, "absmax", None)] if state is not None else [parameter]
+        floats = [values for values in scales if values is not None and values.is_floating_point()]
+        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)
+
+    return [name for name, values in model.named_parameters() if not values.requires_grad and not is_finite(values)]
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:

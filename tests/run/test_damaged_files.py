@@ -7,11 +7,14 @@ import pytest
 from finetune.errors import FinetuneError
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
+from finetune.events import read_events
 from finetune.files import parse_json, read_json, read_safetensors_header
+from finetune.model import quantised_files
 from finetune.model.quantised_store import Damaged, Store
 from finetune.model.weights import check_weights
 from finetune.planner.base_adapter import read_base_adapter
 from finetune.planner.plan import read_plan
+from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.seal import MANIFEST, changes_in, verify
 from finetune.run.state import read_state
@@ -56,6 +59,25 @@ def test_a_fifo_in_place_of_a_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "values.json")
     with pytest.raises(OSError, match="not a regular file"):
         read_json(tmp_path / "values.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_events_that_are_no_file_are_none_and_named_at_a_start(run, make):
+    make(run.events)
+    assert read_events(run.events) == [] and read_state(run).state == "queued"
+    with pytest.raises(FinetuneError, match=r"events\.jsonl is .*; it should be a file of the run"):
+        control.start(run)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_has_the_name_of_a_quantised_file_is_damaged_and_is_cleared(tmp_path, monkeypatch, make):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    quantised_files.folder().mkdir()
+    make(path := quantised_files.folder() / "model-1234.safetensors")
+    with pytest.raises(Damaged):
+        Store(path)
+    quantised_files.clear()
+    assert not path.exists()
 
 
 def test_process_json_of_any_content_is_a_lost_run(run, content):
