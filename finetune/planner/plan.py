@@ -346,11 +346,3 @@ def read_plan(path: Path) -> Plan:
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
         ) from None
-
-
-def writes_manifests(path: Path) -> bool:
-    """Whether the run of this plan.json seals its data and its adapter with manifests: the first version did not."""
-    try:
-        return "version" in read_json(path, dict)
-    except (OSError, ValueError):
-        return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, RecipeError
-from finetune.files import read_json, sha256_of, write_json
+from finetune.files import read_json, write_json
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
@@ -120,12 +120,6 @@ def base_adapter_of(run: RunDirectory) -> BaseAdapterFacts | None:
     """Facts of the adapter that a run continued from; None when it began with a new one."""
     values = _json(run.base_adapter / _FACTS)
     return BaseAdapterFacts(**values) if values else None
-
-
-def base_adapter_hash(run: RunDirectory) -> str | None:
-    """Hash of the adapter that a run continued from; None without one."""
-    path = run.base_adapter / ADAPTER_WEIGHTS
-    return sha256_of(path) if path.is_file() else None
 
 
 def load_base_adapter(model: Any, run: RunDirectory) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_json
-from finetune.planner.plan import writes_manifests
-from finetune.run.seal import changes_in
+from finetune.run.seal import changes_in, writes_manifests
 from finetune.system import is_locked, rename, take_lock
 
 #: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.

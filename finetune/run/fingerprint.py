@@ -6,15 +6,13 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
-from finetune.files import read_json
+from finetune.files import read_json, sha256_of
 from finetune.model.adapter_files import adapter_problems
-from finetune.model.weights import configuration_fingerprint, weights_fingerprint
-from finetune.planner.plan import writes_manifests
+from finetune.model.weights import ADAPTER_WEIGHTS, configuration_fingerprint, weights_fingerprint
 from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.schema import Decides, settings_that_decide
-from finetune.run.base_adapter import base_adapter_hash
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import MANIFEST, changes_in, facts_differ
+from finetune.run.seal import MANIFEST, changes_in, facts_differ, writes_manifests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,8 +38,9 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
     if base:
         has_own_file = plan.settings.layer_offloading is not False and base_format_of(plan.settings).quantised_file
         facts |= base_facts(plan.settings, reread=not has_own_file)
-    origin = base_adapter_hash(run)
-    return {**facts, **({"origin": origin} if origin else {})}
+    if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
+        facts["origin"] = sha256_of(origin)
+    return facts
 
 
 def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:

@@ -70,6 +70,14 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     sync_folder(folder)
 
 
+def writes_manifests(path: Path) -> bool:
+    """Whether the run of this plan.json seals its data and its adapter with manifests: the first version did not."""
+    try:
+        return "version" in read_json(path, dict)
+    except (OSError, ValueError):
+        return True
+
+
 def verify(folder: Path) -> list[str]:
     """What is wrong with a checkpoint, one line each; empty when every file is unchanged and none was added."""
     try:
