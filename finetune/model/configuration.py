@@ -28,6 +28,7 @@ _EAGER_ONLY = {
     "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
+MAX_LAYERS = 10_000
 
 
 def resolve_model_path(settings: Recipe) -> str:
@@ -135,6 +136,10 @@ def _parsed(text: str | bytes, path: str) -> dict[str, Any]:
         raise ModelError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"model_name_or_path {path}: config.json is not an object")
+    for part in (values, values.get("text_config")):  # each layer is built, on fake tensors
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, (int, float)) and layers > MAX_LAYERS:
+            raise ModelError(f"model_name_or_path {path}: config.json has {layers:,} layers, more than {MAX_LAYERS:,}")
     return values
 
 

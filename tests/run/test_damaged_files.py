@@ -1,5 +1,6 @@
 """A file of a run that anybody may have written, of any content, is named or left out; it never hides another run."""
 
+import json
 import os
 
 import pytest
@@ -10,10 +11,12 @@ from finetune.evaluate.rows import held_out_rows
 from finetune.events import read_events
 from finetune.files import parse_json, read_json, read_safetensors_header
 from finetune.model import quantised_files
+from finetune.model.configuration import read_config
 from finetune.model.quantised_store import Damaged, Store
 from finetune.model.weights import check_weights
 from finetune.planner.base_adapter import read_base_adapter
 from finetune.planner.plan import read_plan
+from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.seal import MANIFEST, changes_in, verify
@@ -112,6 +115,13 @@ def test_a_damaged_adapter_configuration_is_named(tmp_path, content):
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(FinetuneError):
         read_base_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
+def test_a_model_of_a_billion_layers_is_refused_before_they_are_built(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FinetuneError, match="1,000,000,000 layers"):
+        read_config(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path}"]))
 
 
 def test_a_damaged_header_of_weights_is_named(tmp_path, content):
