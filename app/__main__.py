@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import FinetuneError
+from finetune.privacy import keep_private
 from finetune.system import let_waiting_threads_sleep
 
 from .web.server import serve
@@ -14,6 +15,7 @@ from .web.server import serve
 
 def main() -> int:
     """Parse the command line and serve. Returns the exit status."""
+    keep_private()
     let_waiting_threads_sleep()
     parser = argparse.ArgumentParser(prog="finetune ui", description="Serve the web page and print its link, with the token.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the token is always required")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 from collections import deque
@@ -28,7 +27,7 @@ from finetune.events import (
     event_from,
     event_json,
 )
-from finetune.files import write_json
+from finetune.files import read_json, write_json
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
@@ -263,7 +262,7 @@ class LiveRun:
 
     def _restore_digest(self) -> None:
         try:
-            values = json.loads(self._digest_path.read_text(encoding="utf-8"))
+            values = read_json(self._digest_path)
             if values["file"] != list(self._file or ()) or values["offset"] > self._size():
                 return
             self.digest = Digest.from_json(values["digest"])

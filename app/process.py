@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from finetune.privacy import SETTINGS
 from finetune.system import start_detached
 
 from .workspace import Workspace
@@ -24,8 +25,7 @@ def command(module: str, *arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     """Environment without the app's token, with telemetry off, and UTF-8 for all that is read and written."""
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
-    set_here = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
-    return {**values, **set_here}
+    return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
 
 
 def detach(workspace: Workspace, module: str, *arguments: str, log: Path) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
+from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.events import ForecastCheck, Result, Start, read_events
-from finetune.files import write_output
+from finetune.files import read_json, write_output
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.units import format_bytes
@@ -26,7 +27,7 @@ from .views import plan as plan_view
 from .views import run as run_view
 from .views.compare import comparison
 from .views.markup import inert, note, table
-from .views.scores import forgetting_table, read_evaluations, read_forgetting, scores
+from .views.scores import forgetting_table, scores
 
 _ROWS_SHOWN = 5
 _STYLE = """
@@ -171,7 +172,7 @@ def _gap_text(run_name: str, other_name: str, first: list[float], second: list[f
 
 def _data(run: RunDirectory) -> str:
     try:
-        report = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+        report = read_json(run.data / "report.json", dict)
     except (OSError, ValueError):
         return note("The run has no data report.")
     rows = [[name, _data_line(part)] for name, part in (("training", report), ("held out", report.get("eval_report"))) if part]

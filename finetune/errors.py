@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+#: What looks like a token of a hub or a cloud; errors show it masked.
+SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b")
+
 #: Exit codes of what ended well, of any other error, and of what SIGINT or SIGTERM stopped.
 FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
 
@@ -16,8 +21,8 @@ class FinetuneError(Exception):
     title = "Something went wrong"
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        self.fix = fix
+        self.problems = [SECRET.sub("***", problem) for problem in ([problems] if isinstance(problems, str) else problems)]
+        self.fix = SECRET.sub("***", fix)
         super().__init__("\n".join(self.problems + ([fix] if fix else [])))
 
     def as_json(self) -> dict:

@@ -1,4 +1,4 @@
-"""The cache folder, atomic writes, hashes, and free disk space."""
+"""The cache folder, atomic writes, bounded reading of JSON, hashes, and free disk space."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar, overload
 
 from finetune.errors import CommandError, DiskFull
 from finetune.system import WINDOWS, replace
@@ -24,6 +25,64 @@ def cache_dir() -> Path:
         return Path(chosen)
     usual = os.environ.get("LOCALAPPDATA") if WINDOWS else None
     return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
+
+
+#: Bytes of JSON that are read: the largest tokenizers have 40 MB.
+MAX_JSON_BYTES = 2**28
+#: Values inside each other: well below what recursive functions can walk.
+MAX_JSON_DEPTH = 100
+#: Of a safetensors file: https://github.com/huggingface/safetensors#format
+MAX_HEADER_BYTES = 100_000_000
+_T = TypeVar("_T")
+
+
+@overload
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any: ...
+@overload
+def read_json(path: Path, kind: type[_T], *, max_bytes: int = MAX_JSON_BYTES) -> _T: ...
+def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The values of a JSON file that anybody may have written.
+
+    Raises OSError, also for what is no regular file (a FIFO would wait), and ValueError for one that is too large, is no JSON,
+    or has values of another `kind`.
+    """
+    if not path.is_file() and path.exists():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes")
+    values = parse_json(content)
+    if not isinstance(values, kind):
+        raise ValueError(f"{type(values).__name__}, not {kind.__name__}")  # noqa: TRY004 - a fault of the file
+    return values
+
+
+def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """The values of untrusted JSON, in UTF-8. Raises ValueError, also for more than MAX_JSON_DEPTH values inside each other."""
+    try:
+        values = json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_hook=object_hook)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [values]
+    for _ in range(MAX_JSON_DEPTH):
+        children = (child for value in level for child in (value.values() if isinstance(value, dict) else value))
+        level = [child for child in children if isinstance(child, (dict, list))] if isinstance(values, (dict, list)) else []
+        if not level:
+            return values
+    raise ValueError("nested too deeply")
+
+
+def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of an open safetensors file, and the byte at which its tensors begin. Raises ValueError when it has none."""
+    length = int.from_bytes(file.read(8), "little")
+    content = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    if not content or len(content) < length:
+        raise ValueError("no safetensors file, or cut off")
+    header = parse_json(content)
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")  # noqa: TRY004 - a fault of the file
+    return header, 8 + length
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from finetune.errors import CommandError
 
 _LEAST_TOKEN = 16
+_REQUEST_HEAD_S = 10.0
 #: Every address of this machine.
 ANY_HOST = ("0.0.0.0", "::")
 
@@ -31,10 +32,22 @@ def host_in_url(host: str) -> str:
 def serve_until_interrupted(application: Any, bound: socket.socket) -> None:
     """Serve an ASGI application at a bound socket until Ctrl-C."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class ImpatientProtocol(H11Protocol):
+        """Closes a connection that has sent no complete request head in time."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(_REQUEST_HEAD_S, self.close_if_silent)
+
+        def close_if_silent(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
 
     config = uvicorn.Config(
-        application, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
-        timeout_graceful_shutdown=2,
+        application, http=ImpatientProtocol, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        ws="none", timeout_graceful_shutdown=2,
     )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[bound])

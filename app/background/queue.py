@@ -6,7 +6,6 @@ page may be closed and the app may end: the starter (app.background.starter) is 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import write_json
+from finetune.files import read_json, write_json
 from finetune.recipe import Recipe, write_recipe
 from finetune.system import is_locked, rename
 
@@ -45,7 +44,7 @@ class Entry:
     def status(self) -> dict[str, Any]:
         """The entry's status; `failed` when its file can't be read."""
         try:
-            return json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+            return read_json(self.path / "status.json", dict)
         except (OSError, ValueError):
             return {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
 

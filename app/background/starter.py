@@ -14,6 +14,7 @@ from pathlib import Path
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
+from finetune.privacy import keep_private
 from finetune.recipe import AUTO, load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -29,6 +30,7 @@ _POLL_S = 0.3
 
 def main() -> int:
     """Start runs until the queue is empty; exit at once when another starter is running."""
+    keep_private()
     raise_gc_thresholds()
     workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
     if len(sys.argv) > 2:

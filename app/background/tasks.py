@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 
 from finetune.errors import CommandError
-from finetune.files import write_json
+from finetune.files import parse_json, read_json, write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_recorded_process, process_record
 from finetune.system import shell_join
@@ -37,7 +36,7 @@ class Task:
     def status(self) -> dict[str, Any] | None:
         """None when it was never started; `state` is running, done or failed."""
         try:
-            values = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+            values = read_json(self.path / "status.json", dict)
         except (OSError, ValueError):
             return None
         if values["state"] == "running" and not is_recorded_process(values["process"]):
@@ -56,7 +55,7 @@ class Task:
         """The last line of JSON that the command printed; None without one."""
         for line in reversed(self.output().strip().splitlines()):
             try:
-                return json.loads(line)
+                return parse_json(line)
             except ValueError:
                 continue
         return None

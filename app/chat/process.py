@@ -18,6 +18,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.events import EventWriter, read_events
 from finetune.gc_settings import raise_gc_thresholds
+from finetune.privacy import keep_private
 from finetune.run.directory import RunDirectory
 
 from ..process import redirect_stdout
@@ -31,6 +32,7 @@ _PIECE_S = 0.2
 def main() -> int:
     """Load the model at the first question, answer until idle."""
     run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
+    keep_private()
     raise_gc_thresholds()
     redirect_stdout()
     writer, chat, requests = EventWriter(path), Conversation(run, path), RequestReader()

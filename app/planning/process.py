@@ -25,6 +25,7 @@ from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.planner.plan import Plan, Verdict
+from finetune.privacy import keep_private
 from finetune.recipe import Recipe, Settings, parse_recipe
 from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.schema import Decides, settings_that_decide
@@ -192,6 +193,7 @@ class Inbox:
 
 def main() -> int:
     """Answer until standard input closes, when the app ends; plan ahead between questions."""
+    keep_private()
     raise_gc_thresholds()
     hide_gpus()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference, rank_rows
 from finetune.units import format_seconds
 
 from .markup import note, table
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 _ROWS_SHOWN = 12
 
@@ -71,26 +67,6 @@ def forgetting_table(groups: list[dict[str, Any]]) -> str:
 def _gap(group: dict[str, Any]) -> str:
     gap = group["difference"]
     return format_difference(Difference(**gap) if gap else None, names="now - before")
-
-
-def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
-    """The evaluations that a run has, from the page or the command line, by the name of their file."""
-    evaluations = {}
-    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        try:
-            evaluations[path.stem.removeprefix("scores-")] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-    return evaluations
-
-
-def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
-    """Forgetting as the last evaluation measured it."""
-    try:
-        groups = json.loads((run.path / "evaluations" / "lost.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return groups if isinstance(groups, list) else []
 
 
 def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from finetune.errors import CommandError
 from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
+from finetune.privacy import SETTINGS
 from finetune.system import port_socket
 
 from ..workspace import Workspace
@@ -63,8 +64,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     """The guarded application, and the app's context, which the caller closes."""
     temporary = Path(tempfile.mkdtemp(prefix="finetune-ui-"))  # mode 0700
     os.environ.update(
-        GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=str(temporary / "files"), HF_HUB_DISABLE_TELEMETRY="1",
-        GRADIO_SSR_MODE="False", DO_NOT_TRACK="1",
+        GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=str(temporary / "files"), GRADIO_SSR_MODE="False", **SETTINGS,
     )  # fmt: skip
     (temporary / "files").mkdir(mode=0o700)
     (temporary / "empty").mkdir(mode=0o700)

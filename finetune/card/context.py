@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
-from finetune.files import cache_dir, write_text
+from finetune.files import cache_dir, read_json, write_text
 from finetune.units import GIB, MIB
 
 #: Measurements stored for each card; older ones are dropped.
@@ -46,10 +45,8 @@ def _path() -> Path:
 def _read() -> dict[str, list[int]]:
     """Bytes by card; a damaged cache counts as empty, as the next run measures again."""
     try:
-        values: Any = json.loads(_path().read_text(encoding="utf-8"))
+        values = read_json(_path(), dict)
     except (OSError, ValueError):
-        return {}
-    if not isinstance(values, dict):
         return {}
     return {
         name: counts

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import err, out
+from finetune.cli.render import err, out, print_text
 from finetune.files import write_output
 from finetune.recipe import load_source, write_recipe
 
@@ -48,4 +48,4 @@ def convert_file(source: str, overrides: list[str], *, output: str | None, as_js
     if output is not None:
         out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
     else:
-        print(text, end="")
+        print_text(text)

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from finetune.cli.output import print_json, report
-from finetune.cli.render import out, printable, show_progress, table
+from finetune.cli.render import out, show_progress, table
 from finetune.compat.transformers import tokenizers_only
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
@@ -67,7 +67,7 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     shown = Text()
     for text, trained in segments:
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
-        shown.append(f"{opening}{printable(text)}{closing}", style="black on green" if trained else "dim")
+        shown.append(f"{opening}{text}{closing}", style="black on green" if trained else "dim")
     out.print(shown)
 
 

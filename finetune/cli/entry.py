@@ -14,6 +14,8 @@ from finetune.cli.app import cli
 from finetune.cli.output import report
 from finetune.errors import CommandError, DiskFull, FinetuneError
 from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit
+from finetune.printable import printable
+from finetune.privacy import keep_private
 from finetune.system import let_waiting_threads_sleep
 
 #: Full, limited or not ours to write.
@@ -22,6 +24,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 
 def process() -> int:
     """Entry point of `finetune`: runs one command and exits."""
+    keep_private()
     raise_gc_thresholds()
     let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
@@ -78,8 +81,6 @@ def _unexpected(error: Exception) -> int:
         raise error
     if "--json" in sys.argv:
         return report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
-    print(
-        f"Internal error: {type(error).__name__}: {error}\nRun it again with FINETUNE_TRACEBACK=1 to see where.",
-        file=sys.stderr,
-    )
+    message = printable(f"Internal error: {type(error).__name__}: {error}")
+    print(f"{message}\nRun it again with FINETUNE_TRACEBACK=1 to see where.", file=sys.stderr)
     return 1

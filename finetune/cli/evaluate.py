@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import err, out, printable, show_progress, table
+from finetune.cli.render import err, out, show_progress, table
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
+from finetune.printable import printable
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
@@ -107,7 +108,7 @@ def show_scores(
         out.print(f"\nrows, {_ORDERS[show]} first:")
     for row in shown:
         base, tuned = result.base, result.tuned
-        out.print(f"\n[dim]{escape(printable(result.prompts[row]).strip())}[/]")
+        out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
         out.print(f"  {names[0]:6} {base.scores[row]:5.3g} {escape(_one_line(base.answers[row]))}")
         out.print(f"  {names[1]:6} {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")

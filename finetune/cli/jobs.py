@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import err
+from finetune.cli.render import err, print_text
 from finetune.errors import CommandError
 from finetune.files import write_output
 from finetune.recipe import load_recipe
@@ -25,7 +25,7 @@ def export_launch(
     job = Job(recipe, name=Path(source).stem, image=image, hours=hours, volume=volume)
     text = job_file(engine, job)
     if output is None:
-        print_json({"engine": engine, "name": job.label, "text": text}) if as_json else print(text, end="")
+        print_json({"engine": engine, "name": job.label, "text": text}) if as_json else print_text(text)
         return
     path = Path(output)
     write_output(path, text, new=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
 from finetune.errors import FinetuneError
+
+#: Control and bidirectional characters that `json.dumps` leaves.
+_ACTING = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def report(error: FinetuneError) -> int:
@@ -23,4 +27,5 @@ def report(error: FinetuneError) -> int:
 def print_json(values: Any) -> None:
     """One JSON document on standard output."""
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()  # what else would print is not JSON
-    print(json.dumps(values, ensure_ascii=ascii_only, default=str))
+    text = json.dumps(values, ensure_ascii=ascii_only, default=str)
+    print(text if text.isprintable() else _ACTING.sub(lambda match: f"\\u{ord(match[0]):04x}", text))

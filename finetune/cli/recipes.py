@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, table
+from finetune.cli.render import out, print_text, table
 from finetune.errors import CommandError
 from finetune.files import write_output
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes
@@ -21,7 +21,7 @@ def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
     if verb == "keys":
         _show_keys(as_json)
     elif verb == "show" and name:
-        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+        print_text(find_recipe(name).read_text(encoding="utf-8"))
     elif verb == "copy" and name:
         _copy(find_recipe(name))
     elif verb == "list":

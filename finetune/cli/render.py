@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 import time
-import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import DataError
+from finetune.printable import printable
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError
     from finetune.events import Memory, Step
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+class SafeConsole(Console):
+    """A console that shows control and bidirectional characters of whatever it prints escaped: only its own styles act."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments whose text can't act on the terminal."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+out = SafeConsole(highlight=False)
+err = SafeConsole(stderr=True, highlight=False)
 _MOST_ROWS = 15
 #: Seconds between two lines of the same count.
 _REPEAT_S = 10.0
@@ -37,6 +49,11 @@ def print_error(error: FinetuneError) -> None:
         err.print(f"  ... and {len(error.problems) - most} more")
     if error.fix:
         err.print(f"[bold]Fix:[/] {escape(error.fix)}")
+
+
+def print_text(text: str) -> None:
+    """Print a file's text: as it is into a file or a pipe, escaped on a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 def print_versions() -> None:
@@ -91,15 +108,6 @@ def table(*columns: str, title: str | None = None) -> Table:
         whole = justify == "right" or (index == 0 and out.width >= 80)  # a narrow terminal wraps names, too
         result.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=whole)
     return result
-
-
-def printable(text: str) -> str:
-    """Untrusted text with control and bidirectional characters escaped."""
-    return "".join(letter if _is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text)
-
-
-def _is_shown(letter: str) -> bool:
-    return letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
 
 
 def step_line(step: Step, left_s: float | None) -> str:

@@ -32,6 +32,7 @@ from finetune.events import (
     Step,
     event_json,
 )
+from finetune.printable import printable
 from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.methods import MAIN_METRICS, METRICS
 from finetune.run import control
@@ -265,7 +266,7 @@ class _LineView(_JsonView):
             if event.step % every == 0 or event.step in (1, event.total_steps):
                 print(step_line(event, left_s), flush=True)
         elif text := _text_of(event):
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
 
 class _BarView(_JsonView):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, state_text, table
+from finetune.cli.render import out, print_text, state_text, table
+from finetune.evaluate.results import read_evaluations
 from finetune.events import Evaluation, EventReader
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.state import read_state
@@ -40,20 +40,15 @@ def show_run(source: str, *, as_json: bool) -> None:
         _print_scores(scores)
     else:
         out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
-    print(f"\n{recipe}", end="")
+    print_text(f"\n{recipe}")
 
 
 def _scores(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """The scores of each evaluation, base and tuned, without their rows."""
-    evaluations = {}
-    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            pair = {name: {key: values[name].get(key) for key in _SCORES} for name in ("base", "tuned")}
-        except (OSError, ValueError, KeyError, AttributeError):
-            continue
-        evaluations[path.stem.removeprefix("scores-")] = {"rows": values.get("rows"), **pair}
-    return evaluations
+    return {
+        name: {"rows": values["rows"], **{model: {key: values[model][key] for key in _SCORES} for model in ("base", "tuned")}}
+        for name, values in read_evaluations(run).items()
+    }
 
 
 def _print_scores(scores: dict[str, dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import shlex
@@ -17,9 +16,12 @@ from finetune.data.data_files import FOLDER_TYPES, DataFiles
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError
+from finetune.files import read_json
 from finetune.hub import HUB_ID
 
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
+
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
 
 def _json_list(path: Path, key: str) -> list[Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError, RecursionError):
         return []
     items = content.get(key) if isinstance(content, dict) else None
@@ -196,13 +198,21 @@ def _local_source(path_text: str, bundled: str) -> Source | None:
         )
     if mode is not None:
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
+    require_path_or_id(path_text)
     if _looks_local(path, path_text):
         raise DataError(f"{name}: there is no such file", _path_hint(path))
-    if not HUB_ID.fullmatch(path_text):
+    return None
+
+
+def require_path_or_id(path_text: str) -> None:
+    """Raise DataError for what names neither a file, also one of another machine, nor a dataset of the hub."""
+    name = printable(path_text, 200)
+    if _ADDRESS.match(path_text):
+        raise DataError(f"{name}: is an address, which is not read", "Download it, and give the file's path.")
+    if not (_looks_local(Path(path_text), path_text) or HUB_ID.fullmatch(path_text)):
         raise DataError(
             f"{name}: is neither a file nor the id of a hub dataset", "Write a file's path, or an id like owner/name."
         )
-    return None
 
 
 def _file_source(path: Path, name: str) -> Source:

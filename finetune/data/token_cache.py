@@ -30,7 +30,7 @@ from finetune.data.shards import SourcePart, table_of
 from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
-from finetune.files import cache_dir, write_text
+from finetune.files import cache_dir, parse_json, read_json, write_text
 from finetune.system import replace, take_lock
 
 if TYPE_CHECKING:
@@ -314,8 +314,8 @@ def _write_sealed(path: Path, values: Any) -> None:
 def _read_sealed(path: Path) -> Any:
     """The values of a file that `_write_sealed` wrote; None when it is missing or damaged."""
     try:
-        sealed = json.loads(path.read_text(encoding="utf-8"))
-        return json.loads(sealed["values"]) if zlib.crc32(sealed["values"].encode()) == sealed["crc32"] else None
+        sealed = read_json(path)
+        return parse_json(sealed["values"]) if zlib.crc32(sealed["values"].encode()) == sealed["crc32"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

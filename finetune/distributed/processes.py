@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from finetune.distributed.configuration import is_distributed, write_configurati
 from finetune.distributed.ranks import COMMON_EXITS, ending_path
 from finetune.errors import FAILED
 from finetune.events import State, event_from
+from finetune.files import read_json
 
 if TYPE_CHECKING:
     from finetune.events import Event
@@ -104,7 +104,7 @@ class Launcher:
 
     def _ending(self, local: int) -> dict[str, Any] | None:
         try:
-            return json.loads(ending_path(self.run, local).read_text(encoding="utf-8"))
+            return read_json(ending_path(self.run, local))
         except (FileNotFoundError, ValueError):
             return None
 

@@ -5,7 +5,6 @@ Only cached files are read, nothing is downloaded. The token is sent to the hub 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import ssl
@@ -19,6 +18,7 @@ from finetune.data.examples import sources_of
 from finetune.data.sources import Source
 from finetune.doctor.findings import Finding
 from finetune.errors import FinetuneError
+from finetune.files import read_json, read_safetensors_header
 from finetune.hub import is_switched_off
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import INDEX
@@ -146,7 +146,7 @@ def _missing(find: Find) -> list[str]:
         missing.append("its tokenizer is missing")
     index = find(INDEX)
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())) if index else [_SINGLE]
+        files = sorted(set(read_json(index)["weight_map"].values())) if index else [_SINGLE]
     except (ValueError, KeyError, AttributeError, TypeError, OSError):
         return [*missing, f"{INDEX} can't be read"]
     for file in files:
@@ -163,14 +163,11 @@ def _incomplete(path: Path) -> str:
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if 0 < length <= min(size, 100_000_000) else None
-        if header is None:
-            return "is not a safetensors file, or is truncated"
+            header, data_begin = read_safetensors_header(file)
         ends = [tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return "is not a safetensors file, or is truncated"
-    end = 8 + length + max(ends, default=0)
+    end = data_begin + max(ends, default=0)
     return "" if size == end else f"has {size:,} bytes of {end:,}"
 
 

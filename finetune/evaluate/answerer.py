@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data import Encoder
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError
-from finetune.files import sha256_of
+from finetune.files import read_json, sha256_of
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
-from finetune.model.weights import weights_fingerprint
+from finetune.model.weights import configuration_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.recipe.base_formats import base_format_of
-from finetune.run.directory import require_data, require_intact_adapter
+from finetune.run.directory import require_data
+from finetune.run.fingerprint import require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Answerer:
         other_adapters: Mapping[str, Path] | None = None,
     ) -> None:  # fmt: skip
         quiet_libraries()
+        require_data(run)
         folder = adapter_folder(run, last=last, required=need_adapter)
         self._set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
@@ -62,6 +63,7 @@ class Answerer:
 
     def sharing_base(self, run: RunDirectory) -> Answerer:
         """An answerer for another run on this one's base model. Raises CommandError if that run was trained on another base."""
+        require_data(run)
         plan, folder = read_plan(run.plan), adapter_folder(run)
         if _base_key(plan) != _base_key(self.plan):
             raise CommandError(
@@ -80,7 +82,6 @@ class Answerer:
 
     def _set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
         """Use the run's own tokenizer and template."""
-        require_data(run)
         self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
@@ -135,10 +136,9 @@ class Answerer:
 def is_plain(run: RunDirectory) -> bool:
     """Whether a run was trained on prompts without the chat template, by its data report; earlier versions wrote none."""
     try:
-        report = json.loads((run.data / "report.json").read_text(encoding="utf-8"))
+        return bool(read_json(run.data / "report.json", dict).get("plain"))
     except (OSError, ValueError):
         return False
-    return isinstance(report, dict) and bool(report.get("plain"))
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:
@@ -149,10 +149,11 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
     if last:
         return _last_adapter(run)
     if run.adapter.is_dir():
-        require_intact_adapter(run.adapter)
+        require_own_adapter(run, run.adapter)
         return run.adapter
     checkpoint, _ = newest_verified(run.checkpoints)
     if checkpoint is not None:
+        require_own_adapter(run, checkpoint.path)
         return checkpoint.path
     if required:
         raise CommandError(
@@ -164,7 +165,7 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
 def _last_adapter(run: RunDirectory) -> Path:
     if not run.last_adapter.is_dir():
         raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
-    require_intact_adapter(run.last_adapter)
+    require_own_adapter(run, run.last_adapter)
     return run.last_adapter
 
 
@@ -172,7 +173,7 @@ def _base_key(plan: Plan) -> tuple[Any, ...]:
     """The values that two runs must have in common to share a loaded base model."""
     settings = plan.settings
     weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
-    return weights, base_format_of(settings), settings.dtype
+    return weights, configuration_fingerprint(settings), base_format_of(settings), settings.dtype
 
 
 def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
@@ -184,6 +185,7 @@ def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[s
     files = [] if adapter is None else sorted(adapter.glob("adapter_*"))
     return {
         "settings": plan.settings.model_dump(mode="json"), "base": weights_fingerprint(plan.settings),
+        "base_config": configuration_fingerprint(plan.settings, for_answers=True),
         "adapter": {path.name: sha256_of(path) for path in files}, "card": plan.card.name,
         "versions": [__version__, *(version(name) for name in ("torch", "transformers", "peft"))],
     }  # fmt: skip
@@ -197,6 +199,8 @@ def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
 def _load(plan: Plan, adapter: Any, device: str) -> Any:
     settings = plan.settings
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
+    if adapter:  # whose base model may have been downloaded only now
+        require_same_base(adapter, settings)
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
     if adapter and (non_finite := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal
-from finetune.evaluate.paired import Difference, difference, format_difference
+from finetune.evaluate.paired import difference
+from finetune.evaluate.results import Forgetting
 from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
 from finetune.evaluate.scorers import scorer
 from finetune.files import remove_left_over, write_json
@@ -21,29 +22,6 @@ from finetune.run.base_adapter import HELD_OUT, base_adapter_of
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
-
-
-@dataclass(frozen=True)
-class Forgetting:
-    """Loss of a trained token, in nats, on so many rows.
-
-    `before`: of the base model, or of the adapter that the run continued. `difference`: now minus before, with the 95 %
-    interval of a paired bootstrap; None for fewer than two rows.
-    """
-
-    rows_of: str
-    rows: int
-    before: float | None
-    now: float | None
-    difference: Difference | None = None
-
-    def summary(self) -> str:
-        """One line, with whether the loss rose."""
-        verdict = ""
-        if self.difference is not None and self.difference.is_significant:
-            verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
-        losses = f"loss {_number(self.before)} before, {_number(self.now)} now"
-        return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
 
 
 def measure_forgetting(
@@ -84,7 +62,3 @@ def measure_forgetting(
 def load_answerer(run: RunDirectory, last: bool) -> Answerer:
     """An answerer that can also use the adapter that the run continued."""
     return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from finetune.files import parse_json
+
 
 class Journal:
     """Entries of rows, by a digest of the row. An incomplete line of a killed process is ignored."""
@@ -24,7 +26,7 @@ class Journal:
             lines = []
         for line in lines:
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 self.entries[entry.pop("row")] = entry
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from finetune.data.questions import questions_of
 from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
+from finetune.files import parse_json, read_json
 from finetune.recipe import DatasetRecipe
 from finetune.recipe.methods import METHOD_FORMATS, METHODS
 from finetune.run.base_adapter import HELD_OUT
@@ -56,7 +56,13 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
         raise DataError(
             f"{run.path} has no held-out rows of a run that it continued", "Leave out --forgetting, or give --data FILE."
         )
-    questions = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))[:limit]
+    path = folder / "eval_examples.json"
+    try:
+        questions = read_json(path, list)[:limit]
+        _eval_rows(questions)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
+        raise DataError(problem, "Give rows of your own: --data FILE.") from None
     sequences: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     if (folder / "eval").is_dir():
         from datasets import load_from_disk
@@ -133,7 +139,7 @@ def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
 def probe_rows(tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> EvalRows:
     """At most `limit` of the bundled general questions, with the tokenizer's chat template if it has one."""
     lines = PROBE.read_text(encoding="utf-8").splitlines()[:limit]
-    examples = [_question(json.loads(line), tokenizer.chat_template is not None) for line in lines]
+    examples = [_question(parse_json(line), tokenizer.chat_template is not None) for line in lines]
     encoded = Encoder(tokenizer, conversations=tokenizer.chat_template is not None).encode(examples)
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))

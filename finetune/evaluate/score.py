@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,8 @@ from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, run_halving
-from finetune.evaluate.paired import Difference, difference
+from finetune.evaluate.paired import difference
+from finetune.evaluate.results import Comparison, Score
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import RowScore, Scorer, scorer
 from finetune.files import remove_left_over, write_json
@@ -33,73 +33,6 @@ Progress = Callable[[str], None]
 _LOSS_TOKENS, _LOGITS = 1_024, 64 * 2**20
 _MAX_LOSS = 700.0  # whose exponential is a float
 _PROGRESS_S = 1.0  # between two lines of progress
-
-
-@dataclass(frozen=True)
-class Score:
-    """Means over rows, and the same row by row.
-
-    `exact_match`: share of rows answered exactly. `loss`: of a trained token, in nats; `perplexity` is its exponential.
-    `token_accuracy`: share of trained tokens that are the likeliest. `score`: of the chosen kind; of JSON, `valid` is the share
-    of answers that are JSON and `fields` the share of rows with each field right. `answers`, `exact` and `scores` have the rows
-    with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences.
-
-    Of pairs: `margins` are how much likelier the chosen answer is than the rejected one, in nats, `pair_margin` is their mean,
-    and `pairs_in_order` the share of pairs in which it is likelier.
-    """
-
-    exact_match: float | None
-    loss: float | None
-    answers: list[str] = field(default_factory=list)
-    perplexity: float | None = None
-    exact: list[bool] = field(default_factory=list)
-    row_losses: list[float] = field(default_factory=list)
-    row_tokens: list[int] = field(default_factory=list)
-    token_accuracy: float | None = None
-    score: float | None = None
-    scores: list[float] = field(default_factory=list)
-    valid: float | None = None
-    fields: dict[str, float] = field(default_factory=dict)
-    margins: list[float] = field(default_factory=list)
-    pair_margin: float | None = None
-    pairs_in_order: float | None = None
-
-    @property
-    def in_order(self) -> list[bool]:
-        """Whether the chosen answer is the likelier one, by pair."""
-        return [margin > 0 for margin in self.margins]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows.
-
-    `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
-    `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
-    answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
-    """
-
-    rows: int
-    base: Score
-    tuned: Score
-    prompts: list[str]
-    references: list[str]
-    seconds: float
-    exact_match_difference: Difference | None = None
-    loss_difference: Difference | None = None
-    score: str = "exact"
-    score_difference: Difference | None = None
-    data: str | None = None
-    reused: int = 0
-    notes: list[str] = field(default_factory=list)
-    forgetting: bool = False
-    trained_rows: int = 0
-    pairs_in_order_difference: Difference | None = None
-    pair_margin_difference: Difference | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields as a dict, e.g. `base.exact_match`."""
-        return asdict(self)
 
 
 def compare(

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,10 +70,12 @@ class EventReader:
     def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
         """Events appended since the last call, from at most `max_bytes`; damaged lines are skipped."""
         try:
+            if not stat.S_ISREG(self.path.stat().st_mode):  # a FIFO would wait for a writer
+                return []
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read(max_bytes)
-        except (FileNotFoundError, IsADirectoryError):
+        except FileNotFoundError:
             return []
         complete_bytes = data.rfind(b"\n") + 1
         self.offset += complete_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import json
 import logging
 import os
 import re
@@ -31,7 +30,7 @@ from finetune.export.parity import (
     check_tokens,
     require_llama_cpp,
 )
-from finetune.files import existing_parent, free_disk_bytes
+from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
 from finetune.run.failures import is_disk_full
 from finetune.system import link_or_copy, rename
@@ -222,7 +221,7 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 def pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name of a tokenizer's pre-tokenizer, if it may not recognise that; `-` for others."""
     try:
-        definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+        definition = read_json(folder / "tokenizer.json", dict).get("pre_tokenizer") or {}
     except (OSError, ValueError):
         return "-"
     steps = definition.get("pretokenizers", [definition])

@@ -15,8 +15,8 @@ from finetune.files import existing_parent, free_disk_bytes
 from finetune.planner.plan import read_plan
 from finetune.recipe import resolved
 from finetune.recipe.base_formats import BITS_16, switches
-from finetune.run.directory import require_intact_adapter
 from finetune.run.failures import is_disk_full
+from finetune.run.fingerprint import require_own_adapter
 from finetune.system import rename
 from finetune.units import format_bytes
 
@@ -42,7 +42,7 @@ def merge(
     target = target or run.path / "merged"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-    require_intact_adapter(run.adapter)
+    require_own_adapter(run, run.adapter, reread=True)
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))

@@ -6,7 +6,6 @@ It has no row of the data, no path and no name of this machine: local paths are 
 from __future__ import annotations
 
 import getpass
-import json
 import re
 import socket
 from collections.abc import Callable
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from finetune import __version__
 from finetune.errors import FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
+from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.events import ForecastCheck, read_events
+from finetune.files import read_json
 from finetune.hub import REPO_ID
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
@@ -195,13 +196,8 @@ def _data(run: RunDirectory) -> str:
 
 def _evaluation(run: RunDirectory) -> str:
     """Every evaluation so far: scores and differences with their intervals, no row."""
-    sections = []
-    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        values = _json(path)
-        if "tuned" in values:
-            sections.append(_scores_table(values))
-    forgetting = _json(run.path / "evaluations" / "lost.json", [])
-    if forgetting:
+    sections = [_scores_table(values) for values in read_evaluations(run).values()]
+    if forgetting := read_forgetting(run):
         rows = [f"- {result['rows_of']} ({result['rows']:,} rows): {_loss_difference(result)}" for result in forgetting]
         sections.append("Forgetting (loss per trained token):\n\n" + "\n".join(rows))
     return "\n\n".join(sections) or "Not evaluated."
@@ -251,8 +247,8 @@ def _memory(run: RunDirectory, plan: Plan) -> str:
     return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
 
 
-def _json(path: Path, default: Any = None) -> Any:
+def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, dict)
     except (OSError, ValueError):
-        return {} if default is None else default
+        return {}

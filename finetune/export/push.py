@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import model_card, require_nothing_private, without_local_paths
+from finetune.files import parse_json
 from finetune.hub import is_switched_off, require_repo
-from finetune.run.directory import require_intact_adapter
+from finetune.run.fingerprint import require_own_adapter
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -59,7 +60,7 @@ def _model_files(run: RunDirectory, kind: str) -> list[Path]:
     if kind == "adapter":
         if not folder.is_dir():
             raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-        require_intact_adapter(folder)
+        require_own_adapter(run, folder, base=False)
     elif not (folder / "config.json").is_file():
         raise CommandError(f"{run.path} has no merged model", f"Merge it first: finetune merge {run.path}")
     files = [path for path in folder.iterdir() if path.is_file() and path.suffix in _MODEL_SUFFIXES]
@@ -72,7 +73,7 @@ def _shareable_content(path: Path) -> Path | bytes:
         return path
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        values = json.loads(text)
+        values = parse_json(text)
         cleaned = without_local_paths(values)
         text = text if cleaned == values else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
     require_nothing_private(path.name, text)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from finetune.errors import CommandError
+from finetune.files import read_json, read_safetensors_header
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX
 from finetune.system import sync_file
 
@@ -43,7 +44,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     """The tensors of a model folder in the order of its files; files that its index doesn't name are left out."""
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         paths = [folder / name for name in names]
     else:
         paths = sorted(folder.glob("*.safetensors"))
@@ -52,13 +53,12 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
 
 def _tensors_in_file(path: Path) -> list[StoredTensor]:
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header, data_begin = read_safetensors_header(file)
     tensors = []
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            tensors.append(StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin, end - begin))
+            tensors.append(StoredTensor(name, entry["dtype"], tuple(entry["shape"]), path, data_begin + begin, end - begin))
     return sorted(tensors, key=lambda stored: stored.begin)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
+from finetune.files import read_safetensors_header
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,10 @@ def _replace_changed(path: Path, remaining: dict[str, torch.Tensor]) -> list[str
             if not torch.equal(old.to(new.dtype), new):
                 changed[name] = new.to(old.dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     with path.open("r+b") as output:
-        length = int.from_bytes(output.read(8), "little")
-        header = json.loads(output.read(length))
+        header, data_begin = read_safetensors_header(output)
         for name, data in changed.items():
             begin, end = header[name]["data_offsets"]
             assert end - begin == len(data)
-            output.seek(8 + length + begin)
+            output.seek(data_begin + begin)
             output.write(data)
     return list(changed)

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finetune.files import cache_dir, write_text
+from finetune.files import cache_dir, read_json, write_text
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -38,10 +38,9 @@ def key_of(**inputs: Any) -> str:
 def read(key: str) -> dict[str, Any] | None:
     """The cached values of a key; None when there are none, or when the file is damaged."""
     try:
-        values: Any = json.loads(_path(key).read_text(encoding="utf-8"))
+        return read_json(_path(key), dict)
     except (OSError, ValueError):
         return None
-    return values if isinstance(values, dict) else None
 
 
 def write(key: str, values: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import urllib.error
 import urllib.request
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.errors import ModelError
+from finetune.files import parse_json
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
 from finetune.model.unknown_names import why_unknown
@@ -28,6 +28,7 @@ _EAGER_ONLY = {
     "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
+MAX_LAYERS = 10_000
 
 
 def resolve_model_path(settings: Recipe) -> str:
@@ -60,7 +61,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     """The content of config.json from the folder, the hub's cache, the hub or the catalogue. Raises RecipeError."""
     path = resolve_model_path(settings)
     if Path(path).is_dir():
-        return _parsed((Path(path) / "config.json").read_text(encoding="utf-8"), path)
+        return _parsed((Path(path) / "config.json").read_bytes(), path)
     cached = _cached_on_disk(path, settings.model_revision)
     if cached is not None:
         return cached
@@ -128,13 +129,17 @@ def default_attention(values: dict[str, Any]) -> str:
     return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
 
 
-def _parsed(text: str, path: str) -> dict[str, Any]:
+def _parsed(text: str | bytes, path: str) -> dict[str, Any]:
     try:
-        values = json.loads(text, object_hook=_with_floats)
+        values = parse_json(text, object_hook=_with_floats)
     except ValueError as error:
         raise ModelError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"model_name_or_path {path}: config.json is not an object")
+    for part in (values, values.get("text_config")):  # each layer is built, on fake tensors
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, (int, float)) and layers > MAX_LAYERS:
+            raise ModelError(f"model_name_or_path {path}: config.json has {layers:,} layers, more than {MAX_LAYERS:,}")
     return values
 
 
@@ -147,7 +152,7 @@ def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
     from huggingface_hub import try_to_load_from_cache
 
     config_path = try_to_load_from_cache(repo, "config.json", revision=revision)
-    return _parsed(Path(config_path).read_text(encoding="utf-8"), repo) if isinstance(config_path, str) else None
+    return _parsed(Path(config_path).read_bytes(), repo) if isinstance(config_path, str) else None
 
 
 def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | None, str]:

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.transformers import quantised_on, sequential_loading
-from finetune.errors import DiskFull
+from finetune.errors import DiskFull, FinetuneError
 from finetune.files import free_disk_bytes, write_text
 from finetune.model import build
 from finetune.model.configuration import resolve_model_path
 from finetune.model.layer_offloading import offload_layers
 from finetune.model.quantisation import quantization_config
-from finetune.model.quantised_files import folder, lock_of, remove_unfinished
+from finetune.model.quantised_files import delete, folder, lock_of, remove_unfinished
 from finetune.model.quantised_store import (
     BOOKS,
     FORMAT,
     OUTSIDE,
+    Damaged,
     LayoutMismatch,
     Part,
     Store,
@@ -71,7 +72,7 @@ def open_store(settings: Settings, config: PretrainedConfig, device: torch.devic
             pass
         except LayoutMismatch as error:
             log(f"{error}; it is made again")
-            path.unlink(missing_ok=True)
+            delete(path)
         began = time.perf_counter()
         _quantise_to_file(path, parts, facts, settings, config, torch.device(device))
         took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
@@ -258,7 +259,21 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
     if offloading is not None:
         offloading.finish()
         base.layer_offloading = offloading  # type: ignore[assignment]
+    base.quantised_store = store  # type: ignore[assignment]
     return as_loaded(base, settings)
+
+
+def require_unchanged_file(model: torch.nn.Module) -> None:
+    """Raise FinetuneError when the file that a model reads its weights from has changed since the model was loaded."""
+    stores = (vars(module).get("quantised_store") for module in model.modules())
+    for store in filter(None, stores):
+        try:
+            store.require_unchanged()
+        except Damaged as error:
+            raise FinetuneError(
+                f"{error}, while the run read it: what it has learnt since its last checkpoint is dropped",
+                "Resume it: the file is made again.",
+            ) from None
 
 
 def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:

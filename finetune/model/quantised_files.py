@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from finetune.files import cache_dir
@@ -28,7 +29,7 @@ def unfinished(path: Path, process: int | str) -> Path:
 def remove_unfinished(path: Path) -> None:
     """Delete what writers of this file left when they were killed; call it while holding its lock."""
     for leftover in path.parent.glob(unfinished(path, "*").name):
-        leftover.unlink(missing_ok=True)
+        delete(leftover)
 
 
 def complete_files() -> list[Path]:
@@ -46,4 +47,12 @@ def clear() -> None:
     for path in list(folder().glob("*")):
         name = path.name.removeprefix(".").partition(_SUFFIX)[0] if _SUFFIX in path.name else path.stem
         if not is_locked(lock_of(path.with_name(name + _SUFFIX))):
-            path.unlink(missing_ok=True)
+            delete(path)
+
+
+def delete(path: Path) -> None:
+    """Delete what has the name of a file, whatever it is. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

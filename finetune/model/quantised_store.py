@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from finetune.files import parse_json, read_safetensors_header
 from finetune.model.checkpointing import decoder_layers
 from finetune.model.quantised_files import unfinished
 from finetune.system import read_at, replace, sync_folder
@@ -277,36 +278,46 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            raise Damaged(f"{path} is no file")
         self.file = path.open("rb")
+        self._verified_stat = self._stat()
         try:
-            length = int.from_bytes(self.file.read(8), "little")
-            if length > path.stat().st_size:
-                raise Damaged(f"{path} is cut off")
-            values = json.loads(self.file.read(length))
+            values, data_begin = read_safetensors_header(self.file)
             metadata = values["__metadata__"]
             if metadata["format"] != FORMAT:
                 raise Damaged(f"{path} is of another version")
-            layout = json.loads(metadata["layout"])
-            self.facts: dict[str, Any] = json.loads(metadata["facts"])
-            self.states: dict[str, dict[str, Any]] = json.loads(metadata["states"])
+            layout = parse_json(metadata["layout"])
+            self.facts: dict[str, Any] = parse_json(metadata["facts"])
+            self.states: dict[str, dict[str, Any]] = parse_json(metadata["states"])
             self.parts = tuple(
                 Part(name, tuple(Entry(own, table, dtype, tuple(shape), at) for own, table, dtype, shape, at in entries), size)
                 for name, size, _, entries in layout
             )
             self._hashes = {name: digest for name, _, digest, _ in layout}
-            self._offsets = {part.name: 8 + length + values[part.name]["data_offsets"][0] for part in self.parts}
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            self._offsets = {part.name: data_begin + values[part.name]["data_offsets"][0] for part in self.parts}
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise Damaged(f"{path} can't be read: {type(error).__name__}: {error}") from None
-        self.size = 8 + length + sum(part.size for part in self.parts)
+        self.size = data_begin + sum(part.size for part in self.parts)
         if os.fstat(self.file.fileno()).st_size != self.size:
             raise Damaged(f"{path} is cut off")
 
     def verify(self) -> None:
         """Hash every part. Raises Damaged, which names the first part that is not as it was written."""
+        self._verified_stat = self._stat()
         with ThreadPoolExecutor(_THREADS) as pool:
             for part, digest in zip(self.parts, pool.map(self._hash, self.parts), strict=True):
                 if digest != self._hashes[part.name]:
                     raise Damaged(f"{self.path}: {part.name} has changed since it was written")
+
+    def require_unchanged(self) -> None:
+        """Hash every part again if somebody has written to the file since it was opened or verified. Raises Damaged."""
+        if self._stat() != self._verified_stat:
+            self.verify()
+
+    def _stat(self) -> tuple[int, int]:
+        about = os.fstat(self.file.fileno())
+        return about.st_size, about.st_mtime_ns
 
     def _hash(self, part: Part) -> str:
         digest, buffer, hashed_bytes = hashlib.sha256(), bytearray(min(_CHUNK, part.size)), 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import ModelError
-from finetune.files import cache_dir, sha256_of, write_text
+from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
 from finetune.model.configuration import resolve_model_path
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 #: Files of a checkpoint in several parts, and of an adapter.
 INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"
+CONFIG = "config.json"
+_HASHING_THREADS = 4
+_DIGEST = re.compile("[0-9a-f]{64}")
 _DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
 
 
@@ -26,39 +29,70 @@ def check_weights(folder: Path) -> None:
     names = _files(folder)
     if not names:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
-    problems = [f"{folder / name}: {problem}" for name in names if (problem := _problem(folder / name))]
+    problems = [f"{folder / name}: {problem}" for name in names if (problem := file_problem(folder / name))]
     if problems:
         raise ModelError(problems, _DOWNLOAD_AGAIN)
 
 
-def weights_fingerprint(settings: Settings) -> str | None:
+def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | None:
     """One hash of the base model's weight files; None when they are not on this disk.
 
-    A file is hashed again only when its size or its time has changed.
+    A file whose size, time and inode are those of the last time is hashed again only with `reread`, which also sees what a
+    failing disk has changed. Raises ModelError for a file of the hub's cache that is not what the hub has sent.
     """
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(path := resolve_model_path(settings))
-    if not folder.is_dir():
-        cached_config = try_to_load_from_cache(path, "config.json", revision=settings.model_revision)
-        if not isinstance(cached_config, str):
-            return None
-        folder = Path(cached_config).parent
-    hashes = "".join(f"{name} {_hash(folder / name)}\n" for name in _files(folder))
+    folder = _folder_on_disk(settings)
+    if folder is None:
+        return None
+    names = _files(folder)
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
+    hashes = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
     return hashlib.sha256(hashes.encode()).hexdigest()
 
 
-def _hash(path: Path) -> str:
+def configuration_fingerprint(settings: Settings, *, for_answers: bool = False) -> str | None:
+    """One hash of the files beside the weights that decide what the base model computes; None when it is not on this disk.
+
+    They are its config.json, the index of its weights, and its Python files if the recipe trusts them. `for_answers`: also its
+    defaults for generation.
+    """
+    folder = _folder_on_disk(settings)
+    if folder is None:
+        return None
+    paths = [folder / CONFIG, folder / INDEX, *([folder / "generation_config.json"] if for_answers else [])]
+    paths += sorted(folder.glob("*.py")) if settings.trust_remote_code else []
+    hashes = "".join(f"{path.name} {sha256_of(path)}\n" for path in paths if path.is_file())
+    return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+def _folder_on_disk(settings: Settings) -> Path | None:
+    """The base model's folder, or that of the hub's cache; None when it is in neither."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path := resolve_model_path(settings))
+    if folder.is_dir():
+        return folder
+    cached_config = try_to_load_from_cache(path, CONFIG, revision=settings.model_revision)
+    return Path(cached_config).parent if isinstance(cached_config, str) else None
+
+
+def _hash(path: Path, reread: bool) -> str:
     """The file's SHA-256, from the hub's cache (which names large files by it), this project's cache, or the content."""
     path = path.resolve()
-    if re.fullmatch("[0-9a-f]{64}", path.name):
+    is_of_hub = bool(_DIGEST.fullmatch(path.name))
+    if is_of_hub and not reread:
         return path.name
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
-    with contextlib.suppress(OSError):
-        return cache_file.read_text(encoding="utf-8")
+    with contextlib.suppress(OSError, ValueError):
+        if not reread and _DIGEST.fullmatch(cached := cache_file.read_text(encoding="utf-8")):
+            return cached
     digest = sha256_of(path)
+    if is_of_hub:
+        if digest != path.name:
+            raise ModelError(f"{path} is damaged: its content is not what the hub has sent", f"Delete it. {_DOWNLOAD_AGAIN}")
+        return digest
     with contextlib.suppress(OSError):  # without a cache it is hashed again
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(cache_file, digest)
@@ -70,13 +104,13 @@ def _files(folder: Path) -> list[str]:
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return sorted(set(read_json(index)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _DOWNLOAD_AGAIN) from None
 
 
-def _problem(path: Path) -> str:
-    """What is wrong with a file; empty when it is as long as its header says."""
+def file_problem(path: Path) -> str:
+    """What is wrong with a safetensors file; empty when it is as long as its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -86,7 +120,8 @@ def _problem(path: Path) -> str:
                 return "is a pointer of git-lfs, not the file"
             if len(beginning) < 8 or length > size - 8:
                 return f"is truncated or no safetensors file ({size:,} bytes)"
-            header = json.loads(file.read(length))
+            file.seek(0)
+            header, _ = read_safetensors_header(file)
         data = max((part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"), default=0)
     except FileNotFoundError:
         return "is missing"

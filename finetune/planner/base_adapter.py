@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
+from finetune.files import read_json
+from finetune.model.adapter_files import config_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.planner.plan import read_plan
 from finetune.recipe import AUTO, resolved
@@ -66,9 +67,9 @@ def read_base_adapter(name: str) -> BaseAdapter:
     """The adapter in a folder or of a run: one of this program's, or any LoRA adapter of PEFT. Raises RecipeError."""
     folder = find_adapter(name)
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / ADAPTER_CONFIG, dict)
         base = config.get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise RecipeError(f"adapter_name_or_path {name}: {folder / ADAPTER_CONFIG} can't be read: {error}") from None
     plan = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
     if plan.is_file():
@@ -98,6 +99,8 @@ def find_adapter(name: str) -> Path:
 
 def _of_peft(config: dict[str, Any], name: str) -> dict[str, Any]:
     """The settings of an adapter that another program trained. Raises RecipeError for what is not trained here."""
+    if problems := config_problems(config):
+        raise RecipeError([f"adapter_name_or_path {name}: {problem}" for problem in problems])
     odd = [f"{key} {config[key]}" for key, plain in _PLAIN.items() if config.get(key) not in (plain, None, [], {})]
     if config.get("peft_type") != "LORA":
         odd.insert(0, f"peft_type {config.get('peft_type')}")

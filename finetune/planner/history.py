@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import cache_dir, write_text
+from finetune.files import cache_dir, parse_json, write_text
 from finetune.recipe.base_formats import base_format_of
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _rows() -> list[dict[str, Any]]:
     rows = []
     for line in text.splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("card"), str):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from finetune.card.card import Card
 from finetune.errors import CommandError, DataError, DoesNotFit
+from finetune.files import read_json
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
 from finetune.recipe import Settings
@@ -340,7 +340,7 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
 def read_plan(path: Path) -> Plan:
     """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
     try:
-        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Plan.from_json(read_json(path, dict))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",

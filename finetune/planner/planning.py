@@ -96,7 +96,14 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
     `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: it has those of a hub dataset.
     """
+    from finetune.data.sources import require_path_or_id
+
     missing = [] if downloaded else _missing_paths(recipe)
+    try:
+        for path in missing:
+            require_path_or_id(path)
+    except DataError as error:
+        return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
     if missing:
         return RowsRead(notes=(f"planned for full rows of max_length: {', '.join(missing)} is not on this machine",))
     try:

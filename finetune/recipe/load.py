@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from finetune.errors import RecipeError
+from finetune.errors import SECRET, RecipeError
 from finetune.recipe import yaml
 from finetune.recipe.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
 
@@ -24,9 +24,6 @@ _DATA_SUFFIXES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _TOKENIZER_TOKEN = re.compile(r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|eot|image|video|audio|concat|new)_token$", re.I)
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b"
-)
 
 
 @dataclass(frozen=True)
@@ -287,7 +284,7 @@ def _with_canonical_names(values: dict[str, Any], locations: dict[str, str], pro
 def _secret_in(key: str, value: Any) -> str | None:
     """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
     is_secret = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
-    if is_secret or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+    if is_secret or (isinstance(value, str) and SECRET.search(value)):
         return key
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     nested_secrets = (_secret_in(str(name), item) for name, item in items)
@@ -296,14 +293,14 @@ def _secret_in(key: str, value: Any) -> str | None:
 
 def find_secret(text: str) -> bool:
     """Whether a text has something that looks like a token."""
-    return bool(_SECRET_VALUE.search(text))
+    return bool(SECRET.search(text))
 
 
 def _holds_secret(value: Any) -> bool:
     """Whether a value, at any depth, looks like a token."""
     if isinstance(value, (dict, list)):
         return any(_holds_secret(item) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and bool(_SECRET_VALUE.search(value))
+    return isinstance(value, str) and bool(SECRET.search(value))
 
 
 def _known_settings(

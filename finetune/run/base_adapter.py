@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, RecipeError
-from finetune.files import sha256_of, write_json
+from finetune.files import read_json, write_json
+from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG
-from finetune.model.weights import ADAPTER_WEIGHTS, weights_fingerprint
+from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import open_run
 from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
@@ -69,7 +69,10 @@ def require_usable_adapter(settings: Settings) -> None:
         raise RecipeError(f"adapter_name_or_path {adapter.folder} has no {ADAPTER_WEIGHTS}", "Save it as safetensors.")
     if changes := changes_in(adapter.folder):
         raise RecipeError([f"{adapter.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
-    sealed, now = facts_of(adapter.folder).base, weights_fingerprint(settings)
+    if problems := adapter_problems(adapter.folder):
+        problems = [f"the adapter in {adapter.folder} can't be loaded: {problem}" for problem in problems]
+        raise RecipeError(problems, "Give another adapter.")
+    sealed, now = facts_of(adapter.folder).base or _weights_of(adapter.base_model, settings), weights_fingerprint(settings)
     if sealed is not None and now is not None:
         differs = sealed != now
     else:  # a folder of another machine says nothing, a name on the hub does
@@ -80,6 +83,13 @@ def require_usable_adapter(settings: Settings) -> None:
             f"and the recipe has {settings.model_name_or_path}",
             "An adapter only fits the weights that it was trained on: set model_name_or_path to them.",
         )
+
+
+def _weights_of(base_model: str | None, settings: Settings) -> str | None:
+    """The hash of the weights in a folder of this machine, however it is spelt; None for other names."""
+    if not base_model or not (Path(base_model) / CONFIG).is_file():
+        return None
+    return weights_fingerprint(settings.model_copy(update={"model_name_or_path": base_model}))
 
 
 def facts_of(folder: Path) -> BaseAdapterFacts:
@@ -112,22 +122,20 @@ def base_adapter_of(run: RunDirectory) -> BaseAdapterFacts | None:
     return BaseAdapterFacts(**values) if values else None
 
 
-def base_adapter_hash(run: RunDirectory) -> str | None:
-    """Hash of the adapter that a run continued from; None without one."""
-    path = run.base_adapter / ADAPTER_WEIGHTS
-    return sha256_of(path) if path.is_file() else None
-
-
 def load_base_adapter(model: Any, run: RunDirectory) -> None:
     """Load the adapter that the run continues from into `model`. Raises RecipeError when it does not match."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    if changes := changes_in(run.base_adapter):
+    if changes := changes_in(run.base_adapter, required=True):
         problems = [f"{run.base_adapter}: {change}" for change in changes[:5]]
         raise RecipeError(problems, f"Start a new run: finetune run {run.recipe}")
+    tensors = load_file(run.base_adapter / ADAPTER_WEIGHTS)
+    if not_finite := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
+        problem = f"the adapter in {run.base_adapter} has values that are not finite: {', '.join(not_finite[:3])}"
+        raise RecipeError(problem, "Continue from another adapter.")
     try:
-        load_result: Any = set_peft_model_state_dict(model, load_file(run.base_adapter / ADAPTER_WEIGHTS))
+        load_result: Any = set_peft_model_state_dict(model, tensors)
     except (RuntimeError, KeyError, ValueError) as error:  # of other shapes
         raise RecipeError(f"the adapter in {run.base_adapter} does not fit the model: {str(error).splitlines()[0]}") from None
     odd = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]
@@ -146,7 +154,6 @@ def _run_of(folder: Path) -> Path | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, dict)
     except (OSError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}

@@ -56,7 +56,7 @@ def weights_of(run: RunDirectory, step: int) -> Path:
 
 
 def _damage(run: RunDirectory, step: int) -> list[str]:
-    return verify(weights_of(run, step)) if step else changes_in(run.base_adapter)
+    return verify(weights_of(run, step)) if step else changes_in(run.base_adapter, required=True)
 
 
 def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedStep | None:
@@ -125,7 +125,7 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     tokenizer.save_pretrained(str(building))
     shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)  # its library lets only the owner read it
     shutil.copy(trainer.run.plan, building / "plan.json")
-    write_manifest(building, {"step": step, "eval_loss": loss, "base": trainer.seal_facts.get("base")})
+    write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts})
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
     sync_folder(target.parent)  # before the run reports that it has finished: the result survives a power cut

@@ -37,6 +37,10 @@ _SPIKE_WINDOW = 5  # losses that the watchdog compares with
 _MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; after 16 it is 1
 
 
+class NothingLeftToTrain(Exception):
+    """The checkpoint that a run resumes from is of its last step."""
+
+
 class StopRequest:
     """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts."""
 
@@ -138,6 +142,11 @@ class RunCallback(TrainerCallback):
             if group.get("initial_lr", rate) != rate:
                 group["lr"], group["initial_lr"] = group["lr"] * rate / group["initial_lr"], rate
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in optimizer.param_groups])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End a run resumed from its last step: the trainer looks at the number of steps only after training another one."""
+        if state.global_step >= state.max_steps:
+            raise NothingLeftToTrain
 
     def _warm_up(self, plan: Plan) -> None:
         """Reserve the steps' memory as one segment, where the forecast says that this saves some.

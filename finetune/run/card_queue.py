@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.files import cache_dir, write_json
-from finetune.run.state import is_recorded_process, process_record
+from finetune.files import cache_dir, read_json, write_json
+from finetune.run.state import is_record, is_recorded_process, process_record
 from finetune.system import take_lock
 
 #: Seconds to wait for another run that joins; each takes milliseconds.
@@ -50,10 +49,10 @@ class Queue:
         living = []
         for ticket in sorted(self.folder.glob("*.json")):
             try:
-                record = json.loads(ticket.read_text(encoding="utf-8"))
+                record = read_json(ticket, dict)
             except (OSError, ValueError):  # just removed, or being written
                 continue
-            if not is_recorded_process(record):
+            if not is_record(record) or not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)
             elif not set(self.cards).isdisjoint(record.get("cards", self.cards)):  # earlier versions named none
                 living.append((ticket, record["run"]))

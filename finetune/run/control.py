@@ -27,10 +27,11 @@ def start(run: RunDirectory) -> int:
 
     Raises RecipeError when the run is already running, DiskFull when its directory can't be written.
     """
-    for path in (run.lock, run.worker_lock, run.log, run.process):
-        if path.is_dir():
+    for path in (run.lock, run.worker_lock, run.log, run.process, run.events):
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
             raise CommandError(
-                f"{path} is a folder; it should be a file of the run", f"Delete it, then: finetune resume {run.path}"
+                f"{path} is {kind}; it should be a file of the run", f"Delete it, then: finetune resume {run.path}"
             )
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")

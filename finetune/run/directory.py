@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError, DiskFull
-from finetune.files import cache_dir
-from finetune.run.seal import changes_in
+from finetune.files import cache_dir, parse_json
+from finetune.run.seal import changes_in, writes_manifests
 from finetune.system import is_locked, rename, take_lock
 
 #: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.
@@ -77,6 +77,11 @@ class RunDirectory:
     def snapshot_request(self) -> Path:
         """Is there while somebody waits for the CUDA allocator's history."""
         return self.path / "snapshot-request"
+
+    @property
+    def reserve(self) -> Path:
+        """Disk space for the last events of a run on a full disk, freed before they are written."""
+        return self.path / ".reserve"
 
     @property
     def log(self) -> Path:
@@ -217,7 +222,7 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
         lines = []
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             path = Path(entry["run"]) if entry["from"] == here else None
         except (ValueError, TypeError, KeyError):  # a line that was cut off
             continue
@@ -252,17 +257,8 @@ def require_data(run: RunDirectory) -> None:
     fix = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
         raise CommandError(f"{run.data} is missing or incomplete", fix)
-    if changes := changes_in(run.data):
+    if changes := changes_in(run.data, required=writes_manifests(run.plan)):
         raise CommandError([f"{run.data}: {change}" for change in changes[:5]], fix)
-
-
-def require_intact_adapter(adapter: Path) -> None:
-    """Raise RecipeError when the finished adapter in a folder is not what the run wrote."""
-    if changes := changes_in(adapter):
-        raise CommandError(
-            [f"{adapter}: {change}" for change in changes[:5]],
-            f"Delete or rename {adapter} to use the newest sealed checkpoint, or train again.",
-        )
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:

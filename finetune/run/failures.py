@@ -29,7 +29,7 @@ _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 #: safetensors and torch's zip writer turn the errno into text of their own exceptions.
 _DISK_TEXTS = (
     "No space left on device", "os error 28", "Disk quota exceeded", "File too large", "os error 27", "Read-only file system",
-    "os error 30", "PytorchStreamWriter failed writing file",
+    "os error 30", "PytorchStreamWriter failed writing file", "] . unexpected pos ",
 )  # fmt: skip
 
 

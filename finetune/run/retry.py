@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.host import free_for_run
 from finetune.errors import CommandError, FinetuneError
-from finetune.files import write_json
+from finetune.files import read_json, write_json
 from finetune.memory.forecast import Forecast
 from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
@@ -187,14 +186,11 @@ class _AdjustedForecast:
 def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
     """The forecast that an earlier attempt with the same changes saved."""
     try:
-        adjusted = from_json(_AdjustedForecast, json.loads(run.adjusted_forecast.read_text(encoding="utf-8")))
+        adjusted = from_json(_AdjustedForecast, read_json(run.adjusted_forecast))
     except (OSError, ValueError):  # none, or a damaged one: it is made again
         return None
     return adjusted if adjusted.changes == _changes_of(changes, Decides.BYTES) else None
 
 
 def _adjustments(run: RunDirectory) -> dict[str, Any]:
-    changes = json.loads(run.adjustments.read_text(encoding="utf-8")) if run.adjustments.exists() else {}
-    if not isinstance(changes, dict):
-        raise TypeError("it should be an object")
-    return changes
+    return read_json(run.adjustments, dict) if run.adjustments.exists() else {}

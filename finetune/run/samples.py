@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import RunWarning, Sample
+from finetune.files import read_json
 from finetune.run.failures import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Samples:
         # One rank alone can't generate with sharded weights, and compiled layers would recompile for every length.
         if settings.launch.strategy != "ddp" or settings.torch_compile or not path.is_file():
             return
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = read_json(path)
         self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
 
     def emit(self, model: Any, step: int, events: EventWriter) -> None:

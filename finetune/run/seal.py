@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import sha256_of
+from finetune.files import read_json, sha256_of
 from finetune.system import WINDOWS, rename, sync_file, sync_folder
 
 MANIFEST = "MANIFEST.json"
@@ -24,6 +24,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
 #: Facts that are hashes, and the message when they differ.
 _HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
+           "base_config": "the base model's config.json or index has changed",
            "origin": "the adapter that it continued from has changed"}  # fmt: skip
 
 
@@ -69,10 +70,18 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     sync_folder(folder)
 
 
+def writes_manifests(path: Path) -> bool:
+    """Whether the run of this plan.json seals its data and its adapter with manifests: the first version did not."""
+    try:
+        return "version" in read_json(path, dict)
+    except (OSError, ValueError):
+        return True
+
+
 def verify(folder: Path) -> list[str]:
     """What is wrong with a checkpoint, one line each; empty when every file is unchanged and none was added."""
     try:
-        step = int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
+        step = int(read_json(folder / MANIFEST, dict)["step"])
     except FileNotFoundError:
         return ["it is incomplete (no manifest): the run died while writing it"]
     except (ValueError, KeyError, TypeError, OSError):
@@ -83,15 +92,15 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def changes_in(folder: Path) -> list[str]:
-    """How a folder differs from its manifest, one line for each file; empty without a manifest (runs of older versions)."""
+def changes_in(folder: Path, *, required: bool = False) -> list[str]:
+    """How a folder differs from its manifest, one line for each file; without a manifest empty unless one is `required`."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST, dict)
         files = dict(manifest["files"])
         if manifest.pop("seal") != _seal_of(manifest):
             return ["its manifest has changed since it was sealed"]
     except FileNotFoundError:
-        return []
+        return [f"its {MANIFEST} is missing"] if required else []
     except (ValueError, KeyError, TypeError, OSError):
         return ["its manifest can't be read"]
     problems = [problem for name, expected in files.items() if (problem := _change(folder / name, name, expected))]
@@ -115,7 +124,7 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
             continue
         problems = verify(path)
         if not problems:
-            facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["facts"]
+            facts = read_json(path / MANIFEST, dict)["facts"]
             return Checkpoint(path, step, facts), skipped
         skipped.append(f"{path.name} skipped: {'; '.join(problems[:3])}")
     return None, skipped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from finetune.events import EventReader, Start, State, Step
+from finetune.files import read_json
 from finetune.system import is_locked
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def is_alive(run: RunDirectory) -> bool:
 def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
     """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`; empty when there are none."""
     try:
-        values = json.loads(run.process.read_text(encoding="utf-8"))
+        values = read_json(run.process, dict)
     except (OSError, ValueError):
         return {}
-    records = values.items() if isinstance(values, dict) else ()
-    return {role: record for role, record in records if isinstance(record, dict) and _is_record(record)}
+    return {role: record for role, record in values.items() if isinstance(record, dict) and is_record(record)}
 
 
-def _is_record(record: dict[str, Any]) -> bool:
+def is_record(record: dict[str, Any]) -> bool:
+    """Whether a file's values are those of a recorded process."""
     return type(record.get("pid")) is int and record["pid"] > 0 and isinstance(record.get("started_s"), (int, float))
 
 

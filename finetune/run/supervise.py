@@ -23,6 +23,7 @@ from finetune.distributed.processes import launcher_for
 from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
+from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import cards_of, holders_of, replacement_message, visibility
 from finetune.run.card_queue import card_queue
 from finetune.run.directory import RunDirectory
@@ -40,10 +41,12 @@ if TYPE_CHECKING:
     from finetune.run.card_queue import Queue
 
 _POLL_S = 0.1
+_RESERVE_BYTES = 16 * 1024
 
 
 def main() -> int:
     """Entry point of the process; returns the run's exit status."""
+    keep_private()
     run = RunDirectory(Path(sys.argv[1]))
     lock = take_lock(run.lock, wait_s=1)  # whoever looks whether it is held holds it for a moment
     if lock is None:
@@ -74,6 +77,14 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self.signals.append(number))
         ignore_hangup()
+        with contextlib.suppress(OSError):
+            self.run.reserve.write_bytes(bytes(_RESERVE_BYTES))
+        try:
+            return self._supervise()
+        finally:
+            self.run.reserve.unlink(missing_ok=True)
+
+    def _supervise(self) -> int:
         card = read_plan(self.run.plan).card
         if card.is_cpu:
             return self._notify(self._attempts())
@@ -251,13 +262,20 @@ class Supervisor:
 
     def _emit(self, event: Event) -> None:
         """Write an event. While the worker lives it writes all others."""
-        with contextlib.suppress(OSError):  # a full disk must not end the supervisor; the state is then `lost`
-            writer = EventWriter(self.run.events)
-            try:
-                writer.emit(event)
-            finally:
-                writer.close()
+        try:
+            self._write(event)
+        except OSError:  # a full disk must not end the supervisor; if there is no reserve either, the state is `lost`
+            self.run.reserve.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._write(event)
         self.seen += self.reader.new()
+
+    def _write(self, event: Event) -> None:
+        writer = EventWriter(self.run.events)
+        try:
+            writer.emit(event)
+        finally:
+            writer.close()
 
 
 def worker_command(run: RunDirectory) -> list[str]:
@@ -271,7 +289,7 @@ def worker_environment(cards: Sequence[str] = (), allocator: AllocatorSettings |
     `allocator`: what the forecast chose, None for the usual settings; the user's own variable comes before both.
     Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.
     """
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+    environment = {**os.environ, **SETTINGS, "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding
     environment["PYTHONSAFEPATH"] = "1"  # a datasets.py or torch.py in the working folder must not be imported
     environment.setdefault("PYTHONUNBUFFERED", "1")

@@ -22,6 +22,7 @@ from finetune.methods import method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.methods.trl_arguments import trl_arguments
 from finetune.model.padding import without_mask
+from finetune.model.quantised_cache import require_unchanged_file
 from finetune.model.techniques import step_context
 from finetune.run.best import best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.failures import is_disk_full
@@ -185,6 +186,7 @@ class RunTrainer(SFTTrainer):
         step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
         with self._phase("save") as took, self._removing_partial(step):
             self.finish_sealing()
+            require_unchanged_file(model)
             if self.is_local_process_zero():
                 shutil.rmtree(partial, ignore_errors=True)
             ranks.barrier()

@@ -18,15 +18,17 @@ from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
-from finetune.model.weights import weights_fingerprint
+from finetune.printable import printable
+from finetune.privacy import keep_private
 from finetune.recipe.compatibility import reads_own_rows, shards_weights
 from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import compare_at_end, record_measurements
-from finetune.run.base_adapter import base_adapter_hash, base_adapter_of, load_base_adapter
+from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
+from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted
 from finetune.run.seal import facts_differ, newest_verified
@@ -94,12 +96,14 @@ class Worker:
 
     def _failed(self, code: int, state: str, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
-        print(f"{error.title}: {message}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
+        print(f"{error.title}: {printable(message)}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
         with contextlib.suppress(OSError):  # a full disk: the supervisor emits the state later
             self.events.emit(events.State(state=state, message=message, exit_code=code))
         return code
 
     def _train(self) -> int:
+        from finetune.run.callbacks import NothingLeftToTrain
+
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
@@ -112,14 +116,15 @@ class Worker:
         continues = self.plan.settings.adapter_name_or_path is not None
         trainer.args.eval_on_start = continues and checkpoint is None and trainer.args.eval_strategy != "no"
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+            with contextlib.suppress(NothingLeftToTrain):
+                trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
             trainer.finish_sealing()
         self.history.end()
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
-            raise Diverged(callback.diverged, self._after_divergence())
+            raise Diverged(callback.diverged, self._after_divergence(trainer.model))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"stopped at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
@@ -264,6 +269,9 @@ class Worker:
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
         """Save the adapter of the best and, if another, of the last step; returns the run's last message."""
+        from finetune.model.quantised_cache import require_unchanged_file
+
+        require_unchanged_file(trainer.model)  # type: ignore[arg-type]
         result = save_result(trainer, self.run)
         if result is None:
             return ""
@@ -271,7 +279,9 @@ class Worker:
         text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
-    def _after_divergence(self) -> str:
+    def _after_divergence(self, model: Any) -> str:
+        if names := frozen_not_finite(model):
+            return f"The base model has values that are not finite, in {', '.join(names[:3])}: download it again."
         good, _ = newest_verified(self.run.checkpoints)
         last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
         rate = self.plan.settings.learning_rate
@@ -282,19 +292,17 @@ _STATE_OF = {Diverged.exit_code: "diverged", DiskFull.exit_code: "paused"}
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 
-def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
-    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and (`base`) model."""
-    values = plan.settings.model_dump(mode="json")
-    facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
-    weights, origin = weights_fingerprint(plan.settings) if base else None, base_adapter_hash(run)
-    return {**facts, **({"base": weights} if weights else {}), **({"origin": origin} if origin else {})}
+def frozen_not_finite(model: Any) -> list[str]:
+    """Names of the base model's parameters with values that are not finite."""
+    import torch
 
+    def is_finite(parameter: Any) -> bool:
+        state = getattr(parameter, "quant_state", None)  # of 4-bit weights, whose scales stand for their values
+        scales = [state.absmax, state.offset, getattr(state.state2, "absmax", None)] if state is not None else [parameter]
+        floats = [values for values in scales if values is not None and values.is_floating_point()]
+        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)
 
-def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), "data", "base", "origin"} - {"dataset"}  # whose hash is the fingerprint
-    return {name: value for name, value in facts.items() if name in names}
+    return [name for name, values in model.named_parameters() if not values.requires_grad and not is_finite(values)]
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
@@ -324,6 +332,7 @@ def versions() -> dict[str, str]:
 def main() -> int:
     """Entry point of the process."""
     ignore_hangup()
+    keep_private()
     raise_gc_thresholds()  # until everything is imported
     run = RunDirectory(Path(sys.argv[1]))
     writes = ranks.this_rank().is_local_rank_0

@@ -18,24 +18,35 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from openai.types.chat.chat_completion import Choice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from finetune.files import parse_json
 from finetune.serve.engine import AnswerEnd, Engine
 from finetune.serve.requests import ChatRequest, RequestError, read_request
 
 _BODY_BYTES = 4 * 2**20
 #: Seconds between two checks whether the client of an answer that is not streamed is still connected.
 _DISCONNECT_POLL_S = 0.2
+#: Seconds in which a body has to arrive.
+_BODY_S = 30.0
+_CLIENT_LEFT = RequestError("The client has left.", status=499)
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "5"}}
 
 
 def build(engine: Engine, token: str) -> FastAPI:
     """The application: `/v1/models`, `/v1/chat/completions`, and `/health`, which alone needs no token."""
     created = int(time.time())
-    api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     @api.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> Response:
         return JSONResponse(error.as_json(), error.status, _HEADERS.get(error.status))
+
+    @api.exception_handler(HTTPException)
+    async def refuse_route(_: Request, error: HTTPException) -> Response:
+        refusal = RequestError(f"{error.detail}.", status=error.status_code)
+        return JSONResponse(refusal.as_json(), error.status_code, error.headers)
 
     async def check(request: Request) -> None:
         if not _is_authorised(token, request.headers.get("authorization", "")):
@@ -82,14 +93,22 @@ def _model(name: str, created: int) -> dict[str, Any]:
 async def _body(request: Request) -> Any:
     """The JSON body. Raises RequestError if it is too large or not JSON."""
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _BODY_BYTES:
-            raise RequestError("The body is too large.", status=413)
     try:
-        return json.loads(body)
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _BODY_BYTES:
+                    raise RequestError("The body is too large.", status=413)
+    except TimeoutError:
+        raise RequestError("The body did not arrive in time.", status=408) from None
+    except ClientDisconnect:
+        raise _CLIENT_LEFT from None
+    try:
+        values = parse_json(body)
+        json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except ValueError:
-        raise RequestError("The body is not JSON.") from None
+        raise RequestError("The body is not JSON in UTF-8.") from None
+    return values
 
 
 class _ChatResponse:
@@ -105,7 +124,7 @@ class _ChatResponse:
         try:
             await asyncio.wait((disconnect, collected), return_when=asyncio.FIRST_COMPLETED)
             if not collected.done():
-                raise RequestError("The client has left.", status=499)
+                raise _CLIENT_LEFT
             text, end = collected.result()
         finally:
             for task in (disconnect, collected):

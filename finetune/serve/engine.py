@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from finetune.model.generate import Streamed
     from finetune.serve.models import Models
 
+#: No vocabulary has a token of more characters: the longest of Llama 3 and Qwen are 128 spaces.
+MAX_TOKEN_CHARACTERS = 256
+
 
 @dataclass(frozen=True)
 class AnswerEnd:
@@ -35,7 +38,9 @@ class Engine:
     def __init__(self, models: Models, tokens: int, max_waiting: int = 32) -> None:
         self.models, self._tokens, self._max_waiting = models, tokens, max_waiting
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
+        self._tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._open_requests: set[threading.Event] = set()
+        self._tokenising = 0
 
     async def answer(self, request: ChatRequest) -> AsyncIterator[str | AnswerEnd]:
         """Check a request and queue it; yields the pieces of the answer, then its end.
@@ -45,10 +50,18 @@ class Engine:
         if request.model not in self.models.names:
             message = f"There is no model {request.model[:100]!r} here, only {', '.join(self.models.names)}."
             raise RequestError(message, status=404, param="model", code="model_not_found")
-        if len(self._open_requests) > self._max_waiting:
-            raise RequestError(f"{len(self._open_requests)} requests are waiting already. Try again later.", status=429,
+        if (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
+            raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
                                code="rate_limit_exceeded")  # fmt: skip
-        prompt = self._prompt(request)
+        characters = sum(len(message.as_message()["content"]) for message in request.messages)
+        if characters > self._tokens * MAX_TOKEN_CHARACTERS:
+            message = f"This server has a limit of {self._tokens} tokens; the messages have {characters:,} characters."
+            raise RequestError(message, param="messages", code="context_length_exceeded")
+        self._tokenising += 1
+        try:  # in a thread: the event loop serves the other clients meanwhile
+            prompt = await asyncio.get_running_loop().run_in_executor(self._tokeniser, self._prompt, request)
+        finally:
+            self._tokenising -= 1
         remaining = self._tokens - len(prompt)
         if remaining < 1 or (request.max_new_tokens or 1) > remaining:
             raise RequestError(
@@ -62,7 +75,8 @@ class Engine:
         """End the current answer, and cancel the waiting requests."""
         for cancelled in list(self._open_requests):
             cancelled.set()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._worker, self._tokeniser):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _prompt(self, request: ChatRequest) -> list[int]:
         try:

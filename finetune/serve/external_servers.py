@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
+from finetune.files import read_json
 from finetune.model.configuration import ADAPTER_CONFIG, resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.system import shell_join
@@ -51,8 +51,10 @@ def llama_command(runs: dict[str, RunDirectory]) -> str:
 
 
 def _adapter_config(folder: Any) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return config
+    try:
+        return read_json(folder / ADAPTER_CONFIG, dict)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{folder / ADAPTER_CONFIG} can't be read: {error}", "Train again, or merge another run.") from None
 
 
 def _rank(config: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finetune.model.generate import Sampling
 
+_MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
 _IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice",
             "safety_identifier", "prompt_cache_key", "verbosity"}  # fmt: skip
@@ -102,6 +103,8 @@ def read_request(body: Any) -> ChatRequest:
         if name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ()):
             continue
         raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
+    if len(request.stops) > _MAX_STOPS:
+        raise RequestError(f"stop: at most {_MAX_STOPS} texts", param="stop", code="invalid_value")
     if not all(request.stops):
         raise RequestError("stop: an empty text would end every answer", param="stop", code="invalid_value")
     return request

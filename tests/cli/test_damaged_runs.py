@@ -8,6 +8,7 @@ import pytest
 from finetune.cli import main
 from finetune.recipe import load_recipe
 from finetune.run.prepare import create_run, prepare
+from finetune.run.seal import write_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,7 @@ def run_path(tmp_path_factory):
     run = create_run(prepare(load_recipe("tiny-cpu", ["dataset.max_rows=16", "max_steps=2", f"output_dir={path}"])))
     run.adapter.mkdir()
     (run.adapter / "adapter_config.json").write_text("{}")
+    write_manifest(run.adapter, {})
     return run.path
 
 

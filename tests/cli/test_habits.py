@@ -51,7 +51,8 @@ def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, capsys, monkeypat
     run = RunDirectory(kept_run(tmp_path))
     (run.path / "evaluations").mkdir()
     score = {"exact_match": 0.25, "loss": 1.5}
-    (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps({"rows": 8, "base": score, "tuned": score}))
+    values = {"rows": 8, "base": score, "tuned": score, "prompts": [], "references": [], "seconds": 1.0}
+    (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps(values))
     code, captured = finetune(capsys, monkeypatch, *command, str(run.path))
     assert code == 0 and "step 6 of 6" in captured.out and "lowest held-out loss" in captured.out
     assert "exact match" in captured.out and "0.2500" in captured.out and "lora_r: 1" in captured.out

@@ -26,7 +26,7 @@ def run(home, kept_run):
     gap = {"value": 0.5, "low": 0.25, "high": 0.75, "more_rows": None}
     figures = {"exact_match": 0.5, "score": 0.5, "loss": 1.0, "perplexity": 2.7, "token_accuracy": 0.5}
     scores = {"rows": 6, "base": figures, "tuned": figures, "score": "exact", "exact_match_difference": gap,
-              "score_difference": gap, "loss_difference": None,
+              "score_difference": gap, "loss_difference": None, "prompts": [], "references": [], "seconds": 1.0,
               "data": "/home/someone/secret project/mine.jsonl"}  # fmt: skip
     (directory.path / "evaluations").mkdir()
     (directory.path / "evaluations" / "scores-exact.json").write_text(json.dumps(scores))

@@ -23,6 +23,17 @@ def recipe(tmp_path):
     return make
 
 
+@pytest.mark.parametrize("path", ["http://example.com/x", "s3://bucket/rows", "file:///etc/passwd", "-", "a b"])
+def test_what_is_neither_a_path_nor_a_dataset_of_the_hub_is_a_problem_of_the_data(recipe, path):
+    assert read_rows(recipe(dataset=path)).problem
+
+
+@pytest.mark.parametrize("path", ["rows.jsonl", "/elsewhere/rows", "owner/name", "../rows"])
+def test_rows_of_another_machine_are_planned_without_them(recipe, path):
+    rows = read_rows(recipe(dataset=path))
+    assert rows.problem is None and "is not on this machine" in rows.notes[0]
+
+
 def test_a_plan_lists_unused_columns_and_files_chosen_by_their_names(recipe):
     names, columns = read_rows(recipe()).notes
     assert columns == "columns not used: id, source"

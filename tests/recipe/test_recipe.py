@@ -81,6 +81,11 @@ def test_a_secret_is_not_repeated_in_the_message():
     assert not any("hf_abcdefgh" in problem for problem in problems_of(SHORT, "seed=hf_abcdefghijklmnopqrstuvwxyz"))
 
 
+@pytest.mark.parametrize("override", ["{}=1", "dataset.{}=1", "seed.{}=1", "{}"])
+def test_a_secret_in_the_name_of_a_setting_is_not_repeated(override):
+    assert not any("abcdefgh" in problem for problem in problems_of(SHORT, override.format("hf_abcdefghijklmnopqrstuvwxyz")))
+
+
 @pytest.mark.parametrize("key", ["dataset.name", "dataset.token", "lora_target", "dataset.path"])
 @pytest.mark.parametrize("secret", ["hf_" + "abcdefghij" * 3, "sk-proj-" + "Abc-d_1234" * 4])
 def test_a_secret_at_any_depth_is_refused_and_not_repeated(key, secret):

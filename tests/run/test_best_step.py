@@ -13,7 +13,7 @@ from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
 from finetune.recipe import load_recipe
 from finetune.run.best import EvaluatedStep, best_of, evaluations, since_best
-from finetune.run.directory import require_intact_adapter
+from finetune.run.fingerprint import require_own_adapter
 from finetune.run.seal import MANIFEST
 from finetune.run.state import read_state
 
@@ -78,7 +78,7 @@ def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
     assert (result.step, result.eval_loss) == (best, losses[best])
     assert (result.last_step, result.last_eval_loss, result.last_path) == (24, losses[24], "adapter-last")
     for folder, step in ((overfitted.adapter, best), (overfitted.last_adapter, 24)):
-        require_intact_adapter(folder)
+        require_own_adapter(overfitted, folder)
         assert (manifest(folder)["step"], manifest(folder)["eval_loss"]) == (step, losses[step])
     assert files_of(overfitted.adapter).keys() == files_of(overfitted.last_adapter).keys()
     message = read_state(overfitted).message

@@ -1,6 +1,8 @@
 """What a run trained on and what it made can't be swapped without a word: data, base model, adapter."""
 
+import hashlib
 import json
+import os
 import shutil
 
 import pytest
@@ -9,14 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
 from finetune.distributed.ranks import Rank
-from finetune.errors import RecipeError
+from finetune.errors import ModelError, RecipeError
 from finetune.evaluate.answerer import Answerer
+from finetune.evaluate.score import compare
 from finetune.export.merge import merge
 from finetune.model.weights import weights_fingerprint
 from finetune.planner.plan import read_plan
-from finetune.recipe import resolved
+from finetune.recipe import load_recipe, resolved
 from finetune.run import control
 from finetune.run.directory import RunDirectory, require_data
+from finetune.run.fingerprint import require_own_adapter
 from finetune.run.seal import MANIFEST, changes_in, facts_differ, write_manifest
 from finetune.run.state import read_state
 from finetune.run.worker import Worker
@@ -76,10 +80,110 @@ def test_files_that_a_library_would_load_must_be_in_the_manifest(tmp_path):
 
 
 def test_a_run_of_an_older_version_without_manifests_is_still_used(run):
+    plan = json.loads(run.plan.read_text())
+    del plan["version"]
+    run.plan.write_text(json.dumps({**plan, "alternatives": []}))
     for folder in (run.data, run.adapter):
         (folder / MANIFEST).unlink()
     require_data(run)
-    assert changes_in(run.adapter) == []
+    require_own_adapter(run, run.adapter)
+
+
+def test_a_lost_manifest_is_named(run):
+    for folder in (run.data, run.adapter):
+        (folder / MANIFEST).unlink()
+    with pytest.raises(RecipeError, match=r"MANIFEST\.json is missing"):
+        require_data(run)
+    with pytest.raises(RecipeError, match=r"MANIFEST\.json is missing"):
+        require_own_adapter(run, run.adapter)
+
+
+def test_the_whole_adapter_of_another_run_is_refused(run, make_run, train):
+    other = make_run("max_steps=2", "seed=7")
+    assert train(other) == 0
+    shutil.rmtree(run.adapter)
+    shutil.copytree(other.adapter, run.adapter)
+    with pytest.raises(RecipeError, match="is not of this run: seed was 7"):
+        Answerer(run)
+
+
+@pytest.fixture(scope="module")
+def on_a_copy(make_run, train, tmp_path_factory):
+    """A finished run on a copy of the base model, and the copy."""
+    base = shutil.copytree(model_path("tiny"), tmp_path_factory.mktemp("model") / "base")
+    run = make_run(f"model_name_or_path={base}", "max_steps=2")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run, base
+
+
+def change_norm(base):
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+
+
+def flip_one_byte_of_the_weights(base):
+    flip_one_byte(base / "model.safetensors")
+
+
+@pytest.fixture
+def changed_base(on_a_copy, tmp_path):
+    """change(fault) -> a copy of that run whose base model's files were changed by `fault`."""
+    run, base = on_a_copy
+    saved = shutil.copytree(base, tmp_path / "saved")
+
+    def change(fault):
+        weights_fingerprint(read_plan(run.plan).settings)  # is kept by the files' times
+        fault(base)
+        return RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
+
+    yield change
+    shutil.copytree(saved, base, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("fault", [change_norm, flip_one_byte_of_the_weights])
+@pytest.mark.parametrize("use", [Answerer, compare, lambda run: merge(run, run.path / "out")])
+def test_an_adapter_is_not_used_with_another_base_model(changed_base, fault, use):
+    with pytest.raises(RecipeError, match=r"can't be used with .*base: the base model's \w+.* changed"):
+        use(changed_base(fault))
+
+
+def keep_time(fault):
+    def change(base):
+        times = {path: path.stat() for path in base.iterdir()}
+        fault(base)
+        for path, stat in times.items():
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    return change
+
+
+@pytest.mark.parametrize("fault", [change_norm, flip_one_byte_of_the_weights, keep_time(flip_one_byte_of_the_weights)])
+def test_a_run_does_not_resume_on_a_changed_base_model(changed_base, train, fault):
+    run = changed_base(fault)
+    shutil.rmtree(run.adapter)
+    assert train(run) == 1
+    assert "can't resume from checkpoint-2: the base model's" in read_state(run).message
+
+
+def test_a_damaged_file_of_the_hubs_cache_is_named(tmp_path, monkeypatch):
+    blob = tmp_path / hashlib.sha256(b"weights").hexdigest()
+    blob.write_bytes(b"weighty")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "base" / "model.safetensors").symlink_to(blob)
+    settings = load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path / 'base'}"])
+    with pytest.raises(ModelError, match="not what the hub has sent"):
+        weights_fingerprint(settings, reread=True)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"something else"])
+def test_garbage_in_the_cache_of_hashes_is_ignored(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    settings = load_recipe("tiny-cpu", [])
+    before = weights_fingerprint(settings)
+    for path in (tmp_path / "weights").iterdir():
+        path.write_bytes(content)
+    assert weights_fingerprint(settings) == before
 
 
 def test_another_base_model_under_the_same_name_is_another_fact(run, tmp_path):
@@ -99,19 +203,11 @@ def test_one_process_of_a_machine_hashes_the_base_models_files(run, local, monke
     worker = Worker.__new__(Worker)
     worker.run, worker.plan, worker.rank = run, read_plan(run.plan), Rank(2 + local, local, 4)
     hashed = []
-    monkeypatch.setattr("finetune.run.worker.weights_fingerprint", lambda settings: hashed.append(settings) or "a hash")
+    monkeypatch.setattr(
+        "finetune.run.fingerprint.weights_fingerprint", lambda settings, **_: hashed.append(settings) or "a hash"
+    )
     assert worker._facts.get("base") == ("a hash" if local == 0 else None) and len(hashed) == (local == 0)
     assert worker._facts is worker._facts
-
-
-def test_resuming_on_a_changed_base_model_is_refused(make_run, train, tmp_path):
-    shutil.copytree(model_path("tiny"), tmp_path / "base")
-    run = make_run(f"model_name_or_path={tmp_path / 'base'}")
-    assert train(run) == 0
-    shutil.rmtree(run.adapter)
-    flip_one_byte(tmp_path / "base" / "model.safetensors")
-    assert train(run) == 1
-    assert "the base model's weights have changed" in read_state(run).message
 
 
 def test_a_module_in_the_working_folder_is_not_imported_by_a_run(run, tmp_path, monkeypatch):

@@ -5,9 +5,11 @@ import os
 import shutil
 
 import pytest
+import torch
 from conftest import adapter_hash
 from safetensors.torch import load_file, save_file
 
+from finetune.bundled import model_path
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result, read_events
 from finetune.planner.base_adapter import find_adapter, inherit_settings
@@ -99,12 +101,29 @@ def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_anoth
     from finetune.recipe import plainest
 
     folder = foreign()
-    (folder / "adapter_model.safetensors").write_bytes(b"")
+    save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
     settings = plainest(load_recipe("tiny-cpu", [f"adapter={folder}"]))
     with pytest.raises(RecipeError, match="other base weights: other/base, and the recipe has tiny"):
         require_usable_adapter(settings)
     foreign(base_model_name_or_path="/models/somewhere")
     require_usable_adapter(settings)
+
+
+@pytest.mark.parametrize("recorded", ["tinybase", "./tinybase", "tinybase/"])
+def test_a_folder_is_the_same_base_model_however_it_is_spelt(foreign, recorded, tmp_path, monkeypatch):
+    from finetune.recipe import plainest
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_path("tiny"), tmp_path / "tinybase")
+    folder = foreign(base_model_name_or_path=recorded)
+    save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
+    settings = plainest(load_recipe("tiny-cpu", ["model_name_or_path=./tinybase", f"adapter={folder}"]))
+    require_usable_adapter(settings)
+    flip = (tmp_path / "tinybase" / "model.safetensors").read_bytes()
+    shutil.copytree(tmp_path / "tinybase", tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").write_bytes(flip[:-1] + bytes([flip[-1] ^ 1]))
+    with pytest.raises(RecipeError, match="other base weights"):
+        require_usable_adapter(settings.model_copy(update={"model_name_or_path": "./other"}))
 
 
 @pytest.mark.slow
@@ -119,7 +138,7 @@ def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make,
     assert losses[0] == result.eval_loss and losses[6] != losses[0]
     facts = base_adapter_of(second)
     assert (facts.name, facts.step, facts.eval_loss) == (str(first.path), result.step, result.eval_loss)
-    assert facts.base == manifest(second.adapter)["base"]
+    assert facts.base == manifest(second.adapter)["facts"]["base"]
     assert manifest(second.checkpoints / "checkpoint-6")["facts"]["origin"]
 
 

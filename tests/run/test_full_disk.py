@@ -14,6 +14,7 @@ from finetune.events import EventWriter, RunWarning, State, Step, read_events
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
+from finetune.run.failures import is_disk_full
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
@@ -75,14 +76,15 @@ def test_training_pauses_at_whatever_write_fails_and_continues_to_the_same_adapt
     assert adapter_hash(run) == adapter_hash(finished)
 
 
-def test_the_supervisor_says_paused_and_resume_continues(make_run, finished, disk):
+@pytest.mark.parametrize("leave", [60_000, 24_000])
+def test_the_supervisor_says_paused_and_resume_continues(make_run, finished, disk, leave):
     run = on_disk(make_run(), disk)
-    ballast = fill(disk, 60_000)
+    ballast = fill(disk, leave)
     control.start(run)
     assert control.wait(run, 900)
     ballast.unlink()
     state = read_state(run)
-    assert state.state in ("paused", "lost") and "finetune resume" in state.message  # lost: not even the state could be written
+    assert state.state == "paused" and state.exit_code == 7 and "finetune resume" in state.message
     control.resume(run)
     assert control.wait(run, 900)
     assert adapter_hash(run) == adapter_hash(finished)
@@ -158,3 +160,25 @@ def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, mo
     assert sorted(path.name for path in disk.iterdir()) == ["ballast", "run"]
     ballast.unlink()
     assert finetune("merge", str(run.path))[0] == 0 and finetune("report", str(run.path))[0] == 0
+
+
+@pytest.mark.parametrize("text", [
+    "[enforce fail at inline_container.cc:659] . unexpected pos 1472 vs 1366",
+    "PytorchStreamWriter failed writing file data/3: file write failed",
+    "I/O error: No space left on device (os error 28)",
+])  # fmt: skip
+def test_a_librarys_own_error_of_a_write_is_one_of_the_disk(text):
+    assert is_disk_full(RuntimeError(text)) and not is_disk_full(RuntimeError("shape mismatch"))
+
+
+def test_a_disk_that_fills_while_a_run_trains_is_paused_with_its_exit_code(make_run, finished, disk):
+    run = on_disk(make_run("max_steps=400", "save_steps=400"), disk)
+    control.start(run)
+    while not any(isinstance(event, Step) for event in read_events(run.events)):
+        assert not read_state(run).ended, run.log.read_text()[-2000:]
+    ballast = fill(disk)
+    assert control.wait(run, 900)
+    state = read_state(run)
+    ballast.unlink()
+    assert state.state == "paused" and state.exit_code == 7, run.log.read_text()[-2000:]
+    assert not run.reserve.exists()

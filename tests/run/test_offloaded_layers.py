@@ -10,6 +10,7 @@ from conftest import adapter_hash
 from finetune.evaluate.answerer import Answerer
 from finetune.events import Evaluation, Sample, Step, read_events
 from finetune.run.seal import newest_verified
+from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow
 RECOMPUTED = [
@@ -92,3 +93,28 @@ def test_answers_of_the_result_stream_the_layers_too(resident, tmp_path):
         question = answerer.prompt_ids([{"role": "user", "content": "Where is my parcel?"}])
         answers.append(answerer.answer([question], max_new_tokens=8))
     assert answers[0] == answers[1]
+
+
+def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_saved(make_run, train, tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    run = make_run("load_in_4bit=true", "save_steps=4", *RECOMPUTED[:2], *FILE)
+
+    def fault():
+        from finetune.run.callbacks import RunCallback
+
+        log = RunCallback.on_log
+
+        def overwrite(self, args, state, control, **named):
+            if state.global_step == 2:
+                (path,) = (tmp_path / "quantised").glob("*.safetensors")
+                with path.open("r+b") as file:
+                    file.seek(path.stat().st_size // 2)
+                    file.write(b"\xaa" * 1000)
+            return log(self, args, state, control, **named)
+
+        RunCallback.on_log = overwrite
+
+    assert train(run, fault) == 1
+    assert "has changed since it was written, while the run read it" in read_state(run).message
+    assert newest_verified(run.checkpoints)[0] is None
+    assert train(run) == 0, run.log.read_text()[-2000:]

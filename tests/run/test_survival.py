@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import adapter_hash
 from faults import waiting_after
+from safetensors.torch import load_file, save_file
 
+from finetune.bundled import model_path
 from finetune.events import EventWriter, RunWarning, Start, Step, read_events
 from finetune.run.seal import newest_verified, write_manifest
 from finetune.run.state import read_state
@@ -97,6 +99,15 @@ def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train)
     assert losses(twin) == losses(unbroken)
 
 
+def test_killed_after_the_last_checkpoint_inside_an_epoch_nothing_more_is_trained(make_run, train, tmp_path):
+    run = make_run("max_steps=6", "lr_scheduler_type=constant")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    killed = type(run)(shutil.copytree(run.path, tmp_path / "killed"))
+    shutil.rmtree(killed.adapter)
+    assert train(killed) == 0, killed.log.read_text()[-2000:]
+    assert max(losses(killed)) == 6 and adapter_hash(killed) == adapter_hash(run)
+
+
 @pytest.mark.parametrize("number", [15, 2])
 def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path, number):
     pid = train.start(twin, waiting_after(3, tmp_path / "asked"))
@@ -152,6 +163,18 @@ def test_a_run_whose_directory_is_deleted_ends_after_its_step(twin, train, tmp_p
     (tmp_path / "deleted").touch()
     assert train.wait(pid) == 1
     assert not twin.path.exists() and read_state(twin).ended
+
+
+def test_values_of_the_base_model_that_are_not_finite_are_the_cause_of_divergence(make_run, train, tmp_path):
+    base = shutil.copytree(model_path("tiny"), tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    run = make_run(f"model_name_or_path={base}")
+    assert train(run) == 6
+    message = read_state(run).message
+    assert "base model has values that are not finite" in message and "layers.0.mlp.down_proj" in message
+    assert "learning_rate" not in message
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

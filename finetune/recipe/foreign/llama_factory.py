@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from finetune.files import parse_json, read_json
 from finetune.recipe.foreign.preferences import (
     LABEL_SMOOTHING,
     NO_WEIGHTING,
@@ -253,7 +253,7 @@ def count_rows(path: Path) -> int | None:
     if path.suffix == ".jsonl":
         return sum(bool(line.strip()) for line in text.splitlines())
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except ValueError:
         return None
     return len(rows) if isinstance(rows, list) else None
@@ -265,7 +265,7 @@ def _dataset_info(config: ConfigReader) -> tuple[dict[str, Any], Path]:
     folders = [folder, *(parent / folder for parent in (config.folder, *config.folder.absolute().parents[:3])), config.folder]
     for candidate in folders:
         try:
-            return json.loads((candidate / "dataset_info.json").read_text(encoding="utf-8")), candidate
+            return read_json(candidate / "dataset_info.json", dict), candidate
         except (OSError, ValueError):
             continue
     return {}, folder

@@ -1,0 +1,136 @@
+"""Results of evaluations, and the files of a run that have them: whatever is no result is left out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from finetune.evaluate.paired import Difference, format_difference
+from finetune.files import read_json
+from finetune.serialise import from_json
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Score:
+    """Means over rows, and the same row by row.
+
+    `exact_match`: share of rows answered exactly. `loss`: of a trained token, in nats; `perplexity` is its exponential.
+    `token_accuracy`: share of trained tokens that are the likeliest. `score`: of the chosen kind; of JSON, `valid` is the share
+    of answers that are JSON and `fields` the share of rows with each field right. `answers`, `exact` and `scores` have the rows
+    with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences.
+
+    Of pairs: `margins` are how much likelier the chosen answer is than the rejected one, in nats, `pair_margin` is their mean,
+    and `pairs_in_order` the share of pairs in which it is likelier.
+    """
+
+    exact_match: float | None
+    loss: float | None
+    answers: list[str] = field(default_factory=list)
+    perplexity: float | None = None
+    exact: list[bool] = field(default_factory=list)
+    row_losses: list[float] = field(default_factory=list)
+    row_tokens: list[int] = field(default_factory=list)
+    token_accuracy: float | None = None
+    score: float | None = None
+    scores: list[float] = field(default_factory=list)
+    valid: float | None = None
+    fields: dict[str, float] = field(default_factory=dict)
+    margins: list[float] = field(default_factory=list)
+    pair_margin: float | None = None
+    pairs_in_order: float | None = None
+
+    @property
+    def in_order(self) -> list[bool]:
+        """Whether the chosen answer is the likelier one, by pair."""
+        return [margin > 0 for margin in self.margins]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows.
+
+    `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
+    `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
+    answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
+    """
+
+    rows: int
+    base: Score
+    tuned: Score
+    prompts: list[str]
+    references: list[str]
+    seconds: float
+    exact_match_difference: Difference | None = None
+    loss_difference: Difference | None = None
+    score: str = "exact"
+    score_difference: Difference | None = None
+    data: str | None = None
+    reused: int = 0
+    notes: list[str] = field(default_factory=list)
+    forgetting: bool = False
+    trained_rows: int = 0
+    pairs_in_order_difference: Difference | None = None
+    pair_margin_difference: Difference | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields as a dict, e.g. `base.exact_match`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """Loss of a trained token, in nats, on so many rows.
+
+    `before`: of the base model, or of the adapter that the run continued. `difference`: now minus before, with the 95 %
+    interval of a paired bootstrap; None for fewer than two rows.
+    """
+
+    rows_of: str
+    rows: int
+    before: float | None
+    now: float | None
+    difference: Difference | None = None
+
+    def summary(self) -> str:
+        """One line, with whether the loss rose."""
+        verdict = ""
+        if self.difference is not None and self.difference.is_significant:
+            verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
+        losses = f"loss {_number(self.before)} before, {_number(self.now)} now"
+        return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
+
+
+def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The evaluations that a run has, from the page or the command line, by the name of their file."""
+    evaluations = {}
+    for path in sorted((run.path / "evaluations").glob("scores-*.json")):
+        try:
+            comparison = from_json(Comparison, read_json(path, dict))
+        except (OSError, ValueError):
+            continue
+        if _is_consistent(comparison):
+            evaluations[path.stem.removeprefix("scores-")] = comparison.as_json()
+    return evaluations
+
+
+def _is_consistent(comparison: Comparison) -> bool:
+    """Whether both models have the same rows, and each row its prompt and answers."""
+    base, tuned = comparison.base, comparison.tuned
+    shown = min(map(len, (comparison.prompts, comparison.references, base.answers, tuned.answers)))
+    same_rows = len(base.scores) == len(tuned.scores) and set(base.fields) >= set(tuned.fields)
+    return same_rows and len(tuned.scores) <= shown and len(tuned.row_losses) == len(tuned.row_tokens)
+
+
+def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
+    """Forgetting as the last evaluation measured it."""
+    try:
+        return [asdict(group) for group in from_json(list[Forgetting], read_json(run.path / "evaluations" / "lost.json", list))]
+    except (OSError, ValueError):
+        return []
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"

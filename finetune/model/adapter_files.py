@@ -1,0 +1,60 @@
+"""An adapter's folder, checked by its configuration and the header of its weights, before a library reads either."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.files import read_json, read_safetensors_header
+from finetune.model.configuration import ADAPTER_CONFIG
+from finetune.model.weights import ADAPTER_WEIGHTS, file_problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Ranks and scales beyond these are a damaged file: PEFT would reserve memory for any rank.
+_MAX_RANK, _MAX_ALPHA = 8192, 1e6
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+def adapter_problems(folder: Path) -> list[str]:
+    """What is wrong with an adapter, one line each. Weights are read from safetensors only: other formats run code."""
+    try:
+        config = read_json(folder / ADAPTER_CONFIG, dict)
+    except (OSError, ValueError) as error:
+        return [f"{ADAPTER_CONFIG} can't be read: {error}"]
+    problems = config_problems(config)
+    if problem := file_problem(folder / ADAPTER_WEIGHTS):
+        return [*problems, f"{ADAPTER_WEIGHTS} {problem}"]
+    with (folder / ADAPTER_WEIGHTS).open("rb") as file:
+        tensors = {name: entry for name, entry in read_safetensors_header(file)[0].items() if name != "__metadata__"}
+    return problems or [problem for name, entry in tensors.items() if (problem := _tensor_problem(name, entry, config))][:5]
+
+
+def config_problems(config: dict[str, Any]) -> list[str]:
+    """Values of adapter_config.json that no adapter has."""
+    problems = []
+    rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
+    if rank is not None and not (type(rank) is int and 0 < rank <= _MAX_RANK):
+        problems.append(f"r is {str(rank)[:40]}, not between 1 and {_MAX_RANK:,}")
+    is_number = isinstance(alpha, (int, float)) and math.isfinite(alpha)
+    if alpha is not None and not (is_number and abs(alpha) <= _MAX_ALPHA):
+        problems.append(f"lora_alpha is {str(alpha)[:40]}, not a number of at most {_MAX_ALPHA:,.0f}")
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except (re.error, RecursionError, OverflowError) as error:
+            problems.append(f"target_modules {targets[:60]!r} is no regular expression: {error}")
+    return problems
+
+
+def _tensor_problem(name: str, entry: Any, config: dict[str, Any]) -> str:
+    """What is wrong with a tensor: not of floating point, or of another rank than the configuration's."""
+    if entry["dtype"] not in _DTYPES:
+        return f"{name} is {entry['dtype']}, not floating point"
+    ranks = {config.get("r"), *(config.get("rank_pattern") or {}).values()}
+    # experts have the rows of all of them in one matrix
+    if name.endswith("lora_A.weight") and not any(type(rank) is int and entry["shape"][0] % rank == 0 for rank in ranks):
+        return f"{name} has {entry['shape'][0]} rows, which is not the rank {config.get('r')}"
+    return ""

@@ -1,0 +1,16 @@
+"""Untrusted text as a terminal or a log may show it."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def printable(text: str) -> str:
+    """`text` with control and bidirectional characters escaped."""
+    if text.isprintable():
+        return text
+    return "".join(letter if _is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def _is_shown(letter: str) -> bool:
+    return letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"

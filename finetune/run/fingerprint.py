@@ -1,0 +1,99 @@
+"""What a result depends on (settings, rows, base model), as facts that are sealed with it and compared at each use."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import CommandError
+from finetune.files import read_json, sha256_of
+from finetune.model.adapter_files import adapter_problems
+from finetune.model.weights import ADAPTER_WEIGHTS, configuration_fingerprint, weights_fingerprint
+from finetune.recipe.base_formats import base_format_of
+from finetune.recipe.schema import Decides, settings_that_decide
+from finetune.run.retry import adjusted_plan
+from finetune.run.seal import MANIFEST, changes_in, facts_differ, writes_manifests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.planner.plan import Plan
+    from finetune.recipe import Settings
+    from finetune.run.directory import RunDirectory
+
+_HASHES = {"data", "base", "base_config", "origin"}
+#: The hashes of the base model say what it is, wherever it is; the rows' hash is `data`.
+_NAMES_OF_INPUTS = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
+
+
+def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
+    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and (`base`) model.
+
+    The base model's files are read for their hash, unless the run reads its own file of them, which is verified.
+    """
+    values = plan.settings.model_dump(mode="json")
+    facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
+    with contextlib.suppress(FileNotFoundError):  # a finished adapter is merged without its rows
+        facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
+    if base:
+        has_own_file = plan.settings.layer_offloading is not False and base_format_of(plan.settings).quantised_file
+        facts |= base_facts(plan.settings, reread=not has_own_file)
+    if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
+        facts["origin"] = sha256_of(origin)
+    return facts
+
+
+def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
+    """Hashes of the base model's weights and configuration; none where it is not on this disk. Raises ModelError."""
+    hashes = {"base": weights_fingerprint(settings, reread=reread), "base_config": configuration_fingerprint(settings)}
+    return {name: value for name, value in hashes.items() if value is not None}
+
+
+def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
+    names = {*settings_that_decide(Decides.RESULT), *_HASHES} - {"dataset"}
+    return {name: value for name, value in facts.items() if name in names}
+
+
+def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, reread: bool = False) -> None:
+    """Raise CommandError when the adapter in a folder is not what this run wrote, or (`base`) the base model is another.
+
+    `reread`: hash the base model's files, whatever their time is.
+    """
+    fix = f"Delete or rename {folder} to use the newest sealed checkpoint, or train again."
+    if changes := changes_in(folder, required=writes_manifests(run.plan)):
+        raise CommandError([f"{folder}: {change}" for change in changes[:5]], fix)
+    if problems := adapter_problems(folder):
+        raise CommandError([f"the adapter in {folder} can't be loaded: {problem}" for problem in problems], fix)
+    sealed = _sealed_facts(folder)
+    if not sealed:
+        return
+    plan = adjusted_plan(run)
+    own = deciding_facts(seal_facts(plan, run, base=False))
+    if folder.parent == run.path:  # a retry may have lowered it since a checkpoint
+        own["learning_rate"] = plan.settings.learning_rate
+    if differences := facts_differ(sealed, {name: value for name, value in own.items() if name not in _NAMES_OF_INPUTS}):
+        raise CommandError([f"{folder} is not of this run: {line}" for line in differences[:5]], fix)
+    if base:
+        require_same_base(folder, plan.settings, reread=reread)
+
+
+def require_same_base(folder: Path, settings: Settings, *, reread: bool = False) -> None:
+    """Raise CommandError when the base model is not the one that the adapter in a folder was trained on."""
+    sealed = _sealed_facts(folder)
+    if not {"base", "base_config"} & set(sealed):  # of an earlier version, or trained on a machine without the files
+        return
+    if differences := facts_differ(sealed, base_facts(settings, reread=reread)):
+        raise CommandError(
+            [f"the adapter in {folder} can't be used with {settings.model_name_or_path}: {line}" for line in differences],
+            "An adapter only fits the base model that it was trained on: restore its files, or set model_revision.",
+        )
+
+
+def _sealed_facts(folder: Path) -> dict[str, Any]:
+    """The facts in a folder's manifest; an earlier version wrote only the hash of the base model's weights, or nothing."""
+    try:
+        manifest = read_json(folder / MANIFEST, dict)
+    except (OSError, ValueError):
+        return {}
+    return manifest.get("facts") or ({"base": manifest["base"]} if manifest.get("base") else {})

@@ -1,0 +1,139 @@
+"""A file of a run that anybody may have written, of any content, is named or left out; it never hides another run."""
+
+import json
+import os
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.evaluate.results import read_evaluations, read_forgetting
+from finetune.evaluate.rows import held_out_rows
+from finetune.events import read_events
+from finetune.files import parse_json, read_json, read_safetensors_header
+from finetune.model import quantised_files
+from finetune.model.configuration import read_config
+from finetune.model.quantised_store import Damaged, Store
+from finetune.model.weights import check_weights
+from finetune.planner.base_adapter import read_base_adapter
+from finetune.planner.plan import read_plan
+from finetune.recipe import load_recipe
+from finetune.run import control
+from finetune.run.directory import RunDirectory
+from finetune.run.seal import MANIFEST, changes_in, verify
+from finetune.run.state import read_state
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+CONTENTS = {
+    "deep": DEEP, "deep-open": b'{"a":' * 100_000, "deep-short": b"[" * 900 + b"]" * 900, "utf-16": "{}".encode("utf-16"),
+    "binary": bytes(range(256)), "empty": b"", "null": b"null", "list": b"[[], 1]", "object": b'{"x": 1}', "text": b'"text"',
+}  # fmt: skip
+
+
+@pytest.fixture(params=CONTENTS)
+def content(request):
+    return CONTENTS[request.param]
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run" / "evaluations").mkdir(parents=True)
+    (tmp_path / "run" / "data").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("values", [b"[" * 101 + b"]" * 101, b'{"a":' * 101 + b"1" + b"}" * 101, DEEP])
+def test_json_is_read_to_a_depth_of_a_hundred(values):
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json(values)
+
+
+def test_json_of_a_hundred_levels_is_read():
+    assert parse_json(b"[" * 100 + b"]" * 100) and parse_json('"text"') == "text" and parse_json(b"1") == 1
+
+
+def test_a_file_of_more_bytes_is_not_read(tmp_path):
+    (tmp_path / "values.json").write_text("[1, 2, 3]")
+    assert read_json(tmp_path / "values.json", list) == [1, 2, 3]
+    with pytest.raises(ValueError, match="more than 8 bytes"):
+        read_json(tmp_path / "values.json", max_bytes=8)
+
+
+def test_a_fifo_in_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "values.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_json(tmp_path / "values.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_events_that_are_no_file_are_none_and_named_at_a_start(run, make):
+    make(run.events)
+    assert read_events(run.events) == [] and read_state(run).state == "queued"
+    with pytest.raises(FinetuneError, match=r"events\.jsonl is .*; it should be a file of the run"):
+        control.start(run)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_has_the_name_of_a_quantised_file_is_damaged_and_is_cleared(tmp_path, monkeypatch, make):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    quantised_files.folder().mkdir()
+    make(path := quantised_files.folder() / "model-1234.safetensors")
+    with pytest.raises(Damaged):
+        Store(path)
+    quantised_files.clear()
+    assert not path.exists()
+
+
+def test_process_json_of_any_content_is_a_lost_run(run, content):
+    run.process.write_bytes(content)
+    assert read_state(run).state == "lost"
+
+
+def test_a_damaged_plan_is_named(run, content):
+    run.plan.write_bytes(content)
+    with pytest.raises(FinetuneError, match=r"plan\.json can't be read"):
+        read_plan(run.plan)
+
+
+def test_a_damaged_manifest_is_named(run, content):
+    (run.data / MANIFEST).write_bytes(content)
+    assert verify(run.data) == changes_in(run.data) == ["its manifest can't be read"]
+
+
+def test_evaluations_of_another_shape_are_left_out(run, content):
+    for name in ("scores-exact.json", "lost.json"):
+        (run.path / "evaluations" / name).write_bytes(content)
+    assert read_evaluations(run) == {} and read_forgetting(run) == []
+
+
+def test_held_out_rows_of_another_shape_are_named(run, content):
+    (run.data / "eval_examples.json").write_bytes(content)
+    with pytest.raises(FinetuneError, match=r"eval_examples\.json can't be read"):
+        held_out_rows(run, None)
+
+
+def test_a_damaged_adapter_configuration_is_named(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(FinetuneError):
+        read_base_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
+def test_a_model_of_a_billion_layers_is_refused_before_they_are_built(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FinetuneError, match="1,000,000,000 layers"):
+        read_config(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path}"]))
+
+
+def test_a_damaged_header_of_weights_is_named(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(content).to_bytes(8, "little") + content)
+    with pytest.raises(FinetuneError, match=r"model\.safetensors"):
+        check_weights(tmp_path)
+    with pytest.raises(Damaged):
+        Store(path)
+
+
+def test_a_header_larger_than_the_formats_limit_is_not_read(tmp_path):
+    (tmp_path / "weights").write_bytes((2**40).to_bytes(8, "little"))
+    with (tmp_path / "weights").open("rb") as file, pytest.raises(ValueError, match="no safetensors file"):
+        read_safetensors_header(file)

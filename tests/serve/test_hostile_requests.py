@@ -1,0 +1,90 @@
+"""What anybody can send to the server gets OpenAI's error object, and no client keeps the others waiting."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import pytest
+from fastapi.testclient import TestClient
+
+from finetune import http_server
+from finetune.model.generate import Streamed
+from finetune.serve.api import build
+from finetune.serve.engine import Engine
+from finetune.serve.requests import RequestError, read_request
+
+HEADERS = {"authorization": "Bearer token"}
+ASK = b'{"model": "base", "messages": [{"role": "user", "content": "%s"}]}'
+
+
+class SlowTokeniser:
+    names = ["base"]
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def prompt_ids(self, name, messages):
+        self.go.wait(60)
+        return [1]
+
+    def stream(self, name, question, *, max_new_tokens, sampling, say, stopped):
+        return Streamed("", 1, 1.0, False)
+
+
+@pytest.fixture
+def engine():
+    models = SlowTokeniser()
+    models.go.set()
+    engine = Engine(models, tokens=20)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def client(engine):
+    with TestClient(build(engine, "token"), headers=HEADERS, raise_server_exceptions=True) as client:
+        yield client
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, ASK % rb"\ud800", b"\xff", ASK % (b"x" * 10_000), b"{"])
+def test_a_body_that_is_no_request_is_refused_as_openai_does(client, body):
+    answer = client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("method, path, status", [("get", "/none", 404), ("put", "/health", 405), ("get", "/health/", 404)])
+def test_a_route_that_is_not_there_is_refused_as_openai_does(client, method, path, status):
+    answer = client.request(method, path, follow_redirects=False)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_more_stop_texts_than_openai_allows_are_refused():
+    request = {"model": "base", "messages": [{"role": "user", "content": "x"}]}
+    assert len(read_request({**request, "stop": ["a"] * 4}).stops) == 4
+    with pytest.raises(RequestError, match="at most 4"):
+        read_request({**request, "stop": ["a"] * 5})
+
+
+def test_other_clients_are_served_while_a_prompt_is_tokenised(engine):
+    async def scenario():
+        engine.models.go.clear()
+        request = read_request({"model": "base", "messages": [{"role": "user", "content": "x"}]})
+        asking = asyncio.create_task(engine.answer(request))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        engine.models.go.set()
+        await (await asking).aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_that_sends_no_request_is_closed(monkeypatch, sent):
+    monkeypatch.setattr(http_server, "_REQUEST_HEAD_S", 0.2)
+    bound = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=http_server.serve_until_interrupted, args=[None, bound], daemon=True).start()
+    with socket.create_connection(bound.getsockname(), timeout=60) as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        assert connection.recv(100) == b"" and time.monotonic() - began < 30
