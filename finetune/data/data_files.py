@@ -46,6 +46,10 @@ class DataFiles:
             elif set("*?[") & set(path_text) and not path.exists():
                 fixed = next(index for index, part in enumerate(path.parts) if set("*?[") & set(part))
                 root = Path(*path.parts[:fixed])
+                if "**" in path.parts and root in (Path(path.anchor), Path.home()):
+                    raise DataError(
+                        f"{printable(path_text, 200)}: searches the whole of {root}", "Name the folder with the data."
+                    )
                 matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
                 files = [file for file in matches if file.is_file() and _is_named_as_data(file)]
             else:

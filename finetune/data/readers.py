@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from finetune.errors import DataError, RecipeError
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 #: Most values (of lists: elements) of a Parquet row, and of the rows that are read at once.
 _MAX_VALUES = 1_000_000
+#: Most columns of a .csv file, and most blank lines in a row.
+_MAX_COLUMNS, _MAX_BLANK_LINES = 10_000, 1_000_000
+#: Content of more than so many times the size of its file, and so many bytes, fills the memory: text is packed 20 to 50 times.
+_MOST_UNPACKED, _UNPACKED_BYTES = 1000, 256 * 2**20
 #: Extensions that may follow that of the file type.
 COMPRESSED = (".gz", ".zst")
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
@@ -141,7 +146,8 @@ def _json(path: Path, name: str) -> Iterator[Row | Refused]:
 def _begins_with_lines(path: Path) -> bool:
     with _open(path) as file:
         lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in iter(lambda: file.readline(LINE_LIMIT), b""))
-        first, second = [*itertools.islice(filter(None, lines), 2), b"", b""][:2]
+        beginning = itertools.islice(lines, _MAX_BLANK_LINES)
+        first, second = [*itertools.islice(filter(None, beginning), 2), b"", b""][:2]
     is_json_lines = bool(second) and _is_json(first)
     return is_json_lines or (file_type(path) in (".jsonl", ".ndjson") and not first.startswith(b"["))
 
@@ -162,7 +168,10 @@ def _json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """Number (from 1) and content of each line that isn't blank; without a byte order mark, LF or CRLF at the end."""
+    last_number = 0
     for number in itertools.count(1):
+        if number - last_number > _MAX_BLANK_LINES:
+            raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check what wrote it.")
         line = file.readline(LINE_LIMIT + 1)
         if not line:
             return
@@ -173,6 +182,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
             )
         line = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip(b" \t\r\n\v\f")
         if line:
+            last_number = number
             yield number, line
 
 
@@ -337,8 +347,10 @@ def _delimiter(header_line: str) -> str:
 
 
 def _header(cells: list[str], name: str) -> list[str]:
+    if len(cells) > _MAX_COLUMNS:
+        raise DataError(f"{name}: line 1: the header has {len(cells):,} columns", "Keep those with prompts and answers.")
     column_names = [cell.strip() for cell in cells]
-    duplicates = sorted({cell for cell in column_names if cell and column_names.count(cell) > 1})
+    duplicates = sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1)
     if duplicates:
         raise DataError(
             f"{name}: line 1: the header has {', '.join(map(printable, duplicates))} more than once",
@@ -363,7 +375,7 @@ def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow.parquet as parquet
 
     with _data_errors(path, name, "Parquet"), parquet.ParquetFile(path) as file:
-        yield from _table_rows(file.iter_batches(batch_size=_rows_at_once(file.metadata, name)), name)
+        yield from _table_rows(file.iter_batches(batch_size=_rows_at_once(file.metadata, name)), path, name)
 
 
 def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
@@ -371,7 +383,7 @@ def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
     with _data_errors(path, name, "Arrow"), pa.memory_map(str(path)) as file:
-        yield from _table_rows(_batches(file), name)
+        yield from _table_rows(_batches(file), path, name)
 
 
 @contextlib.contextmanager
@@ -390,9 +402,11 @@ def _data_errors(path: Path, name: str, type_name: str) -> Iterator[None]:
         ) from None
 
 
-def _table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | Refused]:
-    number = 0
+def _table_rows(batches: Iterable[Any], path: Path, name: str) -> Iterator[Row | Refused]:
+    number, left = 0, _MOST_UNPACKED * path.stat().st_size + _UNPACKED_BYTES
     for batch in batches:
+        if (left := left - batch.nbytes) < 0:
+            raise DataError(f"{name}: its content is more than {_MOST_UNPACKED:,} times its size", "Check what wrote it.")
         for index in range(batch.num_rows):
             number += 1
             yield _table_row(batch.slice(index, 1), name, number)

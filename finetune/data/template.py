@@ -26,6 +26,9 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ANY_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 #: Largest product of constants in a chat template; no template needs one.
 _MAX_PRODUCT = 1_000_000
+#: Characters of a template; the longest known ones have 30,000.
+_MAX_LENGTH = 1_000_000
+_ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
 #: Llama's templates write today's date unless they get one; this is their own default.
 _FIXED_VALUES = {"date_string": "26 Jul 2024"}
 
@@ -179,9 +182,18 @@ class Template:
         except TimeoutError:
             raise RecipeError(
                 f"the chat template takes more than {RENDER_S:.0f} s for one row",
-                "Set chat_template to the path of another template.",
+                _ANOTHER_TEMPLATE,
             ) from None
-        except (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            TemplateError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise BadRow("messages", f"the chat template refuses it: {printable(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
 
@@ -239,6 +251,8 @@ def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
             "Set chat_template to the path of a Jinja file, or to plain for a simple one (### User / ### Assistant);\n"
             "or train on rows of prompt and completion, or of text, which need no template.",
         ) from None
+    if len(source) > _MAX_LENGTH:
+        raise RecipeError(f"the chat template has {len(source):,} characters, more than {_MAX_LENGTH:,}", _ANOTHER_TEMPLATE)
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -247,6 +261,8 @@ def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
     except TemplateSyntaxError as error:
         problem = f"the chat template is not valid Jinja: line {error.lineno}: {printable(error.message or '', 200)}"
         raise RecipeError(problem, "Correct it, or set chat_template to the path of another template.") from None
+    except (RecursionError, MemoryError):
+        raise RecipeError("the chat template is nested too deeply", _ANOTHER_TEMPLATE) from None
     return source
 
 
@@ -260,7 +276,7 @@ def _check_constants(source: str) -> None:
         if isinstance(node, nodes.Pow) or math.prod(numbers) > _MAX_PRODUCT:
             raise RecipeError(
                 f"line {node.lineno} of the chat template multiplies to more than {_MAX_PRODUCT:,}",
-                "Set chat_template to the path of another template.",
+                _ANOTHER_TEMPLATE,
             )
 
 

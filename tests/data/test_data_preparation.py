@@ -187,6 +187,19 @@ def test_a_template_that_is_not_jinja_is_named_with_its_line(write):
         prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer("ok\n{% for %}"), max_length=None)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{# " + "x" * 1_000_000 + " #}", "1,000,006 characters"),
+        ("{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}", "too deeply"),
+    ],
+    ids=["long", "deep"],
+)
+def test_a_template_that_would_take_minutes_is_refused(write, template, reason):
+    with pytest.raises(RecipeError, match=reason):
+        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(template), max_length=None)
+
+
 def test_a_template_runs_only_in_the_sandbox(write):
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="the chat template refuses it"):

@@ -1,5 +1,6 @@
 """Files that are broken, wrong or malicious: one screen that names the file and the fix, never a traceback."""
 
+import gzip
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from small_data import recipe, talk
 
 from finetune.data import read_examples
+from finetune.data.data_files import DataFiles
 from finetune.data.readers import read_file
 from finetune.data.report import refusal_lines
 from finetune.data.sources import find_sources
@@ -334,3 +336,35 @@ def test_a_parquet_row_of_millions_of_values_in_a_kilobyte_is_refused(tmp_path):
     assert path.stat().st_size < 2_000
     with pytest.raises(DataError, match="its rows have 2,000,000 values each"):
         list(read_file(path, "bomb.parquet"))
+
+
+def test_a_small_table_that_unpacks_to_gigabytes_is_refused_early(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    path, texts = tmp_path / "bomb.parquet", pa.table({"text": pa.array(["a" * 350_000] * 25)})
+    with parquet.ParquetWriter(path, texts.schema, compression="zstd") as writer:
+        for _ in range(40):
+            writer.write_table(texts)
+    with pytest.raises(DataError, match="more than 1,000 times its size"):
+        list(read_file(path, "bomb.parquet"))
+
+
+def test_a_file_of_blank_lines_is_refused_when_there_are_too_many(tmp_path):
+    path = tmp_path / "blank.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}\n' + b"\n" * 1_200_000))
+    with pytest.raises(DataError, match="more than 1,000,000 blank lines in a row"):
+        list(read_file(path, "blank.jsonl.gz"))
+
+
+def test_a_table_of_a_hundred_thousand_columns_is_refused_by_its_header(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text(",".join(f"c{number}" for number in range(100_000)) + "\n")
+    with pytest.raises(DataError, match="the header has 100,000 columns"):
+        list(read_file(path, "wide.csv"))
+
+
+@pytest.mark.parametrize("pattern", ["/**/*.jsonl", "~/**/*.jsonl"])
+def test_a_pattern_that_searches_a_whole_disk_is_refused(pattern):
+    with pytest.raises(DataError, match="searches the whole of"):
+        DataFiles.of(pattern)
