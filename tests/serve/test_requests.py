@@ -5,6 +5,8 @@ import json
 import threading
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from finetune.errors import CommandError, OutOfMemory
 from finetune.model.generate import Streamed
@@ -140,6 +142,14 @@ def two_runs(home, kept_run):
 def change_adapter(run, **values):
     path = run.adapter / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    if "r" in values:  # the weights say the same
+        tensors = load_file(run.adapter / "adapter_model.safetensors")
+        rows = {name: values.get("rank_pattern", {}).get(name.split(".")[-3], values["r"]) for name in tensors}
+        resized = {
+            name: torch.zeros((rows[name], tensor.shape[1]) if "lora_A" in name else (tensor.shape[0], rows[name]))
+            for name, tensor in tensors.items()
+        }
+        save_file(resized, run.adapter / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
