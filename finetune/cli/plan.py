@@ -190,7 +190,7 @@ def _print_suggestions(plan: Plan) -> None:
         return
     enough = any(row.peak_bytes <= (plan.budget_bytes or 0) for row in plan.suggestions)
     title = f"\n[bold]What would make it {'fit' if enough else 'smaller'}[/]"
-    shown = table("override", ">saves", ">peak", "cost", title=title)
+    shown = table("override", ">saves", ">at most", "cost", title=title)
     for row in plan.suggestions:
         shown.add_row(escape(row.override), _bytes(row.saves_bytes), _bytes(row.peak_bytes), escape(row.cost))
     out.print(shown)
