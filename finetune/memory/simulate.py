@@ -37,11 +37,12 @@ from finetune.model.adapters import attach_adapters, restore_master_precision, t
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import base_of, decoder_layers
 from finetune.model.host_embedding import offload_table
+from finetune.model.language_model import text_config
 from finetune.model.layer_offloading import offloading_of
 from finetune.model.lean_layers import lean_summary
 from finetune.model.loss import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
-from finetune.model.quantisation import model_dtype
+from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
 from finetune.recipe.base_formats import requested_formats
@@ -160,14 +161,13 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
     if not requested_formats(settings):
         return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
-    names, experts = set(), False
+    names = set()
     for name, module in model.named_modules():
-        experts |= any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
         base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
         if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
             names.add(type(module).__name__)
-    if experts:
-        yield "the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded"
+    if reason := why_experts_stay_16_bit(model, text_config(model.get_base_model().config), settings):  # type: ignore[operator]
+        yield f"the experts stay 16-bit: {reason}"
     if names:
         yield f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}"
 
