@@ -32,9 +32,9 @@ def show_plan(
     as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
     """Print the plan of a recipe. `alone`: the process does nothing else. Returns the exit code."""
-    recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
+    recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
     try:
-        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
+        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free is not None else None
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
     if alone:
