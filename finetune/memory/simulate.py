@@ -129,7 +129,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:
                 offloading.wrap_checkpoints()
-            with step_errors(config):
+            with step_errors(config, settings):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
@@ -138,8 +138,11 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 
 @contextmanager
-def step_errors(config: PretrainedConfig) -> Iterator[None]:
-    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
+def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
+    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are.
+
+    `settings`: those that replace layers, which the error then says how to turn off.
+    """
     try:
         yield
     except FinetuneError:
@@ -149,8 +152,16 @@ def step_errors(config: PretrainedConfig) -> Iterator[None]:
         raise RecipeError(
             f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
             f"{type(error).__name__}: {text}",
-            "Give another model, or report it with its config.json.",
+            _without_replaced_layers(settings),
         ) from error
+
+
+def _without_replaced_layers(settings: Settings | None) -> str:
+    """What to try for a model that does not run as it is: its own layers."""
+    quantised = [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
+    lean = ["lean_layers=false"] if settings and settings.lean_layers is True else []
+    own_layers = f"Its own layers may train: {' '.join([*lean, *quantised])}. " if lean or quantised else ""
+    return f"{own_layers}Give another model, or report it with its config.json."
 
 
 def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
