@@ -179,21 +179,24 @@ def plan(
 
 
 @cli.command()
-def data(process: typer.Context, recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
+def data(
+    process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
+    json: Json = False,
+) -> None:  # fmt: skip
     """Show what is trained on: rows, lengths, a marked example.
 
     Exit codes: 0, or 4 when a run would refuse the rows.
 
-    Example:  finetune data tiny-cpu
+    Example:  finetune data tiny-cpu --data rows.jsonl
     """
     from finetune.cli.data import show_data
 
-    raise typer.Exit(show_data(recipe, overrides or [], as_json=json, alone=bool(process.obj)))
+    raise typer.Exit(show_data(recipe, overrides or [], model=model, data=data, as_json=json, alone=bool(process.obj)))
 
 
 @cli.command()
 def cache(
-    verb: Annotated[str, typer.Argument(help="list, or clear.")] = "list",
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, or clear.")] = "list",
     json: Json = False,
 ) -> None:
     """Show or clear tokenised rows and quantised models on disk.

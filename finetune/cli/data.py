@@ -9,27 +9,31 @@ from rich.text import Text
 
 from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
+from finetune.cli.source import recipe_of, require_dataset
 from finetune.compat.transformers import tokenizers_only
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
-from finetune.recipe import load_recipe
 from finetune.units import format_count
 
 #: Around trained tokens where there are no colours.
 _BRACKETS = "\u27e6", "\u27e7"
 
 
-def show_data(source: str, overrides: list[str], *, as_json: bool, alone: bool = False) -> int:
+def show_data(
+    source: str | None, overrides: list[str], *, as_json: bool, model: str | None = None, data: str | None = None,
+    alone: bool = False,
+) -> int:  # fmt: skip
     """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it.
 
     `alone`: the process does nothing else. Returns the exit code: 4 when a run would refuse the data, which it then says last.
     """
-    recipe = load_recipe(source, overrides)
+    recipe = recipe_of(source, overrides, model=model, data=data)
+    require_dataset(recipe)
     if alone and not recipe.trust_remote_code:
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
-        from finetune import data
+        from finetune.data import example_spans
         from finetune.model.configuration import named_model
         from finetune.planner.planning import encode_rows, limit_of
 
@@ -42,7 +46,7 @@ def show_data(source: str, overrides: list[str], *, as_json: bool, alone: bool =
         refused = None
     except DataError as error:
         refused = error
-    segments = data.example_spans(prepared, encoded.encoder.tokenizer)
+    segments = example_spans(prepared, encoded.encoder.tokenizer)
     exit_code = refused.exit_code if refused else 0
     if as_json:
         example = [{"text": text, "trained": trained} for text, trained in segments]

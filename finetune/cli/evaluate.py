@@ -143,6 +143,8 @@ def chat_with(
 
     The runs of `others` share the base model: all answer the prompt; in a chat the first does until `/use NAME`.
     """
+    if prompt is not None and not prompt.strip():
+        raise CommandError("--prompt is empty", "Give a prompt, or leave the option out to chat.")
     runs = [open_run(source) for source in dict.fromkeys([source, *others])]
     if len({run.path.name for run in runs}) < len(runs):
         raise CommandError("two of these runs have the same name", "Rename one: finetune runs rename RUN NAME")

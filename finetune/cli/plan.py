@@ -35,9 +35,9 @@ def show_plan(
 
     Returns the exit code.
     """
-    recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu else [])], model=model, data=data)
+    recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
     try:
-        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free else None
+        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free is not None else None
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
     if alone:
@@ -202,7 +202,7 @@ def _print_suggestions(plan: Plan) -> None:
         return
     enough = any(row.peak_bytes <= (plan.budget_bytes or 0) for row in plan.suggestions)
     title = f"\n[bold]What would make it {'fit' if enough else 'smaller'}[/]"
-    shown = table("override", ">saves", ">peak", "cost", title=title)
+    shown = table("override", ">saves", ">at most", "cost", title=title)
     for row in plan.suggestions:
         shown.add_row(escape(row.override), _bytes(row.saves_bytes), _bytes(row.peak_bytes), escape(row.cost))
     out.print(shown)

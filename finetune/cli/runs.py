@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 
+_ARGUMENTS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
+
+
 def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
     """List, show, delete or rename runs."""
     if verb == "list" and not names:
@@ -32,9 +35,8 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
         renamed = rename_run(open_run(names[0]), names[1])
         _print(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
     else:
-        raise CommandError(
-            f"finetune runs {verb}: unknown, or a RUN is missing", "Use: list, show RUN, rm RUN ..., rename RUN NAME."
-        )
+        problem = _ARGUMENTS.get(verb, "unknown")
+        raise CommandError(f"finetune runs {verb}: {problem}", "Use: list, show RUN, rm RUN ..., rename RUN NAME.")
 
 
 def _remove(names: list[str], as_json: bool) -> None:

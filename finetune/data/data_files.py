@@ -84,9 +84,9 @@ class DataFiles:
         if self.is_split and (unclear or not files):
             label = printable(self.path, 200)
             if not files:
-                problem = f"{label}: by their names its files are not for training: {_names(list(self.splits))}"
+                problem = f"{label}: by their names its files are not for training: {self.names(list(self.splits))}"
             else:
-                problem = f"{label}: some of its files are named for a split, and these are not: {_names(unclear)}"
+                problem = f"{label}: some of its files are named for a split, and these are not: {self.names(unclear)}"
             raise DataError(problem, self._explicit(files or unclear or list(self.splits)))
         return files
 
@@ -98,6 +98,12 @@ class DataFiles:
         """The files to evaluate on, where the whole is named as held-out rows."""
         by_split = {wanted: [file for file, split in self.splits.items() if split == wanted] for wanted in (VALIDATION, TEST)}
         return by_split[VALIDATION] or by_split[TEST] or list(self.splits)
+
+    def names(self, files: list[Path]) -> str:
+        """Some of these files by name, with the folder of each where the files are in several."""
+        root = os.path.commonpath([file.parent for file in self.splits])
+        more = f", ... ({len(files)} in all)" if len(files) > _LISTED_FILES else ""
+        return f"{', '.join(printable(file.relative_to(root).as_posix()) for file in files[:_LISTED_FILES])}{more}"
 
     def _explicit(self, training: list[Path]) -> str:
         """What to type to name each file."""
@@ -111,7 +117,7 @@ class DataFiles:
 def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) -> str:
     """Which files are trained on, held out and not read."""
     uses = [(trained, "to train on"), (held_out, "held out"), (set(files.splits) - trained - held_out, "not read")]
-    named = [(_names([file for file in files.splits if file in paths]), use) for paths, use in uses]
+    named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
     parts = [f"{names} {use}" for names, use in named if names]
     return f"files of {printable(files.path, 200)} are read by their names: {'; '.join(parts)}"
 
@@ -143,11 +149,6 @@ def _split_of(path: Path) -> str | None:
     stem_words = re.findall(r"[a-z]+", f"{text} {'.'.join(path.suffixes)}".lower().replace("held_out", "heldout"))
     splits = {_SPLIT_WORDS[word] for word in stem_words if word in _SPLIT_WORDS}
     return splits.pop() if len(splits) == 1 else _MIXED if splits else None
-
-
-def _names(files: list[Path]) -> str:
-    more = f", ... ({len(files)} in all)" if len(files) > _LISTED_FILES else ""
-    return f"{', '.join(printable(file.name) for file in files[:_LISTED_FILES])}{more}"
 
 
 def _argument(name: str, files: list[Path]) -> str:

@@ -37,11 +37,12 @@ from finetune.model.adapters import attach_adapters, restore_master_precision, t
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import base_of, decoder_layers
 from finetune.model.host_embedding import offload_table
+from finetune.model.language_model import text_config
 from finetune.model.layer_offloading import offloading_of
 from finetune.model.lean_layers import lean_summary
 from finetune.model.loss import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
-from finetune.model.quantisation import model_dtype
+from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.varlen_attention import forecast_for
 from finetune.recipe.base_formats import requested_formats
@@ -128,7 +129,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:
                 offloading.wrap_checkpoints()
-            with step_errors(config):
+            with step_errors(config, settings):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
         notes = (*_notes(model, settings, batch), *split.notes)
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
@@ -137,8 +138,11 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 
 @contextmanager
-def step_errors(config: PretrainedConfig) -> Iterator[None]:
-    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are."""
+def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
+    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are.
+
+    `settings`: those that replace layers, which the error then says how to turn off.
+    """
     try:
         yield
     except FinetuneError:
@@ -148,8 +152,16 @@ def step_errors(config: PretrainedConfig) -> Iterator[None]:
         raise RecipeError(
             f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
             f"{type(error).__name__}: {text}",
-            "Give another model, or report it with its config.json.",
+            _without_replaced_layers(settings),
         ) from error
+
+
+def _without_replaced_layers(settings: Settings | None) -> str:
+    """What to try for a model that does not run as it is: its own layers."""
+    quantised = [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
+    lean = ["lean_layers=false"] if settings and settings.lean_layers is True else []
+    own_layers = f"Its own layers may train: {' '.join([*lean, *quantised])}. " if lean or quantised else ""
+    return f"{own_layers}Give another model, or report it with its config.json."
 
 
 def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
@@ -160,14 +172,13 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
     if not requested_formats(settings):
         return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
-    names, experts = set(), False
+    names = set()
     for name, module in model.named_modules():
-        experts |= any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
         base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
         if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
             names.add(type(module).__name__)
-    if experts:
-        yield "the experts stay 16-bit: they are quantised by load_in_4bit only, and not where the weights are sharded"
+    if reason := why_experts_stay_16_bit(model, text_config(model.get_base_model().config), settings):  # type: ignore[operator]
+        yield f"the experts stay 16-bit: {reason}"
     if names:
         yield f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}"
 

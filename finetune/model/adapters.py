@@ -53,6 +53,11 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
         raise RecipeError(
             f"target_modules {targets}: {error}", f"Linear layers of this model: {_linear_names(model)}"
         ) from None
+    if hasattr(model.get_output_embeddings(), "lora_A"):
+        raise RecipeError(
+            f"target_modules {targets}: the output layer can't have an adapter, because the loss is computed from its weight",
+            f"Leave it out. Linear layers of this model: {_linear_names(model)}",
+        )
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
     restore_master_precision(peft_model)

@@ -23,7 +23,7 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Names that these weights had as layers of each expert -> the fused weight.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 #: bitsandbytes' kernels count elements in 32 bits, and those of a CPU take whole blocks in each row.
-_MOST_ELEMENTS, _BLOCK = 2**31 - 1, 64
+MOST_ELEMENTS, _BLOCK = 2**31 - 1, 64
 #: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
 _ALIGNED = 8
 
@@ -48,11 +48,17 @@ def name_experts_for_trl(config: Any) -> None:
         config.router_aux_loss_coef = 0.0
 
 
+def fused_experts(model: torch.nn.Module, config: Any) -> list[torch.nn.Parameter]:
+    """The 3-D weights of a mixture's experts that are not packed, of any class. A convolution's first dimension is channels."""
+    counts = {count for name in EXPERT_COUNTS if (count := getattr(config, name, None))}
+    return [weight for weight in model.parameters() if weight.dim() == 3 and weight.shape[0] in counts]
+
+
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
     """Path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():
         for name, weight in _expert_weights(module):
-            if weight.dim() == 3 and weight.numel() <= _MOST_ELEMENTS and weight.shape[-1] % _BLOCK == 0:
+            if weight.dim() == 3 and weight.numel() <= MOST_ELEMENTS and weight.shape[-1] % _BLOCK == 0:
                 yield path, module, name
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from finetune.errors import RecipeError
-from finetune.model.experts import experts_quantiser, has_experts
+from finetune.model.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_format, stored_quantisation
 from finetune.recipe.base_formats import INT8, NF4, base_format_of, requested_formats
@@ -55,6 +55,21 @@ def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
     stored = own.get("quant_method") == BITSANDBYTES
     packs = base_format_of(settings).experts and not shards_weights(settings.launch) and not stored
     return experts_quantiser() if packs else None
+
+
+def why_experts_stay_16_bit(model: torch.nn.Module, config: PretrainedConfig, settings: Settings) -> str | None:
+    """Why a mixture's experts have 16 bits in a model that is quantised; None where they are quantised, or there are none.
+
+    `config`: that of the language model.
+    """
+    experts = fused_experts(model, config)
+    if not experts:
+        return None
+    if not base_format_of(settings).experts or shards_weights(settings.launch):
+        return "they are quantised by load_in_4bit only, and not where the weights are sharded"
+    if (most := max(weight.numel() for weight in experts)) > MOST_ELEMENTS:
+        return f"a layer's are one tensor of {most:,} values, and bitsandbytes quantises at most {MOST_ELEMENTS:,}"
+    return f"bitsandbytes can't quantise them as {config.model_type} stores and computes them"
 
 
 def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:

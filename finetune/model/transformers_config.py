@@ -38,15 +38,34 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         return _remote_config(name, kind, values, settings)
     _refuse_missing(name, values, CONFIG_MAPPING[kind])
     config_class = CONFIG_MAPPING[kind]
-    settable = {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}
     try:
-        # The class is used directly: `from_pretrained` would ask the hub again.
-        config = config_class.from_dict({key: value for key, value in settable.items() if key != "model_type"})
+        config = _config_of(config_class, {key: value for key, value in values.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
     if reason := _why_no_decoder(config):
         raise RecipeError(f"model_name_or_path {name}: model_type {kind} {reason}", "Give a model that continues text.")
+    layers = config.num_hidden_layers if text_config(config) is config else None
+    if layers and values.get("num_hidden_layers", layers) != layers:
+        raise RecipeError(
+            f"model_name_or_path {name}: its config.json has num_hidden_layers {values['num_hidden_layers']}, "
+            f"but describes {layers}",
+            "Correct num_hidden_layers, or the list or pattern of layers in it.",
+        )
     return config
+
+
+def _config_of(config_class: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedConfig:
+    """A configuration of all values, or of those that are no read-only properties, where the class does not convert these.
+
+    Nemotron-H has properties for the older keys that its constructor reads: without them it would have four layers.
+    """
+    try:
+        # The class is used directly: `from_pretrained` would ask the hub again.
+        return config_class.from_dict(dict(values))
+    except AttributeError:
+        return config_class.from_dict(
+            {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}
+        )
 
 
 def _why_no_decoder(config: PretrainedConfig) -> str | None:

@@ -136,7 +136,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change to the recipe that saves memory: override, bytes saved, the card's peak with it, and what it costs."""
+    """A change to the recipe that saves memory: override, bytes saved, the forecast's upper end with it, and what it costs."""
 
     override: str
     saves_bytes: int

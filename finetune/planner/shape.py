@@ -108,7 +108,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     import_without_compiler()
     from finetune.model.adapters import attach_adapters, trainable_parameters
     from finetune.model.build import build_on_meta
-    from finetune.model.experts import adapts_experts, packable_experts
+    from finetune.model.experts import adapts_experts, fused_experts, packable_experts
     from finetune.model.language_model import text_config
     from finetune.model.transformers_config import config_from
 
@@ -119,7 +119,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     base = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "linear": sum(part.weight.numel() for part in linears),
-        "expert": sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3),
+        "expert": sum(weight.numel() for weight in fused_experts(model, text_config(config))),
         "expert_4bit": sum(module.get_parameter(name).numel() for _, module, name in packable_experts(model)),
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),

@@ -47,7 +47,7 @@ def suggest(
         lower = forecasts(changed)
         saved = forecast.peak_high_bytes - lower.peak_high_bytes
         if saved > 0:
-            rows.append(Suggestion(override, saved, lower.peak_bytes, cost))
+            rows.append(Suggestion(override, saved, lower.peak_high_bytes, cost))
     return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
 
 

@@ -83,6 +83,11 @@ def test_serve_says_what_is_not_installed_before_it_loads_anything(tmp_path, cap
         (["runs", "rm", "n" * 5000], "is not a run directory"),
         (["runs", "rename", "a", "m" * 300], "is not a valid run name"),
         (["cache", "purge"], "finetune cache purge: unknown"),
+        (["runs", "burn"], "finetune runs burn: unknown"),
+        (["runs", "rm"], "finetune runs rm: a RUN is missing"),
+        (["runs", "rename", "a"], "finetune runs rename: takes RUN and NAME"),
+        (["chat", "a", "--prompt", " "], "--prompt is empty"),
+        (["plan", "tiny-cpu", "--free", ""], "--free: "),
     ],
 )
 def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):

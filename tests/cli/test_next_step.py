@@ -107,6 +107,20 @@ def test_data_that_a_run_would_refuse_ends_with_the_runs_exit_code(rows, overrid
     assert bool(json.loads(capsys.readouterr().out)["data_problem"]) == (code == 4)
 
 
+@pytest.mark.parametrize("option", ["--gpu", "--model", "--data"])
+def test_an_option_without_a_value_is_refused(option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["finetune", "plan", "tiny-cpu", option, ""])
+    assert main() == 2
+    assert "The recipe needs a change" in capsys.readouterr().err
+
+
+def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{GOOD}\n")
+    monkeypatch.setattr("sys.argv", ["finetune", "data", "--model", "tiny", "--data", str(tmp_path / "rows.jsonl"), "--json"])
+    assert main() == 0
+    assert json.loads(capsys.readouterr().out)["rows_used"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "title"),
     [

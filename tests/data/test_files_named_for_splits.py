@@ -52,10 +52,11 @@ def test_a_folder_is_read_by_the_names_of_its_files(folder, pattern, held_out):
     assert files_read(path, eval_path=f"{path}/{test}") == ([train], [test])
 
 
-def test_what_the_names_decided_is_a_note(folder):
-    path = folder(["train.jsonl", "valid.jsonl", "test.jsonl"])
-    report = prepare(recipe(path), build_tokenizer(), max_length=None).report
-    assert any("train.jsonl to train on; valid.jsonl held out; test.jsonl not read" in note for note in report.warnings)
+@pytest.mark.parametrize("pattern", ["{}.jsonl", "{}/rows.jsonl"])
+def test_what_the_names_decided_is_a_note(folder, pattern):
+    train, valid, test = (pattern.format(name) for name in ("train", "valid", "test"))
+    report = prepare(recipe(folder([train, valid, test])), build_tokenizer(), max_length=None).report
+    assert any(f"names: {train} to train on; {valid} held out; {test} not read" in note for note in report.warnings)
 
 
 def test_test_rows_are_left_alone_without_validation_rows(folder):

@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tiny_models import TYPES, config_values, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 
 from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
@@ -25,6 +26,7 @@ from finetune.memory.fake_model import _packed_8bit
 from finetune.memory.forecast import PARTS
 from finetune.memory.ledger import dry_run
 from finetune.memory.row_shape import RowShape
+from finetune.memory.simulate import step_errors
 from finetune.memory.tracker import StorageTracker
 from finetune.units import GIB, MIB
 
@@ -138,6 +140,13 @@ def test_quantising_to_int8_holds_the_loaded_weight_its_copy_through_the_host_an
     count, scales = 256 * 512, 4 * 256
     assert tracker.peaks[("load", None)].total_bytes == (2 + 2 + 1) * count + scales
     assert weight.nbytes + weight.SCB.nbytes == count + scales
+
+
+def test_a_step_that_fails_with_replaced_layers_says_how_to_keep_the_models_own():
+    recipe = settings("llama", load_in_4bit=True, lean_layers=True)
+    with pytest.raises(RecipeError) as caught, step_errors(LlamaConfig(), recipe):
+        raise RuntimeError("expected scalar type")
+    assert "lean_layers=false load_in_4bit=false" in caught.value.fix
 
 
 def test_int8_weights_are_forecast_for_a_cpu_too():

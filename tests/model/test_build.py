@@ -146,6 +146,26 @@ def test_other_names_of_the_needed_fields_count():
     assert (config.hidden_size, config.num_hidden_layers) == (64, 2)
 
 
+def test_a_pattern_of_layers_decides_the_depth_and_a_contradiction_is_refused():
+    hybrid = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M*M-",
+        **{k: v for k, v in TINY.items() if "type" not in k},
+    }
+    config = config_from({**hybrid, "num_hidden_layers": 6}, settings())
+    assert (config.num_hidden_layers, config.hybrid_override_pattern) == (6, "M-M*M-")
+    with pytest.raises(RecipeError, match="has num_hidden_layers 8, but describes 6"):
+        config_from({**hybrid, "num_hidden_layers": 8}, settings())
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ".*(q_proj|lm_head)"])
+def test_an_adapter_of_the_output_layer_is_refused(targets):
+    recipe = settings(target_modules=targets)
+    with pytest.raises(RecipeError, match="output layer can't have an adapter") as caught:
+        attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
+    assert "q_proj" in caught.value.fix
+
+
 def test_an_unknown_target_lists_the_models_layers():
     recipe = settings(target_modules=["qkv_proj"])
     with pytest.raises(RecipeError) as caught:

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import RecipeError
 from finetune.model.adapters import attach_adapters, trainable_parameters
-from finetune.model.build import build_base
+from finetune.model.build import build_base, build_on_meta
+from finetune.model.quantisation import why_experts_stay_16_bit
 from finetune.model.transformers_config import config_from, load_config
 from finetune.recipe import plainest, recipe_from, resolved
 
@@ -193,3 +194,27 @@ def test_a_checkpoint_packed_for_inference_names_the_original(method):
             if method != "compressed-tensors"
             else "Give the 16-bit model; load_in_4bit=true quantises it while loading."
         )
+
+
+MAMBA = {"num_attention_heads": 1, "num_heads": 4, "head_dim": 32, "n_groups": 1}
+LARGE = {"num_attention_heads": 4, "num_experts": 64, "moe_intermediate_size": 2**15, "hidden_size": 1024, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "bits", "reason"),
+    [
+        ("mamba2", MAMBA, 4, None),
+        ("qwen3_moe", {**LARGE, "moe_intermediate_size": 128}, 8, "by load_in_4bit only"),
+        ("qwen3_moe", LARGE, 4, "one tensor of 4,294,967,296 values, and bitsandbytes quantises at most 2,147,483,647"),
+        ("llama4_text", {"num_attention_heads": 4, "num_local_experts": 4}, 4, "as llama4_text stores and computes them"),
+    ],
+)
+def test_the_reason_why_experts_stay_16_bit_is_theirs(kind, sizes, bits, reason):
+    values = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256, **sizes}
+    recipe = plainest(
+        recipe_from({"model_name_or_path": "x/y", "dataset": "rows.jsonl", "dtype": "bfloat16", f"load_in_{bits}bit": True})
+    )
+    config = config_from(values, recipe)
+    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=False)
+    stated = why_experts_stay_16_bit(model, config, recipe)
+    assert stated is None if reason is None else reason in stated

@@ -258,6 +258,7 @@ def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say
     four_bit = planned(QWEN_8B, "rtx-4090", *stubborn, "load_in_4bit=true")
     saved = plan.forecast.peak_high_bytes - four_bit.forecast.peak_high_bytes
     assert saved == offered["load_in_4bit=true"].saves_bytes
+    assert four_bit.forecast.peak_high_bytes == offered["load_in_4bit=true"].peak_bytes  # what the verdict compares
 
 
 def test_turing_trains_in_float16_and_ampere_in_bfloat16(planned):
