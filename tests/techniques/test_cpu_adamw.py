@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -145,6 +146,7 @@ def test_loading_sets_the_weights_to_their_masters():
 def test_accelerates_optimizer_wrapper_changes_nothing():
     plain, prepared = layers(), layers()
     optimizer = optimizer_for(prepared)
+    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test may have set bf16 for the process
     prepared, wrapped = Accelerator(cpu=True).prepare(prepared, optimizer)
     train(plain, optimizer_for(plain), 4)
     train(prepared, wrapped, 4)
