@@ -171,7 +171,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     last_number = 0
     for number in itertools.count(1):
         if number - last_number > _MAX_BLANK_LINES:
-            raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check what wrote it.")
+            raise _blank(name)
         line = file.readline(LINE_LIMIT + 1)
         if not line:
             return
@@ -329,7 +329,12 @@ def _open_text(path: Path) -> IO[str]:
     return io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
+def _blank(name: str) -> DataError:
+    return DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check what wrote it.")
+
+
 def _text_lines(file: IO[str], name: str) -> Iterator[str]:
+    n_blank = 0
     for number in itertools.count(1):
         line = file.readline(LINE_LIMIT + 1)
         if not line:
@@ -338,6 +343,8 @@ def _text_lines(file: IO[str], name: str) -> Iterator[str]:
             raise DataError(
                 f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", "Check the line ends and quotes."
             )
+        if (n_blank := 0 if line.strip() else n_blank + 1) > _MAX_BLANK_LINES:
+            raise _blank(name)
         yield line
 
 

@@ -350,11 +350,14 @@ def test_a_small_table_that_unpacks_to_gigabytes_is_refused_early(tmp_path):
         list(read_file(path, "bomb.parquet"))
 
 
-def test_a_file_of_blank_lines_is_refused_when_there_are_too_many(tmp_path):
-    path = tmp_path / "blank.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}\n' + b"\n" * 1_200_000))
+@pytest.mark.parametrize(
+    ("name", "head"), [("rows.jsonl.gz", b'{"prompt": "a", "completion": "b"}\n'), ("rows.csv.gz", b"prompt,completion\na,b\n")]
+)
+def test_a_file_of_blank_lines_is_refused_when_there_are_too_many(tmp_path, name, head):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(head + b"\n" * 1_200_000))
     with pytest.raises(DataError, match="more than 1,000,000 blank lines in a row"):
-        list(read_file(path, "blank.jsonl.gz"))
+        list(read_file(path, name))
 
 
 def test_a_table_of_a_hundred_thousand_columns_is_refused_by_its_header(tmp_path):
