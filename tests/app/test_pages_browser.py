@@ -337,7 +337,7 @@ def test_an_answer_to_an_older_recipe_is_dimmed(served, visit):
     try:
         page.fill("#fit-rank input[type=number]", "40")
         page.wait_for_selector("body[data-planning]")
-        page.wait_for_function("getComputedStyle(document.querySelector('#fit-verdict')).opacity < 1")
+        page.wait_for_function("getComputedStyle(document.querySelector('#fit-verdict')).filter.includes('grayscale(1)')")
         assert page.locator("#fit-planning").is_visible()
         page.fill("#fit-rank input[type=number]", "41")
     finally:

@@ -134,7 +134,7 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
 
 
 SCORES = partial(show_scores, rows=None, last=False, data=None, score=scorer("exact"), show="differ", examples=0)
-CHAT = partial(chat_with, models=("tuned",), prompt="", system=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0)
+CHAT = partial(chat_with, models=("tuned",), prompt="Hi", system=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0)
 
 
 @pytest.mark.parametrize("command", [SCORES, CHAT])
