@@ -20,7 +20,8 @@ def test_a_living_run_writes_its_history_when_asked_and_leaves_the_peaks_and_the
     assert "now" in histories
     machine.run("finetune", "stop", str(run))
     report = json.loads(machine.run("finetune", "snapshot", str(run), "--json").stdout)
-    assert set(report["histories"]) == {"peak", "now", "end"} and report["history"] == report["histories"]["end"]
+    assert set(report["histories"]) == {"peak", "now", "end"}, (run / "events.jsonl").read_text()[-2000:]
+    assert report["history"] == report["histories"]["end"]
     for path in report["histories"].values():
         (traces,) = pickle.loads(Path(path).read_bytes())["device_traces"]
         assert {"alloc", "free_completed"} <= {entry["action"] for entry in traces}
