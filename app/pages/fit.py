@@ -35,7 +35,7 @@ _TICK_S = 1.0
 _PLAN_GOOD_S = 10.0
 #: Seconds after which a change is no longer one of several.
 _SETTLED_S = 1.0
-#: The control of `Draft.author` that is the card box or a slider.
+#: The control of a draft's version that is the card box or a slider.
 _SLIDER = "slider"
 #: Setting -> lowest and highest value of its slider.
 RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
@@ -113,7 +113,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     asked.change(view.follow, tab, [*texts, *form, *settings], **QUIET)
     asked.change(view.answer, [price, tab], [*shown, *form], **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, [mine, asked, settled], [progress, asked, settled], **QUIET)
-    settled.change(view.settle, None, form, **QUIET)
+    settled.change(view.settle, form, form, **QUIET)
     for name, slider in sliders.items():
         slider.input(functools.partial(view.slide, name), [slider, tab], edited, **QUIET)
     card.input(functools.partial(view.slide, "gpu"), [card, tab], edited, **QUIET)
@@ -166,31 +166,37 @@ class _View:
 
     def follow(self, tab: str) -> list[Any]:
         """Text and form as the draft is now, but for what a person uses in this tab: that shows the draft already."""
-        stamp, edited = self.context.draft.stamp, self.context.draft.read()
-        author, control = self.context.draft.author or ("", "")
-        mine = control if author == tab else ""
+        version = self.context.draft.version()
+        edited, mine = version.edited, version.control if version.tab == tab else ""
         command = command_line(edited.recipe) if edited.recipe else ""
-        texts = [gr.skip(), command, gr.skip()] if mine == TYPED else [edited.text, command, stamp]
+        texts = [gr.skip(), command, gr.skip()] if mine == TYPED else [edited.text, command, version.stamp]
         form = [gr.skip()] * 4 if mine == _SLIDER else self._form(edited, edited.recipe)
         return [*texts, *form, *(gr.skip() if mine == row.name else row.text(edited) for row in self.rows)]
 
     def answer(self, price: float | None, tab: str) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
-        stamp, edited = self.context.draft.stamp, self.context.draft.read()
+        asked = self.context.draft.version()
         try:
-            shown, plan = self._shown(edited, _price(price))
+            shown, plan = self._shown(asked.edited, _price(price))
         except SupersededError:
             return gr.skip()
-        if stamp != self.context.draft.stamp:
+        now = self.context.draft.version()
+        if asked.stamp != now.stamp:
             return gr.skip()
-        self._latest = stamp, edited, plan
-        sliding = self.context.draft.author == (tab, _SLIDER)
-        return [*shown, stamp, *([gr.skip()] * 4 if sliding or plan is None else self._form(edited, plan.settings))]
+        self._latest = asked.stamp, asked.edited, plan
+        sliding = (now.tab, now.control) == (tab, _SLIDER)
+        form = [gr.skip()] * 4 if sliding or plan is None else self._form(asked.edited, plan.settings)
+        return [*shown, asked.stamp, *form]
 
-    def settle(self) -> list[Any]:
-        """Card and sliders when nobody moves them: set by the recipe, or chosen by the plan."""
+    def settle(self, *shown: Any) -> list[Any]:
+        """Card and sliders when nobody moves them: set by the recipe, or chosen by the plan.
+
+        Only those that show another value are set: the answer may arrive when a person has begun to move one.
+        """
         _, edited, plan = self._latest or ("", None, None)
-        return self._form(edited, plan.settings) if edited and plan else [gr.skip()] * 4
+        if edited is None or plan is None:
+            return [gr.skip()] * 4
+        return [gr.skip() if value == now else value for value, now in zip(self._form(edited, plan.settings), shown, strict=True)]
 
     def slide(self, name: str, value: Any, tab: str) -> list[Any]:
         """Set a slider's setting or the card. A number out of the slider's range changes nothing: it is being typed."""
@@ -245,9 +251,7 @@ class _View:
         return ["", self.context.draft.stamp]
 
     def _changed(self, tab: str, control: str, **settings: Any) -> list[Any]:
-        edited = self.context.draft.change(**settings)
-        self.context.draft.author = tab, control
-        return self._refusal(edited)
+        return self._refusal(self.context.draft.change(tab, control, **settings))
 
     def _refusal(self, edited: Edited) -> list[Any]:
         """Why a change was refused, and the draft's stamp."""

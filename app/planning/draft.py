@@ -20,7 +20,7 @@ from ..workspace import Workspace
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
-#: The control of `Draft.author` that is the recipe's text box.
+#: The control of a draft's version that is the recipe's text box.
 TYPED = "text"
 
 
@@ -39,13 +39,33 @@ class Edited:
         return self.recipe.model_dump(exclude_unset=True, mode="json") if self.recipe else {}
 
 
+@dataclass(frozen=True)
+class Version:
+    """The draft at one moment: its stamp, what it is, and the tab and control that made it so; empty when that is not known."""
+
+    stamp: str
+    edited: Edited
+    tab: str = ""
+    control: str = ""
+
+
 class Draft:
-    """Reads and writes the draft file. Invalid text is kept with its problems; the form can't change it until it is valid."""
+    """Reads and writes the draft file. Invalid text is kept with its problems; the form can't change it until it is valid.
+
+    Handlers of several controls and tabs run at once: what belongs together is read in one go (`version`).
+    """
 
     def __init__(self, workspace: Workspace) -> None:
-        self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.Lock()
-        #: The tab that changed the draft last and the control that did; None when another app did, or it is not known.
-        self.author: tuple[str, str] | None = None
+        self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.RLock()
+        #: Stamp of the last change, the tab that made it and its control.
+        self._author = ("", "", "")
+
+    def version(self) -> Version:
+        """The draft as it is now."""
+        with self._lock:
+            stamp = self.stamp
+            changed, tab, control = self._author
+            return Version(stamp, self.read(), *((tab, control) if changed == stamp else ()))
 
     @property
     def stamp(self) -> str:
@@ -73,11 +93,10 @@ class Draft:
         return parse_draft(text)
 
     def write(self, text: str) -> Edited:
-        """Replace the whole text, as the recipe's text box does."""
-        edited = parse_draft(text)
+        """Replace the whole text by that of a file."""
         if len(text) <= recipe_yaml.MAX_BYTES:
             self._store(text)
-        return edited
+        return parse_draft(text)
 
     def type_text(self, text: str, basis: str, tab: str) -> bool:
         """Replace the text by what was typed in a tab. `basis`: the stamp of the text that was typed in.
@@ -85,10 +104,11 @@ class Draft:
         False, and nothing is changed, when the draft is newer than `basis` and the change was not typed in the same tab.
         """
         with self._lock:
-            if basis != self.stamp and self.author != (tab, TYPED):
+            now = self.version()
+            if basis != now.stamp and (now.tab, now.control) != (tab, TYPED):
                 return False
-            self.write(text)
-            self.author = (tab, TYPED)
+            if len(text) <= recipe_yaml.MAX_BYTES:
+                self._store(text, tab, TYPED)
             return True
 
     def start_from(self, name: str) -> Edited:
@@ -97,9 +117,10 @@ class Draft:
             raise RecipeError(f"there is no shipped recipe {name!r}")
         return self.write(find_recipe(name).read_text(encoding="utf-8"))
 
-    def change(self, **settings: Any) -> Edited:
+    def change(self, tab: str = "", control: str = "", /, **settings: Any) -> Edited:
         """Set (or, with None, unset) settings by dotted name written with `__`. An invalid combination changes nothing.
 
+        `tab` and `control`: who makes the change, which `version` then says.
         `trust_remote_code` is never changed here: a click must not allow a model's own code.
         """
         with self._lock:
@@ -116,7 +137,9 @@ class Draft:
                 return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
             text = write_recipe(recipe)
             if text != now.text:
-                self._store(text)
+                self._store(text, tab, control)
+            else:
+                self._author = (self.stamp, tab, control)
             return parse_draft(text)
 
     def apply(self, override: str) -> Edited:
@@ -132,9 +155,10 @@ class Draft:
             self._store(write_recipe(recipe))
             return parse_draft(write_recipe(recipe))
 
-    def _store(self, text: str) -> None:
-        write_text(self._path, text)
-        self.author = None
+    def _store(self, text: str, tab: str = "", control: str = "") -> None:
+        with self._lock:
+            write_text(self._path, text)
+            self._author = (self.stamp, tab, control)
 
 
 def parse_draft(text: str) -> Edited:

@@ -1,6 +1,8 @@
 """Fit: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
 
+import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import gradio as gr
@@ -55,7 +57,7 @@ def test_every_key_that_is_typed_is_taken_though_its_basis_is_the_key_before(vie
     for letter in "seed: 7":
         text += letter
         assert view.write(text, basis, "one")[0] == ""
-    assert draft.read().text == text and draft.author == ("one", TYPED)
+    assert draft.read().text == text and (draft.version().tab, draft.version().control) == ("one", TYPED)
     assert view.follow("one")[0] == SKIPPED  # what is being typed is not replaced
     assert view.follow("two")[0] == text
 
@@ -71,6 +73,32 @@ def test_a_slider_in_use_is_not_moved_by_the_text_that_follows_it(view):
     assert "lora_r: 48" in text and basis == view.context.draft.stamp
     assert form == [SKIPPED] * 4
     assert 48 in view.follow("two")[3:7]
+
+
+def test_a_draft_that_is_read_while_it_changes_says_who_changed_it(view):
+    draft, versions = view.context.draft, []
+
+    def read():
+        while len({version.stamp for version in versions}) < 40:
+            versions.append(draft.version())
+
+    draft.change("one", "slider", lora_r=1)
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read)
+        for rank in itertools.cycle(range(1, 250)):
+            draft.change("one", "slider", lora_r=rank)
+            time.sleep(0.0005)  # the other thread's turn
+            if reading.done():
+                break
+    assert {(version.tab, version.control) for version in versions} == {("one", "slider")}
+
+
+def test_only_sliders_that_show_another_value_are_set_when_all_have_settled(view):
+    view.slide("lora_r", 24, "one")
+    view.answer(0, "one")
+    card, length, _, batch = view.settle(*[None] * 4)
+    assert view.settle(card, length, 24, batch) == [SKIPPED] * 4
+    assert view.settle(card, length, 48, batch) == [SKIPPED, SKIPPED, 24, SKIPPED]
 
 
 @pytest.mark.parametrize("typed", [5, 99999, 3.7, None])
