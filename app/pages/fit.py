@@ -196,7 +196,8 @@ class _View:
         _, edited, plan = self._latest or ("", None, None)
         if edited is None or plan is None:
             return [gr.skip()] * 4
-        return [gr.skip() if value == now else value for value, now in zip(self._form(edited, plan.settings), shown, strict=True)]
+        form = self._form(edited, plan.settings)
+        return [gr.skip() if value == now else value for value, now in zip(form, shown, strict=True)]
 
     def slide(self, name: str, value: Any, tab: str) -> list[Any]:
         """Set a slider's setting or the card. A number out of the slider's range changes nothing: it is being typed."""
