@@ -125,10 +125,11 @@ class RunTrainer(SFTTrainer):
         counted, self._counted = self._counted, {}
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
-        counts = {name: torch.as_tensor(count, device=self.args.device) for name, count in counted.items()}
-        sums = ranks.all_reduce_sum(torch.stack([count.double() for count in counts.values()]).tolist())
-        numbers = zip(counts.items(), sums, strict=True)
-        return {name: value if count.is_floating_point() else int(value) for (name, count), value in numbers}
+        on_device = {name: count for name, count in counted.items() if torch.is_tensor(count)}
+        counted |= zip(on_device, torch.stack([count.double() for count in on_device.values()]).tolist(), strict=True)
+        sums = zip(counted, ranks.all_reduce_sum([float(count) for count in counted.values()]), strict=True)
+        fractions = {name for name, count in on_device.items() if count.is_floating_point()}
+        return {name: value if name in fractions else int(value) for name, value in sums}
 
     def _count(self, inputs: dict[str, Any]) -> None:
         ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
