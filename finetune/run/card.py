@@ -98,6 +98,15 @@ def holders_of(cards: tuple[str, ...]) -> list[str]:
     return [holder for device in devices if device.uuid in cards for holder in device.holders]
 
 
+def available_bytes(plan: Plan) -> int | None:
+    """What the run may take of its card now, with a CUDA context that is not open yet; None where the driver does not say."""
+    try:
+        free = [device.free_bytes for device in read_devices()[0] if device.uuid in cards_of(plan)]
+    except pynvml.NVMLError:
+        return None
+    return min(budget_bytes(plan), *free) if free else None
+
+
 def open_card(plan: Plan, number: int) -> None:
     """Create the CUDA context of card `number` and run a kernel. Raises CardError with what would help."""
     try:

@@ -74,6 +74,20 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
     return dataclasses.replace(plan, forecast=forecast)
 
 
+def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) -> tuple[Plan, dict[str, Any]]:
+    """After a retry: the first smaller plan whose forecast is not above `available_bytes`, else the smallest one, and its
+    changes, which are saved. Each attempt in between would load the model only to run out of memory."""
+    changes: dict[str, Any] = {}
+    while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_bytes > available_bytes:
+        smaller = next_smaller(plan, "train")
+        if smaller is None:
+            break
+        adjust(run, smaller)
+        changes |= smaller
+        plan = forecast_adjusted(run, adjusted_plan(run))
+    return plan, changes
+
+
 def _statistics(run: RunDirectory) -> DataStatistics:
     """Of the prepared rows on the disk; plan.json has no lengths."""
     from datasets import load_from_disk
@@ -107,11 +121,11 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     """Changes that need less memory at the same effective batch size; None when nothing is left to try.
 
     In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload of their
-    inputs, the input embedding in host memory, offload of the layers' weights. Only the last makes loading smaller.
+    inputs, the input embedding in host memory, offload of the layers' weights. Only the last two make loading smaller.
     """
     settings = plan.settings
     if phase == "load":
-        return _layers_in_host_memory(plan)
+        return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
     if phase == "evaluate" and settings.per_device_eval_batch_size > 1:
         return {"per_device_eval_batch_size": max(1, settings.per_device_eval_batch_size // 2)}
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps

@@ -25,16 +25,17 @@ from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import compare_at_end, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
-from finetune.run.card import kernel_problem, limit_card, lost_card, open_card
+from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
-from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted
+from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit
 from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import MemoryHistory
 from finetune.run.trackers import Trackers
 from finetune.system import ignore_hangup, take_lock
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
@@ -72,6 +73,7 @@ class Worker:
 
     def _attempt(self) -> int:
         try:
+            self._shrink_to_fit()
             self._open_card()
             return self._train()
         except LossSpike as error:
@@ -242,6 +244,20 @@ class Worker:
 
     def _warn(self, message: str) -> None:
         self.events.emit(events.RunWarning(message=message))
+
+    def _shrink_to_fit(self) -> None:
+        """After out of memory, continue with the first smaller plan that is forecast to fit what is free."""
+        so_far = events.read_events(self.run.events)
+        attempts = [event.attempt for event in so_far if isinstance(event, events.State) and event.attempt]
+        failures = [event for event in so_far if isinstance(event, (events.OutOfMemory, events.LossSpike))]
+        was_out_of_memory = attempts[-1:] > [1] and isinstance(failures[-1] if failures else None, events.OutOfMemory)
+        if not was_out_of_memory or self.rank.world > 1 or self.plan.card.is_cpu:
+            return
+        available, needed = available_bytes(self.plan), self.plan.forecast.peak_bytes if self.plan.forecast else 0
+        self.plan, changes = shrink_to_fit(self.run, self.plan, available)
+        if changes:
+            reason = f"{format_bytes(needed)} by its forecast, {format_bytes(available or 0)} free"
+            self.events.emit(events.Retry(attempt=attempts[-1], reason=reason, changes=changes))
 
     def _open_card(self) -> None:
         """Open the card, limit it to the budget and try its kernels, before anything is loaded. Raises CardError."""

@@ -51,11 +51,12 @@ def test_the_last_retry_moves_all_layers_to_host_memory(new_forecaster, host_mem
     *others, last = retried({}, "rtx-4090", forecaster)
     assert {settings.layer_offloading for settings in others} <= {False}
     assert (last.layer_offloading, last.offloaded_layers, last.activation_checkpointing) == ("cpu", 36, "offload")
-    assert [settings.layer_offloading for settings in retried({}, "rtx-4090", forecaster, "load")] == ["cpu"]
-    assert retried({"layer_offloading": False}, "rtx-4090", forecaster, "load") == []
-    assert retried({"torch_compile": True}, "rtx-4090", forecaster, "load") == []
+    assert [settings.layer_offloading for settings in retried({}, "rtx-4090", forecaster, "load")] == [False, "cpu"]
+    resident = {"offload_embeddings": False}
+    assert retried({**resident, "layer_offloading": False}, "rtx-4090", forecaster, "load") == []
+    assert retried({**resident, "torch_compile": True}, "rtx-4090", forecaster, "load") == []
     host_memory(2**30)
-    assert retried({}, "rtx-4090", forecaster, "load") == []
+    assert retried(resident, "rtx-4090", forecaster, "load") == []
 
 
 @pytest.mark.slow
