@@ -1,9 +1,11 @@
 """The longest row of Llama-3.1-8B, QLoRA of rank 32, micro-batch 1, that fits each card by the upper end of the forecast.
 
     python benchmarks/longest_rows.py                  # cards of 8, 12, 16 and 24 GB; a few minutes, no GPU
+    python benchmarks/longest_rows.py --host 32GiB     # with so much host memory for the layers' inputs
     python benchmarks/longest_rows.py rtx-4090 --without mlp_tile_tokens=0 offload_embeddings=false
 
-For each card the length, its target, and what holds the memory at the peak. Nothing is measured on a card.
+For each card the length, its target, the host memory that it pins, and what holds the memory at the peak. Nothing is measured
+on a card.
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ from finetune.units import GIB
 #: (https://unsloth.ai/docs/basics/unsloth-benchmarks: 2,972, 21,848, 40,724, 78,475).
 TARGETS = {"rtx-4060": 2_972, "rtx-3060": 25_000, "rtx-4060-ti-16gb": 45_000, "rtx-4090": 90_000}
 #: What was found last (docs/memory.md): where a search begins.
-FOUND = {"rtx-4060": 47_360, "rtx-3060": 88_064, "rtx-4060-ti-16gb": 125_440, "rtx-4090": 207_104}
+LAST_LENGTHS = {"rtx-4060": 47_360, "rtx-3060": 88_064, "rtx-4060-ti-16gb": 125_440, "rtx-4090": 207_104}
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 RECIPE: dict[str, Any] = {
     "model_name_or_path": MODEL, "dataset": "rows.jsonl", "load_in_4bit": True, "lora_r": 32, "packing": False,
     "per_device_train_batch_size": 1, "effective_batch_size": 16, "optim": "paged_adamw_8bit",
-    "activation_checkpointing": "offload",
 }  # fmt: skip
 #: Lengths are found to this many tokens. Bytes of a token, roughly, for the next guess.
 STEP, TOKEN_BYTES = 256, 110_000
@@ -42,7 +43,7 @@ def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
 def longest(card: str, changes: dict[str, Any]) -> Plan | None:
     """The plan of the longest row that fits; None when not even STEP tokens do."""
     best, fits, over = None, 0, 2**20
-    tokens = FOUND.get(card, 2**14) // STEP * STEP
+    tokens = LAST_LENGTHS.get(card, 2**14) // STEP * STEP
     while over - fits > STEP:
         plan = plan_for(card, tokens, changes)
         if plan.verdict == Verdict.FITS:
@@ -59,8 +60,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("cards", nargs="*", default=list(TARGETS))
     arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to compare with")
+    arguments.add_argument("--host", metavar="SIZE", help="host memory that the run may take; else as much as it needs")
     options = arguments.parse_args()
     changes = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in options.without)}
+    changes["host_memory"] = options.host
     for card in options.cards:
         plan = longest(card, changes)
         if plan is None or plan.forecast is None:
@@ -71,8 +74,10 @@ def main() -> None:
         budget = (plan.budget_bytes or 0) / GIB
         table = "host" if plan.settings.offload_embeddings else "card"
         settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {table}"
+        settings += f", checkpointing {plan.settings.activation_checkpointing}"
         print(
             f"{card:18} {plan.settings.max_length:8,} tokens (target {TARGETS.get(card, 0):,}); {settings};"
+            f" pins {plan.forecast.pinned_bytes / GIB:.1f} GiB of host memory;"
             f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {budget:.2f} GiB; at the peak: {peak_parts}",
             flush=True,
         )

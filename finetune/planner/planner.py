@@ -25,7 +25,14 @@ from finetune.planner.history import read_history
 from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import Plan, Verdict, verdict_of
-from finetune.planner.resources import check_resources, free_for_layers, layer_copies_of, offloading_error
+from finetune.planner.resources import (
+    check_resources,
+    free_for_offload,
+    layer_copies_of,
+    offloading_error,
+    pinned_bytes,
+    pinned_inputs_note,
+)
 from finetune.planner.search import Search
 from finetune.planner.shape import shape_of
 from finetune.planner.speed import Job, knows_rates
@@ -137,8 +144,8 @@ class _Planner:
 
     @functools.cached_property
     def host_free(self) -> int | None:
-        """Host memory that layers can be offloaded to; None when this is not the machine, or without a card."""
-        return free_for_layers(self.card)
+        """Host memory for layers and their inputs; None where nobody knows, and without a card."""
+        return free_for_offload(self.recipe, self.card)
 
     def best(self) -> _Attempt:
         """The fastest strategy that fits: packed or not, then with layers offloaded; else the smallest."""
@@ -243,7 +250,7 @@ class _Planner:
             chosen.forecast,
             step_s=timing.step_s * factor if rates_known else None,
             tokens_per_s=timing.tokens_per_s / factor if rates_known else None,
-            notes=(*chosen.forecast.notes, *_drive_notes(chosen.strategy, search.job), *_notes_of(self.history, self.card)),
+            notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
@@ -254,6 +261,12 @@ class _Planner:
             layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
+
+    def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
+        strategy, job = attempt.evaluated.strategy, attempt.search.job
+        fits = attempt.verdict == Verdict.FITS
+        pinned = () if fits else pinned_inputs_note(strategy, job, self.recipe, self.host_free)
+        return (*_drive_notes(strategy, job), *_notes_of(self.history, self.card), *pinned)
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         """Every open max_length with every open rank, preferred ones first; they share forecasts."""
@@ -273,12 +286,19 @@ class _Planner:
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
         stored = trainable_formats(stored_quantisation(self.config, self.recipe.model_name_or_path))
         table = self.shape.table > 0
-        if not attempt.offload_target:
-            return strategies(attempt.choices, self.card, stored, table)
-        options = offloading_strategies(attempt.choices, self.card, self.shape.layers, attempt.offload_target, stored, table)
-        if attempt.offload_target == "cpu" and self.host_free is not None:
-            options = [option for option in options if option.offloaded * self.shape.layer_bytes(option.base) <= self.host_free]
-        return options
+        if attempt.offload_target:
+            options = offloading_strategies(
+                attempt.choices, self.card, self.shape.layers, attempt.offload_target, stored, table
+            )
+        else:
+            options = strategies(attempt.choices, self.card, stored, table)
+        if self.host_free is None:
+            return options
+        job = attempt.search.job
+        holdable = [option for option in options if pinned_bytes(option, job) <= self.host_free]
+        return holdable or (
+            [] if attempt.offload_target else options
+        )  # what the recipe sets is planned, and said not to be enough
 
     def _ranks(self, basics: Choices) -> list[int]:
         """The advised rank, then lower ones if the recipe leaves it open."""

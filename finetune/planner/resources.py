@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.card.host import free_for_run, host_card
+from finetune.card.host import PROCESS_BYTES, host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
 from finetune.planner.plan import LayerCopies, ResourceCheck
 from finetune.planner.speed import knows_rates
 from finetune.recipe.base_formats import BITS_16, NF4
-from finetune.units import format_bytes
+from finetune.recipe.schema import AUTO
+from finetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -29,7 +32,7 @@ def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple
     """
     here = card.source != "catalogue"
     return (
-        _check("host memory", forecast.host_bytes, host_card().free_bytes if here and not card.is_cpu else None),
+        _check("host memory", forecast.host_bytes, _free_host_bytes(settings, card)),
         _check("disk", forecast.disk_bytes, free_disk_bytes(Path(settings.output_dir)) if here else None),
     )
 
@@ -38,9 +41,41 @@ def _check(what: str, needed: int, free: int | None) -> ResourceCheck:
     return ResourceCheck(what, needed, free, None if free is None else needed <= free)
 
 
-def free_for_layers(card: Card) -> int | None:
-    """Host memory that this machine has for offloaded layers, beside the process; None for another machine, or a CPU."""
-    return free_for_run() if card.source == "measured" else None
+def _free_host_bytes(recipe: Recipe, card: Card) -> int | None:
+    """Host memory that a run may take; None where nobody knows, and on a CPU, where it is the card's."""
+    if card.is_cpu:
+        return None
+    free = host_card().free_bytes if card.source != "catalogue" else None
+    allowed = parse_bytes(recipe.host_memory) if recipe.host_memory else None
+    return min((size for size in (free, allowed) if size is not None), default=None)
+
+
+def free_for_offload(recipe: Recipe, card: Card) -> int | None:
+    """Host memory for what is offloaded, beside the process; None where nobody knows, and on a CPU."""
+    free = _free_host_bytes(recipe, card)
+    return None if free is None else free - PROCESS_BYTES
+
+
+def pinned_bytes(strategy: Strategy, job: Job) -> int:
+    """Pinned host memory of a strategy: weights of offloaded layers, and inputs of recomputed ones, each of which torch rounds
+    up to a power of two."""
+    weights = strategy.offloaded * job.shape.layer_bytes(strategy.base) if strategy.offload_target == "cpu" else 0
+    if strategy.checkpointing != "offload":
+        return weights
+    input_bytes = 2 * job.shape.hidden * job.micro_batch_tokens(strategy, job.batches.longest)
+    return weights + strategy.recomputed_layers(job.shape.layers) * (1 << math.ceil(math.log2(input_bytes)))
+
+
+def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: int | None) -> tuple[str, ...]:
+    """That the layers' inputs can't be offloaded, where a plan without that does not fit; empty where they can be."""
+    offloaded = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
+    needed = pinned_bytes(offloaded, job)
+    if recipe.activation_checkpointing != AUTO or host_free is None or needed <= host_free:
+        return ()
+    return (
+        f"activation_checkpointing=offload was left out: it pins {format_bytes(needed)} of host memory, "
+        f"{format_bytes(max(0, host_free))} are free for it",
+    )
 
 
 def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:

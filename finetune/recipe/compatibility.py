@@ -224,11 +224,13 @@ def _names(recipe: Recipe) -> Iterator[str]:
         yield "trust_remote_code runs code from the hub: pin it with model_revision set to a full 40-character commit"
     if any(len(name.encode("utf-8", "replace")) > 255 for name in recipe.output_dir.split("/")):
         yield "output_dir has a name of more than 255 bytes, which no file system takes"
-    if recipe.memory_budget != AUTO:
-        try:
-            parse_bytes(recipe.memory_budget)
-        except ValueError as error:
-            yield f"memory_budget: {error}"
+    for name in ("memory_budget", "host_memory"):
+        size = getattr(recipe, name)
+        if size not in (AUTO, None):
+            try:
+                parse_bytes(size)
+            except ValueError as error:
+                yield f"{name}: {error}"
 
 
 def address_problems(launch: LaunchRecipe) -> list[str]:

@@ -302,6 +302,9 @@ class Recipe(_Strict):
         min_length=1,
     )
     memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most GPU memory to use, e.g. 20GiB; auto is all that is free.")
+    host_memory: Size | None = _memory(
+        None, NOTHING, "Most host memory for what is offloaded, e.g. 32GiB; else all that is free, or any for a GPU elsewhere."
+    )
     # -- run
     output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
     eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(

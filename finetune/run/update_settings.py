@@ -12,7 +12,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust
 
 #: Settings that do not affect the result, but are fixed once a run exists.
-_FIXED = {"output_dir", "memory_budget", "launch", "gpu"}
+_FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
 #: They choose among the steps and change none of them.
 _CHOOSE = {"eval_steps", "early_stopping_patience"}
 _SCHEDULE = "the learning rate of all steps so far was for the old end"

@@ -253,10 +253,10 @@ class Worker:
         was_out_of_memory = attempts[-1:] > [1] and isinstance(failures[-1] if failures else None, events.OutOfMemory)
         if not was_out_of_memory or self.rank.world > 1 or self.plan.card.is_cpu:
             return
-        available, needed = available_bytes(self.plan), self.plan.forecast.peak_bytes if self.plan.forecast else 0
+        available, needed = available_bytes(self.plan), self.plan.forecast.peak_high_bytes if self.plan.forecast else 0
         self.plan, changes = shrink_to_fit(self.run, self.plan, available)
         if changes:
-            reason = f"{format_bytes(needed)} by its forecast, {format_bytes(available or 0)} free"
+            reason = f"at most {format_bytes(needed)} by its forecast, {format_bytes(available or 0)} free"
             self.events.emit(events.Retry(attempt=attempts[-1], reason=reason, changes=changes))
 
     def _open_card(self) -> None:

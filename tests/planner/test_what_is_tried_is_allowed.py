@@ -77,3 +77,25 @@ def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_
     while changes := next_smaller(plan, "train"):  # raises when a change is not allowed
         plan, tried = dataclasses.replace(plan, settings=resolved(plan.settings, **changes)), tried + 1
     assert tried < 20
+
+
+@pytest.mark.slow
+def test_a_smaller_host_takes_no_inputs_of_layers_that_it_can_not_hold(new_forecaster):
+    recipe = {
+        "model_name_or_path": QWEN_8B,
+        "dataset": "rows.jsonl",
+        "load_in_4bit": True,
+        "max_length": 16384,
+        "packing": False,
+    }
+    recipe |= {"per_device_train_batch_size": 1, "lora_r": 8}
+
+    def planned(**settings):
+        return make_plan(recipe_from(recipe | settings), find_card("rtx-3060"), None, forecaster=new_forecaster())
+
+    large, small = planned(host_memory="64GiB"), planned(host_memory="4GiB")
+    assert (large.settings.activation_checkpointing, large.verdict) == ("offload", "fits")
+    assert small.settings.activation_checkpointing != "offload" and small.verdict != "fits"
+    assert any("pins 4.50 GiB of host memory, 3.22 GiB are free for it" in note for note in small.forecast.notes)
+    chosen = planned(host_memory="4GiB", activation_checkpointing="offload")  # what the recipe sets is planned
+    assert chosen.settings.activation_checkpointing == "offload"
