@@ -2,8 +2,8 @@
 
     .venv-card-*/bin/python -m benchmarks.card_kernels [--only TEXT] [--again]
 
-Runs of 2 and of 4 optimizer steps, with 4 and with 8 layers of an 8B model: the differences are a step's, and a layer's. Beside
-them stand the launches that the planner's model of a step's time assumes. Results go to benchmarks/reference/card_kernels.csv.
+Runs of 2 and of 4 optimizer steps, with 4 and with 8 layers of an 8B model: the differences are a step's, and a layer's.
+Results go to benchmarks/reference/card_kernels.csv; all columns but `layer_kernels` are with 4 layers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from standin_gpu.machine import Machine, describe
 
 RESULTS = ROOT / "benchmarks" / "reference" / "card_kernels.csv"
 COLUMNS = (
-    "technique", "base_format", "kernels", "layer_kernels", "modelled_layer_kernels", "synchronisations", "by_call",
-    "to_gpu_bytes", "from_gpu_bytes",
+    "technique", "base_format", "kernels", "layer_kernels", "synchronisations", "by_call", "to_gpu_bytes", "from_gpu_bytes",
 )  # fmt: skip
 MODEL = "Qwen/Qwen3-8B"
 STEPS, LAYERS = (2, 4), (4, 8)
@@ -89,23 +88,12 @@ def per_micro_batch(fewer_steps: dict[str, Any], more_steps: dict[str, Any]) -> 
     }
 
 
-def modelled_layer_kernels(case: str) -> float:
-    """Launches of a layer in forward and backward passes, as `finetune.planner.speed` has them."""
-    from finetune.planner.speed import LAYER_KERNELS
-
-    recomputed = {**USUAL, **CASES[case]}["activation_checkpointing"] is not False
-    return LAYER_KERNELS * (3 + recomputed)
-
-
 def measure(case: str, machine: Machine) -> dict[str, Any]:
     """The line of a case."""
     few, many = (per_micro_batch(*(trace_of(case, layers, steps, machine) for steps in STEPS)) for layers in LAYERS)
     layer_kernels = (many["kernels"] - few["kernels"]) / (LAYERS[1] - LAYERS[0])
     base_format, technique = case.split(" | ")
-    return {
-        "technique": technique, "base_format": base_format, **few, "layer_kernels": layer_kernels,
-        "modelled_layer_kernels": modelled_layer_kernels(case),
-    }  # fmt: skip
+    return {"technique": technique, "base_format": base_format, **few, "layer_kernels": layer_kernels}
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from blocks.measured import (
     stand_in,
     stand_in_edge,
     stand_in_end,
+    stand_in_kernels,
     stand_in_models,
     stand_in_short,
 )  # fmt: skip
@@ -67,6 +68,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "stand-in-models": stand_in_models,
     "stand-in-edge": stand_in_edge,
     "stand-in-end": stand_in_end,
+    "stand-in-kernels": stand_in_kernels,
     "stand-in-short": stand_in_short,
     "stand-in-short-zh": functools.partial(
         stand_in_short,

@@ -19,6 +19,7 @@ PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
 CARD_PEERS = ROOT / "benchmarks" / "reference" / "card_peers.csv"
 STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
 STAND_IN_EDGE = ROOT / "benchmarks" / "reference" / "card_edge.csv"
+STAND_IN_KERNELS = ROOT / "benchmarks" / "reference" / "card_kernels.csv"
 STAND_IN_END = ROOT / "benchmarks" / "reference" / "card_end.csv"
 #: What differs among the budgets at one end of a forecast.
 _END_OFFSET = re.compile(r" [+-]\d+ MiB$")
@@ -253,9 +254,21 @@ def _ended(cases: list[dict[str, str]]) -> str:
         counts = collections.Counter(case["outcome"] for case in cases)
         return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     (case,) = cases
-    settings = [f"`{name}={value}`" for changes in json.loads(case["changes"]) for name, value in changes.items()]
-    retried = ", ".join(settings) or "no retry"
-    return f"{case['outcome']}: {retried}"
+    retries = json.loads(case["changes"])
+    settings = {name: value for changes in retries for name, value in changes.items()}
+    return f"{case['outcome']}: " + (", ".join(f"`{name}={value}`" for name, value in settings.items()) or "no retry")
+
+
+def stand_in_kernels(table: Path = STAND_IN_KERNELS) -> str:
+    """The results of benchmarks/card_kernels.py: what a micro-batch asks of the GPU."""
+    columns = ("technique", "base", ">kernels of a layer", ">kernels of a micro-batch, 4 layers", ">synchronisations")
+    numbers = ("layer_kernels", "kernels", "synchronisations")
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = [
+            [row["technique"], row["base_format"], *(f"{float(row[name]):,.5g}" for name in numbers)]
+            for row in csv.DictReader(file)
+        ]
+    return markdown(columns, rows)
 
 
 def card_peers(table: Path = CARD_PEERS) -> str:

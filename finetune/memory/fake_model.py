@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +73,15 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
     return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
 
 
-def round_adapters(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Cast the adapters of a quantised model to bf16 and back: TRL does the one, `prepare_for_training` the other.
+def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
+    """Cast the adapters, which PEFT makes in fp32, to each of `dtypes`.
 
     A phase of its own beside loading: at full depth it may need more than that, where in a few layers it needs less.
     """
     tracker.phase = CASTS
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         for name, parameter in trainable_parameters(model):
-            if "lora_magnitude_vector" not in name:
+            if "lora_magnitude_vector" not in name and parameter.dtype != dtype:
                 tracker.layer = layer_number(name)
                 with tracker.tagging("adapters"):
                     parameter.data = parameter.data.to(dtype)

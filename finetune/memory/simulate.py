@@ -27,13 +27,13 @@ from finetune.compat.transformers import (
 from finetune.errors import FinetuneError, RecipeError
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.compiled_layers import SplitLayers, splits
-from finetune.memory.fake_model import fake_dora_weights, materialise, round_adapters, state_dict_copies
+from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.trace import NotRepeated
 from finetune.memory.tracker import StorageTracker
 from finetune.methods import method_of
-from finetune.model.adapters import attach_adapters, restore_master_precision, trainable_parameters
+from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.checkpointing import base_of, decoder_layers
 from finetune.model.host_embedding import offload_table
@@ -107,6 +107,13 @@ class Simulation:
             return None
 
 
+def _adapter_casts(settings: Settings) -> list[torch.dtype]:
+    """Dtypes that the adapters, made in fp32, are cast to while loading: TRL casts those of a quantised model to bf16."""
+    own = getattr(torch, settings.adapter_dtype)
+    rounded = [torch.bfloat16] if requested_formats(settings) else []
+    return list(dict.fromkeys([*rounded, *([own] if rounded or own != torch.float32 else [])]))
+
+
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
     """Simulate the step on a card of this compute capability; None for a run on the CPU."""
     rules = rules_for_cpu() if capability is None else rules_for(capability)
@@ -115,7 +122,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         batch = replace(batch, padded=batch.padded and needs_padding_mask(config))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
-        restore_master_precision(model)
+        cast_trainable(model, torch.float32)  # as PEFT makes them
         add_loss(model)
         observe(model, tracker)
         split = SplitLayers(settings.compile_activation_budget)
@@ -123,8 +130,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             split.replace(decoder_layers(model))
         with _fake_tensors(settings, capability, batch, tracker) as semantics, tracker:
             materialise(model, tracker, dtype=model_dtype(settings))
-            if requested_formats(settings):
-                round_adapters(model, tracker)
+            if casts := _adapter_casts(settings):
+                cast_adapters_in_turn(model, tracker, casts)
             if settings.offload_embeddings is True:
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:

@@ -26,7 +26,10 @@ _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
-    """Add LoRA (DoRA, rsLoRA) adapters in fp32; nothing else is trainable. Raises RecipeError for unknown `target_modules`."""
+    """Add LoRA (DoRA, rsLoRA) adapters in `adapter_dtype`; nothing else is trainable.
+
+    Raises RecipeError for unknown `target_modules`.
+    """
     targets = settings.target_modules
     layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
     adapters = LoraConfig(
@@ -60,7 +63,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
         )
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
-    restore_master_precision(peft_model)
+    cast_adapters(peft_model, settings)
     name_experts_for_trl(text_config(model.config))
     # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: these keep PEFT's cast.
     if settings.lora_dropout == 0 and not settings.use_dora:
@@ -104,20 +107,25 @@ def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
 
 
 def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
-    """Set train mode, fp32 adapters, and no repacking of 4-bit weights.
+    """Set train mode, the adapters' dtype, and no repacking of 4-bit weights.
 
     On a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good.
     """
     disable_cpu_repacking(model)
-    restore_master_precision(model)
+    cast_adapters(model, settings)
     model.train()
 
 
-def restore_master_precision(model: torch.nn.Module) -> None:
-    """Cast trainable parameters to fp32: TRL casts those of a quantised model to bf16, which rounds small updates away."""
+def cast_adapters(model: torch.nn.Module, settings: Settings) -> None:
+    """Cast trainable parameters to `adapter_dtype`, usually fp32: TRL casts those of a quantised model to bf16."""
+    cast_trainable(model, getattr(torch, settings.adapter_dtype))
+
+
+def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast trainable parameters."""
     for _, parameter in trainable_parameters(model):
-        if parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -111,8 +111,9 @@ ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
-#: Kernels of a decoder layer's forward pass with adapters, and seconds to launch one.
-LAYER_KERNELS, LAUNCH_S = 210, 5e-6
+#: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two. Both together launch
+#: 138 kernels in 16 bit and 180 in NF4 (benchmarks/card_kernels.py).
+LAYER_DISPATCH_S = 1.05e-3
 #: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
 #: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
 SELECTIVE_DISPATCH = 1.7
@@ -222,7 +223,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
-    launches = (1 + passes) * shape.layers * LAYER_KERNELS * LAUNCH_S * overhead * dispatch
+    launches = (1 + passes) * shape.layers * LAYER_DISPATCH_S * overhead * dispatch
     micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
     steps = job.batch // (job.world * strategy.micro)
     copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None

@@ -91,6 +91,8 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
         )
     if settings.lora_r > 8:
         offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data")
+    if settings.dtype == "bfloat16" and settings.adapter_dtype == "float32":
+        offer({"adapter_dtype": "bfloat16"}, "adapters are rounded to bf16 after each update, as in TRL with 4-bit weights")
     if settings.lora_dropout > 0:
         offer({"lora_dropout": 0.0}, "no dropout")
     if settings.use_dora:

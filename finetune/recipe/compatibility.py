@@ -52,6 +52,7 @@ def reads_own_rows(settings: Settings) -> bool:
 def problems(recipe: Recipe) -> Iterator[str]:
     """Combinations that fail on any machine, one line each."""
     yield from _method(recipe)
+    yield from _adapter_dtype(recipe)
     yield from _quantisation(recipe)
     yield from _batch(recipe)
     yield from _checkpointing(recipe)
@@ -80,6 +81,18 @@ def _method(recipe: Recipe) -> Iterator[str]:
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"
     if method.reference_passes and is_sharded(recipe.launch):
         yield f"launch.strategy {recipe.launch.strategy} does not work with method {name} yet; use ddp"
+
+
+def _adapter_dtype(recipe: Recipe) -> Iterator[str]:
+    if recipe.adapter_dtype == "float32":
+        return
+    dtype = recipe.adapter_dtype
+    if recipe.dtype not in (AUTO, dtype):
+        yield f"adapter_dtype {dtype} needs dtype {dtype}; dtype is {recipe.dtype}"
+    if recipe.use_dora:
+        yield f"adapter_dtype {dtype} does not work with use_dora, whose magnitudes are trained in fp32"
+    if is_sharded(recipe.launch):
+        yield f"adapter_dtype {dtype} does not work with launch.strategy {recipe.launch.strategy} yet; use ddp"
 
 
 def _quantisation(recipe: Recipe) -> Iterator[str]:

@@ -230,6 +230,11 @@ class Recipe(_Strict):
     )
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
+    adapter_dtype: Literal["float32", "bfloat16"] = _adapter(
+        "float32",
+        COST | RESULT,
+        "Adapters, gradients and optimizer states; bfloat16 halves them and rounds small updates away.",
+    )
     # -- training
     method: _MethodName = _training(
         "sft", TOKENS | COST | RESULT, "sft learns answers; dpo to prefer the chosen of two answers (columns chosen, rejected)."

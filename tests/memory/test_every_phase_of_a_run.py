@@ -36,6 +36,8 @@ TECHNIQUES = {
     "padded": {"per_device_train_batch_size": 2, "lengths": tuple(range(128, 120, -1))},  # whichever two rows meet
     "packed": {"packing": True, "lengths": (64, 64)},
     "varlen": {"packing": True, "lengths": (64, 64), "attn_implementation": "torch_varlen"},
+    "bf16-adapters": {"adapter_dtype": "bfloat16"},
+    "nf4-bf16-adapters": {"adapter_dtype": "bfloat16", "load_in_4bit": True},
     "one-target": {"target_modules": ["q_proj"]},
     "dpo": {"method": "dpo"},
     "dpo-nf4": {"method": "dpo", "load_in_4bit": True},
@@ -49,6 +51,7 @@ USUAL = {
     ("llama", "dpo-recomputed"),
     ("llama", "selective"),
     ("qwen3", "nf4-recomputed"),
+    ("qwen3", "nf4-bf16-adapters"),
     ("gemma3_text", "int8-offloaded"),
     ("qwen3_moe", "float32"),
 }
