@@ -19,7 +19,7 @@ from finetune.card import find_card
 from finetune.planner.plan import Plan, Verdict
 from finetune.planner.planner import make_plan
 from finetune.recipe import recipe_from
-from finetune.units import GIB
+from finetune.units import GIB, parse_bytes
 
 #: Tokens of the longest row that each card should take: for 8 GB what Unsloth publishes, above it for the others
 #: (https://unsloth.ai/docs/basics/unsloth-benchmarks: 2,972, 21,848, 40,724, 78,475).
@@ -30,6 +30,7 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 RECIPE: dict[str, Any] = {
     "model_name_or_path": MODEL, "dataset": "rows.jsonl", "load_in_4bit": True, "lora_r": 32, "packing": False,
     "per_device_train_batch_size": 1, "effective_batch_size": 16, "optim": "paged_adamw_8bit",
+    "activation_checkpointing": "offload",
 }  # fmt: skip
 #: Lengths are found to this many tokens. Bytes of a token, roughly, for the next guess.
 STEP, TOKEN_BYTES = 256, 110_000
@@ -40,18 +41,19 @@ def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
     return make_plan(recipe_from({**RECIPE, "max_length": tokens, **changes}), find_card(card), None)
 
 
-def longest(card: str, changes: dict[str, Any]) -> Plan | None:
-    """The plan of the longest row that fits; None when not even STEP tokens do."""
+def longest(card: str, changes: dict[str, Any], host_bytes: float) -> Plan | None:
+    """The plan of the longest row that fits, on a host with so much free memory; None when not even STEP tokens do."""
     best, fits, over = None, 0, 2**20
     tokens = LAST_LENGTHS.get(card, 2**14) // STEP * STEP
     while over - fits > STEP:
         plan = plan_for(card, tokens, changes)
-        if plan.verdict == Verdict.FITS:
+        holdable = plan.forecast is not None and plan.forecast.host_bytes <= host_bytes
+        if plan.verdict == Verdict.FITS and holdable:
             best, fits = plan, tokens
         else:
             over = tokens
-        guess = tokens + (plan.headroom_bytes or 0) // TOKEN_BYTES // STEP * STEP
-        tokens = min(max(guess, fits + STEP), over - STEP)
+        guess = tokens + (plan.headroom_bytes or 0) // TOKEN_BYTES if holdable else (fits + over) // 2
+        tokens = min(max(guess // STEP * STEP, fits + STEP), over - STEP)
     return best
 
 
@@ -60,12 +62,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("cards", nargs="*", default=list(TARGETS))
     arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to compare with")
-    arguments.add_argument("--host", metavar="SIZE", help="host memory that the run may take; else as much as it needs")
+    arguments.add_argument("--host", type=parse_bytes, default=float("inf"), metavar="SIZE", help="free memory of the host")
     options = arguments.parse_args()
     changes = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in options.without)}
-    changes["host_memory"] = options.host
     for card in options.cards:
-        plan = longest(card, changes)
+        plan = longest(card, changes, options.host)
         if plan is None or plan.forecast is None:
             print(f"{card:18} not even {STEP} tokens", flush=True)
             continue
@@ -74,7 +75,6 @@ def main() -> None:
         budget = (plan.budget_bytes or 0) / GIB
         table = "host" if plan.settings.offload_embeddings else "card"
         settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {table}"
-        settings += f", checkpointing {plan.settings.activation_checkpointing}"
         print(
             f"{card:18} {plan.settings.max_length:8,} tokens (target {TARGETS.get(card, 0):,}); {settings};"
             f" pins {plan.forecast.pinned_bytes / GIB:.1f} GiB of host memory;"

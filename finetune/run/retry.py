@@ -75,10 +75,10 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
 
 
 def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) -> tuple[Plan, dict[str, Any]]:
-    """After a retry: the first smaller plan whose upper end is within `available_bytes`, else the smallest one, and its
+    """After a retry: the first smaller plan whose likely peak is within `available_bytes`, else the smallest one, and its
     changes, which are saved. Each attempt in between would load the model only to run out of memory."""
     changes: dict[str, Any] = {}
-    while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_high_bytes > available_bytes:
+    while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_bytes > available_bytes:
         smaller = next_smaller(plan, "train")
         if smaller is None:
             break

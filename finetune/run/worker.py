@@ -52,6 +52,7 @@ class Worker:
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
         ranks.set_up(self.rank)
+        self.available_bytes = available_bytes(self.plan)  # before a forecast, whose dry run may open a CUDA context here
         if self.rank.is_local_rank_0:  # which compares memory with the forecast
             self.plan = forecast_adjusted(run, self.plan)
         self.stop = StopRequest(run)
@@ -253,10 +254,10 @@ class Worker:
         was_out_of_memory = attempts[-1:] > [1] and isinstance(failures[-1] if failures else None, events.OutOfMemory)
         if not was_out_of_memory or self.rank.world > 1 or self.plan.card.is_cpu:
             return
-        available, needed = available_bytes(self.plan), self.plan.forecast.peak_high_bytes if self.plan.forecast else 0
-        self.plan, changes = shrink_to_fit(self.run, self.plan, available)
+        needed = self.plan.forecast.peak_bytes if self.plan.forecast else 0
+        self.plan, changes = shrink_to_fit(self.run, self.plan, self.available_bytes)
         if changes:
-            reason = f"at most {format_bytes(needed)} by its forecast, {format_bytes(available or 0)} free"
+            reason = f"{format_bytes(needed)} by its forecast, {format_bytes(self.available_bytes or 0)} free"
             self.events.emit(events.Retry(attempt=attempts[-1], reason=reason, changes=changes))
 
     def _open_card(self) -> None:
