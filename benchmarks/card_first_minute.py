@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -25,13 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "reference" / "card_first_minute.csv"
 #: Machines by their GPUs.
 MACHINES = (
-    "rtx-2060", "rtx-3060", "rtx-3060-laptop", "rtx-3070", "rtx-3080", "rtx-3090", "rtx-4060", "rtx-4060-ti-16gb", "rtx-4070",
-    "rtx-4080", "rtx-4090", "rtx-4090-laptop", "rtx-5060", "rtx-5070-ti", "rtx-5090", "t4", "v100-16gb", "a10", "l4",
-    "rtx-a6000", "a100-40gb", "h100-80gb", "h200", "b200", "rtx-3090 + rtx-3060",
+    "rtx-3060", "rtx-3090", "rtx-4060", "rtx-4060-ti-16gb", "rtx-4070", "rtx-4080", "rtx-4090", "rtx-4090-laptop", "rtx-5060",
+    "rtx-5090", "t4", "a10", "l4", "a100-40gb", "h100-80gb", "h200", "b200", "rtx-3090 + rtx-3060",
 )  # fmt: skip
-RUN = ["tiny-cpu", "gpu=auto", "max_steps=4", "eval_steps=2", "save_steps=2", "dataset.max_rows=64", "output_dir=run"]
+RUN = [
+    "tiny-cpu", "gpu=auto", "max_steps=4", "lr_scheduler_type=constant", "eval_steps=2", "save_steps=2", "dataset.max_rows=64",
+    "output_dir=run",
+]  # fmt: skip
 COMMANDS: dict[str, list[str]] = {
-    "doctor": ["doctor"],
+    "doctor": ["doctor", "--json"],
     "plan": ["plan", "tiny-cpu", "gpu=auto"],
     "run": ["run", *RUN],
     "resume": ["resume", "run", "max_steps=6"],
@@ -42,6 +45,8 @@ COMMANDS: dict[str, list[str]] = {
 #: Servers with the path that answers without a token.
 SERVERS = {"serve": (["serve", "run", "--port", "0"], "/health"), "page": (["ui", "--port", "0"], "/healthz")}
 COLUMNS = ("gpu", *COMMANDS, *SERVERS, "memory", "seconds")
+#: Doctor's checks that look at what kernels compute.
+WITH_KERNELS = ("bitsandbytes", "triton")
 _ADDRESS = re.compile(r"http://(127\.0\.0\.1:\d+)(/\?token=\S+)?")
 
 
@@ -76,18 +81,27 @@ def first_minute(name: str) -> dict[str, str]:
         folder = Path(text)
         machine = Machine(Path(sys.prefix) / "standin_libraries", folder, describe(name.split(" + "), gpus))
         machine.environment |= {
-            "PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hub"),
+            "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         for command, arguments in COMMANDS.items():
             result = machine.run(sys.executable, "-m", "finetune", *arguments, check=False, cwd=folder)
-            line[command] = "ok" if result.returncode == 0 else _failure(result)
+            line[command] = _diagnosis(result) if command == "doctor" else _outcome(result)
         for command, (arguments, path) in SERVERS.items():
             line[command] = _answers(machine, arguments, path, folder)
         line["memory"] = "free" if not any(machine.used_bytes(number) for number in range(2)) else "still in use"
     return line | {"seconds": f"{time.monotonic() - began:.0f}"}
 
 
-def _failure(result: subprocess.CompletedProcess[str]) -> str:
+def _diagnosis(result: subprocess.CompletedProcess[str]) -> str:
+    """What doctor finds wrong beside kernels that compute nothing."""
+    findings = json.loads(result.stdout)["findings"]
+    return "; ".join(f["what"] for f in findings if f["state"] == "fail" and f["check"] not in WITH_KERNELS) or "ok"
+
+
+def _outcome(result: subprocess.CompletedProcess[str]) -> str:
+    if result.returncode == 0:
+        return "ok"
     lines = [text for text in (result.stdout + result.stderr).splitlines() if text.strip()]
     return f"exit {result.returncode}: {' '.join(lines[-3:])[:200]}"
 
