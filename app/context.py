@@ -9,7 +9,6 @@ from .background.queue import Queue
 from .background.tasks import Tasks
 from .chat.chats import Chats
 from .live import LiveRuns
-from .machine import Machine
 from .planning.draft import Draft
 from .planning.planner import Planner
 from .workspace import Workspace
@@ -26,7 +25,6 @@ class Context:
         self.queue = Queue(workspace)
         self.chats = Chats(workspace)
         self.tasks = Tasks(workspace)
-        self.machine = Machine(workspace, self.lives)
 
     def close(self) -> None:
         """End the planner and the chat; remove unused uploads."""

@@ -10,6 +10,7 @@ import gradio as gr
 
 from . import rail
 from .context import Context
+from .machine import Machine
 from .pages import chat, fit, model_data, result, run, runs
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
@@ -25,18 +26,22 @@ PAGES = (
 
 def build_page(context: Context) -> tuple[gr.Blocks, dict[str, Any]]:
     """The Gradio application, and the theme options for mounting it."""
+    machine = Machine(context.workspace, context.lives)
     with gr.Blocks(title="finetune", analytics_enabled=False, fill_width=True) as page:
-        _page(context, page, *PAGES[0])
+        _page(context, machine, page, *PAGES[0])
     for address, name, build in PAGES[1:]:
         with page.route(name, f"/{address}"):
-            _page(context, page, address, name, build)
+            _page(context, machine, page, address, name, build)
     page.queue(api_open=False)
     return page, {"theme": _theme(), "favicon_path": str(Path(__file__).with_name("favicon.svg"))}
 
 
-def _page(context: Context, page: gr.Blocks, address: str, name: str, build: Callable[[Context, gr.Blocks], None]) -> None:
+def _page(
+    context: Context, machine: Machine, page: gr.Blocks, address: str, name: str, build: Callable[[Context, gr.Blocks], None]
+) -> None:
+    """One page with the rail. Gradio's own bar is hidden: it can't be left out."""
     gr.Navbar(main_page_name=name if address == PAGES[0][0] else PAGES[0][1], visible=False)
-    rail.build(context, page, address)
+    rail.build(machine, page, address)
     build(context, page)
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gradio as gr
 
-from .context import Context
+from .machine import Machine
 from .views import rail as view
 from .views.binding import QUIET, show
 
 _TICK_S = 3.0
 
 
-def build(context: Context, page: gr.Blocks, address: str) -> None:
+def build(machine: Machine, page: gr.Blocks, address: str) -> None:
     """The rail of the page at `address`, and the steps of a new run where it is one of them."""
 
     def status() -> str:
-        return view.status(*context.machine.status())
+        return view.status(*machine.status())
 
     with gr.Column(elem_id="ft-rail"):
         show(view.rail(address))
