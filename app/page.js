@@ -48,3 +48,16 @@ document.addEventListener("change", ({ target }) => {
 }, true);
 new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
 update();
+
+// Light or dark: the system's, until a person chooses here.
+const applyTheme = () => {
+  const chosen = localStorage.getItem("ft-theme");
+  if (chosen && document.body.classList.contains("dark") !== (chosen === "dark")) document.body.classList.toggle("dark", chosen === "dark");
+};
+document.addEventListener("click", ({ target }) => {
+  if (!target.closest?.("[data-theme-switch]")) return;
+  localStorage.setItem("ft-theme", document.body.classList.contains("dark") ? "light" : "dark");
+  applyTheme();
+});
+new MutationObserver(applyTheme).observe(document.body, { attributeFilter: ["class"] });
+applyTheme();

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ADDRESSES = {"model": "", "fit": "fit", "run": "run", "runs": "runs", "try": "try", "result": "result"}
-SIZES = {"wide": (1360, 900), "phone": (390, 844)}
+SIZES = {"wide": (1440, 900), "phone": (390, 844)}
 ARGUMENTS = [
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--disable-background-timer-throttling", "--disable-renderer-backgrounding",

@@ -28,10 +28,12 @@ from ..planning.planner import SupersededError
 from ..views import plan as plan_view
 from ..views import recipe_form
 from ..views.binding import BUTTON, QUIET, NumberBox, NumberSlider, change_trigger, show
-from ..views.markup import inert, note, problem
+from ..views.markup import inert, note, problem, settings_problem
 
 _SUGGESTIONS = 5
 _TICK_S = 1.0
+#: The queue's states as they are shown.
+_STATES = {"waiting": "In the queue", "preparing": "Starting"}
 _PLAN_GOOD_S = 10.0
 #: Seconds after which a change is no longer one of several.
 _SETTLED_S = 1.0
@@ -256,7 +258,7 @@ class _View:
 
     def _refusal(self, edited: Edited) -> list[Any]:
         """Why a change was refused, and the draft's stamp."""
-        refusal = problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems and edited.recipe else ""
+        refusal = settings_problem(edited.problems, edited.fix) if edited.problems and edited.recipe else ""
         return [refusal, self.context.draft.stamp]
 
     def reprice(self, price: float | None) -> list[Any]:
@@ -271,7 +273,7 @@ class _View:
         """Queue the draft; the starter does what the command line does."""
         edited = self.context.draft.read()
         if edited.recipe is None:
-            return [problem("The recipe needs a change", edited.problems, edited.fix), ""]
+            return [settings_problem(edited.problems, edited.fix), ""]
         entry = self.context.queue.add(edited.recipe, force=force)
         return [self._progress(entry.path.name), entry.path.name]
 
@@ -298,7 +300,7 @@ class _View:
         if status["state"] == "started":
             link, name = f"/run?run={quote(status['run'])}", inert(status["run"])
             return f'<p class="ft-note ok" role="status">Started. <a href="{link}" data-go="{link}">Watch {name}</a></p>'
-        message = f"{inert(status['state'])}: {inert(status['message'])}"
+        message = f"{inert(_STATES.get(status['state'], status['state']))}: {inert(status['message'])}"
         return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'
 
     def compare(self, price: float | None, tab: str) -> list[Any]:
@@ -325,7 +327,7 @@ class _View:
 
     def _shown(self, edited: Edited, price: float) -> tuple[list[Any], Plan | None]:
         """Values for `shown` but the stamp, and the plan when there is one."""
-        trouble = problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
+        trouble = settings_problem(edited.problems, edited.fix) if edited.problems else ""
         if edited.recipe is None:
             return self._unknown(trouble), None
         try:

@@ -18,7 +18,7 @@ from ..context import Context
 from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
 from ..views import data as data_view
 from ..views.binding import BUTTON, QUIET, show
-from ..views.markup import Safe, inert, note, problem, table
+from ..views.markup import Safe, inert, note, problem, settings_problem, table
 
 _CHECKED, _TICK_S = 12, 1.0
 
@@ -57,7 +57,7 @@ def build(context: Context, page: gr.Blocks) -> None:
             trouble = show(elem_id="data-trouble")
             progress = show(elem_id="data-progress")
             report = show('<p class="ft-note"><span class="ft-busy"></span> reading the data</p>', elem_id="data-report")
-    show('<p><a class="ft-button primary" href="/fit">Next: does it fit?</a></p>')
+    show('<p><a class="ft-button primary" href="/fit">Next: Fit</a></p>')
     with gr.Row():
         with gr.Column(min_width=320):
             show("<h2>Row lengths</h2>")
@@ -101,20 +101,20 @@ class _View:
     def set_model(self, name: str | None) -> str:
         """Set the draft's model, without the previous model's revision."""
         edited = self.context.draft.change(model_name_or_path=(name or "").strip(), model_revision=None)
-        return problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
+        return settings_problem(edited.problems, edited.fix) if edited.problems else ""
 
     def set_data(self, path: str | None) -> str:
         """Set the draft's dataset, without the previous dataset's options."""
         dataset: dict[str, Any] = {"path": (path or "").strip()}
         edited = self.context.draft.change(dataset=dataset)
-        return problem("The recipe needs a change", edited.problems, edited.fix) if edited.problems else ""
+        return settings_problem(edited.problems, edited.fix) if edited.problems else ""
 
     def upload(self, path: str | None) -> list[Any]:
         """Move an uploaded file to the app's uploads and set it as the dataset."""
         if not path or Path(path).suffix.lower() not in DATA_ENDINGS:
             return [
                 gr.skip(),
-                problem("The data needs a change", ["this file type is not supported"], f"Use {', '.join(DATA_ENDINGS)}."),
+                problem("This file can't be used", ["this file type is not supported"], f"Use {', '.join(DATA_ENDINGS)}."),
             ]
         source = Path(path)
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", source.stem)[:60].strip("-") or "data"
@@ -128,7 +128,7 @@ class _View:
         """Read the data as a run would, and show it."""
         edited = self.context.draft.read()
         if edited.recipe is None:
-            return [problem("The recipe needs a change", edited.problems, edited.fix), *[""] * 4]
+            return [settings_problem(edited.problems, edited.fix), *[""] * 4]
         try:
             answer = self.context.planner.ask("look", recipe=edited.text)
         except FinetuneError as error:

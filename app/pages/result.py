@@ -32,7 +32,7 @@ _SCORES = {
 _HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it continued"
 _TYPES = {gguf.label: name for name, gguf in GGUF_TYPES.items()}
 _KINDS = {"Adapter": "adapter", "Merged model": "merged"}
-_ORDERS = {"Where they differ": "differ", "Tuned model's worst": "worst", "Tuned model's best": "best"}
+_ORDERS = {"Differing first": "differ", "Tuned model's worst first": "worst", "Tuned model's best first": "best"}
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
@@ -44,7 +44,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         name = gr.Dropdown([], label="Run", elem_id="result-run", scale=3)
     changed = change_trigger()
     status = show(elem_id="result-status")
-    show("<h2>Base against tuned</h2>")
+    show("<h2>Evaluate</h2>")
     with gr.Row(elem_classes="ft-controls"):
         score = gr.Dropdown(list(_SCORES), value="Exact match", label="Score", elem_id="result-score", scale=2)
         pattern = gr.Textbox(
@@ -67,7 +67,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         last = gr.Checkbox(label="Last step, not the best", elem_id="result-last", scale=1)
         evaluate = gr.Button("Evaluate", elem_id="result-eval", size="sm")
     with gr.Row(elem_classes="ft-controls"):
-        order = gr.Dropdown(list(_ORDERS), value="Where they differ", label="Rows shown first", elem_id="result-order", scale=1)
+        order = gr.Dropdown(list(_ORDERS), value="Differing first", label="Sort", elem_id="result-order", scale=1)
     scores = show(elem_id="result-eval-shown")
     show("<h2>Report</h2>")
     with gr.Row(elem_classes="ft-controls"):
@@ -87,12 +87,12 @@ def build(context: Context, page: gr.Blocks) -> None:
         apart = gr.Checkbox(label="Base and adapter in two files", elem_id="result-gguf-apart", scale=1)
         gguf = gr.Button("Export to GGUF", elem_id="result-gguf", size="sm")
     exported = show(elem_id="result-gguf-shown")
-    show("<h2>Serve with OpenAI's interface</h2>")
+    show("<h2>Serve</h2>")
     with gr.Row(elem_classes="ft-controls"):
         together = gr.Dropdown([], label="Together with", info="other runs of the same base model", multiselect=True,
                              elem_id="result-together", scale=3)  # fmt: skip
         serve = gr.Button("Serve", elem_id="result-serve", size="sm")
-        end = gr.Button("End", variant="stop", elem_id="result-serve-end", size="sm")
+        end = gr.Button("Stop serving", variant="stop", elem_id="result-serve-end", size="sm")
     served = show(elem_id="result-serve-shown")
     show("<h2>Push to the hub</h2>")
     with gr.Row(elem_classes="ft-controls"):

@@ -121,9 +121,6 @@ class _View:
 
 
 def _resume_button(state: RunState) -> dict[str, Any]:
-    """Whether the run can be resumed, and if not, why."""
-    if not state.ended:
-        return {"interactive": False, "value": "Resume (running)"}
-    if state.state == "finished":
-        return {"interactive": False, "value": "Resume (finished)"}
-    return {"interactive": True, "value": "Resume"}
+    """Shown where the run can be resumed."""
+    resumable = state.ended and state.state != "finished"
+    return {"interactive": resumable, "visible": resumable}

@@ -48,8 +48,8 @@ def build(context: Context, page: gr.Blocks) -> None:
     show("<h2>Queue</h2>")
     queue = show(elem_id="runs-queue")
     with gr.Row(elem_classes="ft-controls"):
-        entry = gr.Dropdown([], label="Waiting run", elem_id="runs-queue-entry")
-        cancel = gr.Button("Cancel", elem_id="runs-queue-cancel", size="sm")
+        entry = gr.Dropdown([], label="In the queue", elem_id="runs-queue-entry")
+        cancel = gr.Button("Remove", elem_id="runs-queue-cancel", size="sm")
     changed, renamed = change_trigger(), change_trigger()
     page.load(view.tick, None, [changed, renamed], **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, None, [changed, renamed], **QUIET)
@@ -136,8 +136,8 @@ class _View:
         ]
 
     def cancel(self, entry: str | None) -> str:
-        """Cancel a waiting run."""
-        return note("Cancelled." if entry and self.context.queue.cancel(entry) else "It is no longer waiting.")
+        """Remove a run from the queue."""
+        return note("Removed." if entry and self.context.queue.cancel(entry) else "It is no longer waiting.")
 
     def _row(self, run: RunDirectory) -> list[Any]:
         live = self.context.lives.of(run)

@@ -57,6 +57,12 @@ def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
     return f'<div class="ft-problem" role="alert"><strong>{inert(title)}</strong><ul>{lines}</ul>{remedy}</div>'
 
 
+def settings_problem(problems: Sequence[str], fix: str = "") -> str:
+    """A box with the settings that can't be used, counted."""
+    count = len(problems)
+    return problem(f"{count} setting{'' if count == 1 else 's'} to correct", problems, fix)
+
+
 def note(text: str, kind: str = "") -> str:
     """One line of information."""
     return f'<p class="ft-note {kind}">{inert(text)}</p>'

@@ -61,7 +61,7 @@ def ledger(plan: Plan) -> str:
     others = max(0, card.total_bytes - card.free_bytes)
     parts = [("other processes", others, "part-held")]
     parts += [(part, forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
-    parts.append(("allocator and context", max(0, forecast.peak_bytes - forecast.allocated_bytes), "part-overhead"))
+    parts.append(("CUDA and allocator", max(0, forecast.peak_bytes - forecast.allocated_bytes), "part-overhead"))
     spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
     parts.append(("forecast uncertainty", spread, "part-spread"))
     free = card.total_bytes - sum(size for _, size, _ in parts)

@@ -30,7 +30,7 @@ _MARK_CSS = {
 }
 _PEAK_NAMES = {
     "peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved",
-    "card_used_bytes": "whole card, with other programs", "process_peak_rss_bytes": "host memory of this process",
+    "card_used_bytes": "whole GPU, with other programs", "process_peak_rss_bytes": "this process, host memory",
 }  # fmt: skip
 _MARKS_SHOWN = 60
 _LOG_BYTES = 16 * 2**10
@@ -126,7 +126,7 @@ def memory(digest: Digest, plan: Plan) -> str:
     bar = ""
     if plan.forecast:
         parts = [(part, plan.forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
-        parts.append(("allocator and context", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
+        parts.append(("CUDA and allocator", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
         whole = plan.budget_bytes or plan.card.free_bytes
         sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
         bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}", format_bytes)
@@ -139,14 +139,14 @@ def memory(digest: Digest, plan: Plan) -> str:
         rows.append(["total at the peak", format_bytes(plan.forecast.peak_bytes), format_bytes(measured)])
     for name, now_bytes in (
         ("allocated now", step.allocated_bytes), ("reserved, peak of the step", step.peak_reserved_bytes),
-        ("whole card now, with other programs", step.card_used_bytes),
-        ("other programs on the card", step.other_processes_bytes),
-        ("host memory of this process now", step.process_rss_bytes),
+        ("whole GPU now, with other programs", step.card_used_bytes),
+        ("other programs on the GPU", step.other_processes_bytes),
+        ("this process, host memory now", step.process_rss_bytes),
     ):  # fmt: skip
         if now_bytes is not None:
             rows.append([name, None, format_bytes(now_bytes)])
     for name, size in digest.peaks.items():
-        rows.append([f"{_PEAK_NAMES.get(name, name)}, peak overall", None, format_bytes(size)])
+        rows.append([f"{_PEAK_NAMES.get(name, name)}, peak", None, format_bytes(size)])
     if not rows:
         return note("Memory is measured from the first step on.")
     return (
@@ -260,7 +260,7 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
 
 def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
     card = [
-        ("card_used_bytes", "whole card, with other programs", "whole"), ("peak_reserved_bytes", "reserved", "reserved"),
+        ("card_used_bytes", "whole GPU, with other programs", "whole"), ("peak_reserved_bytes", "reserved", "reserved"),
         ("peak_allocated_bytes", "allocated, peak of the step", "memory"),
     ]  # fmt: skip
     host = [("process_rss_bytes", "process", "memory")]

@@ -40,7 +40,7 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
          f"{base['scores'][row]:.3g}", f"{tuned['scores'][row]:.3g}"]
         for row in first
     ]  # fmt: skip
-    columns = ["prompt", "expected", *names, f">score of {names[0]}", f">of {names[1]}"]
+    columns = ["prompt", "expected", *names, f">{names[0]} score", f">{names[1]} score"]
     took = note(f"Evaluated in {format_seconds(result['seconds'])}.{reused}")
     return summary + differences + took + (table(columns, answers, "Answers") if answers else "")
 

@@ -27,6 +27,13 @@ from .uploads import UploadLimit
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
+#: Files of the page itself, below /ft.
+_STATIC = (
+    ("page.js", "text/javascript"),
+    ("theme.css", "text/css"),
+    ("shell.css", "text/css"),
+    ("favicon.svg", "image/svg+xml"),
+)
 
 
 def page_token() -> str:
@@ -80,7 +87,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
-    for name, kind in (("page.js", "text/javascript"), ("theme.css", "text/css")):
+    for name, kind in _STATIC:
         api.get(f"/ft/{name}")(lambda name=name, kind=kind: FileResponse(_HERE / name, media_type=kind))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))

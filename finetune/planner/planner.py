@@ -398,7 +398,7 @@ def _drive_notes(strategy: Strategy, job: Job) -> tuple[str, ...]:
 def _notes_of(history: History, card: Card) -> tuple[str, ...]:
     if not history.runs:
         return ()
-    notes = [f"{history.runs} earlier run(s) on {card.name}"]
+    notes = [f"{history.runs} earlier run{'' if history.runs == 1 else 's'} on {card.name}"]
     if history.speed_factor is not None:
         notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
     for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):

@@ -69,7 +69,7 @@ def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
     components, fired = tab.components, tab.fired
     tab.tick(5)
     assert tab.components == components
-    assert tab.fired - fired == 5 * len(tab.events("tick")) == 5 * 6
+    assert tab.fired - fired == 5 * len(tab.events("tick")) == 5 * 12
 
 
 def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, tmp_path, kept_run):

@@ -146,7 +146,7 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     assert "limit" in page.inner_text("#data-lengths")
 
     write_recipe(served, max_steps=12, save_steps=4, eval_steps=6)
-    page.click("text=Next: does it fit?")
+    page.click("text=Next: Fit")
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
     page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 12')")
     assert "GiB" in page.inner_text("#fit-ledger")
@@ -166,7 +166,7 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     second_tab.wait_for_selector("#run-curves polyline.memory", state="attached")
     second_tab.click("#run-stop")
     second_tab.wait_for_selector("#run-head .ft-state.stopped")
-    second_tab.wait_for_function("!document.querySelector('#run-resume').disabled")
+    second_tab.wait_for_selector("#run-resume:not([disabled])")
     second_tab.click("#run-resume")
     second_tab.wait_for_selector("#run-head .ft-state.finished")
     assert "finished" in second_tab.title()

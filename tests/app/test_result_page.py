@@ -43,7 +43,7 @@ def write_scores(run, name, **more):
 
 
 def shown(page):
-    return page.view.show("finished", "Where they differ")
+    return page.view.show("finished", "Differing first")
 
 
 def done(page, verb, values):

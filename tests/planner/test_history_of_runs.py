@@ -36,7 +36,7 @@ def test_measured_steps_correct_the_next_plans_times(new_forecaster):
     second = planned(new_forecaster)
     assert second.forecast.step_s == pytest.approx(1.5 * second.modelled_step_s)
     assert second.modelled_step_s == first.modelled_step_s
-    assert any("3 earlier run(s)" in note for note in second.forecast.notes)
+    assert any("3 earlier runs" in note for note in second.forecast.notes)
 
 
 def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval(new_forecaster):

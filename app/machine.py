@@ -1,0 +1,69 @@
+"""What this machine does now: the run at work, and the memory of its GPUs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pynvml
+
+from finetune.card.nvidia import Device, read_devices
+from finetune.card.visible import visible
+from finetune.run.state import is_alive
+
+from .live import LiveRun, LiveRuns
+from .views.rail import GpuMemory, RunningJob
+from .workspace import Workspace
+
+#: Seconds for which the driver's answer is good.
+_GOOD_S = 1.5
+
+
+class Machine:
+    """What this machine does now. The driver is asked once in a tick, however many tabs are open."""
+
+    def __init__(self, workspace: Workspace, lives: LiveRuns) -> None:
+        self._workspace, self._lives, self._lock = workspace, lives, threading.Lock()
+        self._read_s = -_GOOD_S
+        self._status: tuple[RunningJob | None, list[GpuMemory]] = (None, [])
+
+    def status(self) -> tuple[RunningJob | None, list[GpuMemory]]:
+        """The run at work, if any, and each GPU that this process may use."""
+        with self._lock:
+            if time.monotonic() - self._read_s > _GOOD_S:
+                live = self._live()
+                self._status, self._read_s = (_job(live) if live else None, gpu_memory(live)), time.monotonic()
+            return self._status
+
+    def _live(self) -> LiveRun | None:
+        """The run at work, followed; None when there is none."""
+        run = next((run for run in self._workspace.list_runs() if is_alive(run)), None)
+        if run is None:
+            return None
+        live = self._lives.of(run)
+        live.refresh()
+        return live
+
+
+def _job(live: LiveRun) -> RunningJob:
+    newest = live.digest.newest_step
+    total = (newest.total_steps if newest else None) or live.plan().total_steps
+    share = min(1.0, live.digest.step / total) if live.digest.step and total else None
+    return RunningJob(live.run.path.name, share, live.digest.left_s)
+
+
+def gpu_memory(live: LiveRun | None) -> list[GpuMemory]:
+    """Memory of the GPUs that this process may use; empty without a driver."""
+    try:
+        devices = visible(read_devices()[0])
+    except pynvml.NVMLError:
+        return []
+    return [GpuMemory(device.name, device.total_bytes, device.free_bytes, _run_bytes(live, device)) for device in devices]
+
+
+def _run_bytes(live: LiveRun | None, device: Device) -> int | None:
+    """What the run takes of the device, by its newest step; None when it runs elsewhere or has not measured it."""
+    step = live.digest.newest_step if live and live.plan().card.uuid == device.uuid else None
+    if step is None or step.card_used_bytes is None or step.other_processes_bytes is None:
+        return None
+    return max(0, step.card_used_bytes - step.other_processes_bytes)

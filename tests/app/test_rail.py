@@ -1,0 +1,42 @@
+"""The rail beside every page: where one is, what runs, and whose memory is in use."""
+
+import re
+
+import pytest
+
+from app.page import PAGES
+from app.views import rail
+from app.views.rail import GpuMemory, RunningJob
+from app.web.guard import READ
+from finetune.units import GIB
+
+GPU = GpuMemory("NVIDIA GeForce RTX 4090", 24 * GIB, 3 * GIB, 20 * GIB)
+
+
+@pytest.mark.parametrize("address", [address for address, _, _ in PAGES])
+def test_the_rail_of_each_page_marks_it_once_and_links_only_to_pages_that_exist(address):
+    html = rail.rail(address)
+    assert html.count('aria-current="page"') == 1
+    links = re.findall(r'href="(/[^"]*)"', html + rail.steps(address))
+    assert all(READ.fullmatch(link) for link in links)
+    assert {link.lstrip("/") for link in links} == {address for address, _, _ in PAGES}
+
+
+def test_the_first_link_skips_to_the_page():
+    assert rail.rail("fit").startswith('<a class="ft-skip" href="#ft-main">')
+
+
+def test_memory_in_use_is_the_runs_and_that_of_others():
+    html = rail.status(RunningJob("support", 0.61, 960), [GPU])
+    assert "this run 20.0 · others 1.0 · free 3.0 GiB" in html
+    assert "21.0 of 24.0 GiB" in html and "61%" in html and "16 min 00 s left" in html
+
+
+def test_memory_that_nobody_measured_is_not_said_to_be_the_runs():
+    html = rail.status(RunningJob("support", None, None), [GpuMemory(GPU.name, GPU.total_bytes, GPU.free_bytes)])
+    assert "in use 21.0 · free 3.0 GiB" in html and "this run" not in html
+
+
+def test_a_name_of_a_run_is_inert_and_no_gpu_is_said():
+    html = rail.status(RunningJob("<b>x</b>", 0.5, None), [])
+    assert "<b>x" not in html and "No GPU here" in html
