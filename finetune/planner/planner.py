@@ -24,6 +24,7 @@ from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import read_history
 from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.planner.many_cards import needs_of_each_card
+from finetune.planner.method_price import price_beside_sft
 from finetune.planner.plan import Plan, Verdict, verdict_of
 from finetune.planner.resources import (
     check_resources,
@@ -75,11 +76,13 @@ def make_plan(
     """
     planner = _planner_of(recipe, card, data, forecaster, progress)
     attempt = planner.best()
-    if compare:
-        if show and attempt.verdict == Verdict.FITS:
-            show(planner.plan(attempt))
-        planner.compare(attempt)
-    return planner.plan(attempt)
+    if not compare:
+        return planner.plan(attempt)
+    note = planner.method_price(attempt)
+    if show and attempt.verdict == Verdict.FITS:
+        show(planner.plan(attempt).with_note(note))
+    planner.compare(attempt)
+    return planner.plan(attempt).with_note(note)
 
 
 def plan_if_fits(
@@ -238,6 +241,14 @@ class _Planner:
             search = dataclasses.replace(search, forecaster=self._forecasts(attempt.choices, search.job, reference))
             for strategy in neighbours(chosen.strategy, search.within_budget(self._open_strategies(attempt))):
                 search.forecast(strategy)
+
+    def method_price(self, attempt: _Attempt) -> str:
+        """What the recipe's method costs beside SFT; empty for SFT."""
+        chosen, settings = attempt.evaluated, self._settings_of(attempt.choices, attempt.evaluated.strategy)
+        return price_beside_sft(
+            attempt.search.job, chosen.strategy, settings, chosen.forecast.peak_bytes,
+            lambda sft: self._forecast(self.config, sft, attempt.search.width),
+        )  # fmt: skip
 
     def plan(self, attempt: _Attempt) -> Plan:
         """The plan with reasons, forecast and alternatives."""
