@@ -25,7 +25,7 @@ from finetune.units import GIB, parse_bytes
 #: (https://unsloth.ai/docs/basics/unsloth-benchmarks: 2,972, 21,848, 40,724, 78,475).
 TARGETS = {"rtx-4060": 2_972, "rtx-3060": 25_000, "rtx-4060-ti-16gb": 45_000, "rtx-4090": 90_000}
 #: What was found last (docs/memory.md): where a search begins.
-LAST_LENGTHS = {"rtx-4060": 47_360, "rtx-3060": 88_064, "rtx-4060-ti-16gb": 125_440, "rtx-4090": 207_104}
+LAST_LENGTHS = {"rtx-4060": 47_104, "rtx-3060": 87_552, "rtx-4060-ti-16gb": 124_928, "rtx-4090": 208_384}
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 RECIPE: dict[str, Any] = {
     "model_name_or_path": MODEL, "dataset": "rows.jsonl", "load_in_4bit": True, "lora_r": 32, "packing": False,
