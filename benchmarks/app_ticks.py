@@ -13,8 +13,10 @@ import random
 import resource
 import statistics
 import sys
+import tarfile
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,7 @@ from finetune.card.card import Card
 from finetune.events import EventWriter, Step, event_json
 from finetune.files import write_json
 from finetune.memory.forecast import Forecast
-from finetune.planner.plan import Plan
-from finetune.recipe import DatasetRecipe, Recipe
+from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 
 TICKS, NEW_STEPS = 60, 11
@@ -121,8 +122,11 @@ def plan(steps: int) -> Plan:
         tokens_per_s=3100.0,
     )
     card = Card("rtx-4090", 24 * GIB, 23 * GIB, (8, 9), context_bytes=GIB // 2)
-    recipe = Recipe(model_name_or_path="owner/model", dataset=DatasetRecipe(path="data.jsonl"))
-    return Plan(recipe, {}, card, "fits", steps, forecast, budget_bytes=22 * GIB)
+    finished = Path(__file__).parents[1] / "tests" / "compat_runs" / "finished.tar.gz"
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(finished) as archive:
+        archive.extract("finished/plan.json", folder, filter="data")
+        settings_of = read_plan(Path(folder, "finished", "plan.json"))
+    return replace(settings_of, card=card, total_steps=steps, forecast=forecast, budget_bytes=22 * GIB)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_unti
 from finetune.privacy import SETTINGS
 from finetune.system import port_socket
 
+from ..browser_files import fetched_files
 from ..workspace import Workspace
 from .guard import LOOPBACK, Access, Guard
 from .page_filter import PageFilter
@@ -27,6 +28,8 @@ from .uploads import UploadLimit
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
+_FILES = ("page.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js", "theme.css", "chart.css")
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 
 
 def page_token() -> str:
@@ -76,12 +79,15 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
     from ..context import Context
     from ..page import build_page
+    from .series import series_of
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
-    for name, kind in (("page.js", "text/javascript"), ("theme.css", "text/css")):
-        api.get(f"/ft/{name}")(lambda name=name, kind=kind: FileResponse(_HERE / name, media_type=kind))
+    for path in [*(_HERE / name for name in _FILES), *fetched_files()]:
+        kind = _KINDS[path.suffix]
+        api.get(f"/ft/{path.name}")(lambda path=path, kind=kind: FileResponse(path, media_type=kind))
+    api.get("/ft/series/{name}")(series_of(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
