@@ -21,43 +21,55 @@ const MARKUP = `<div class="ftc-tools">
 
 let library = null;
 // uPlot and the styles, when the first chart is on a page.
-const loaded = () => library ??= Promise.all(["/ft/uplot.css", "/ft/chart.css", "/ft/uplot.js"].map((address) => new Promise((done, failed) => {
+const loaded = () => library ??= Promise.all([document.fonts.load("11px Inter"), ...["/ft/uplot.css", "/ft/chart.css", "/ft/uplot.js"].map((address) => new Promise((done, failed) => {
   const isScript = address.endsWith(".js"), element = document.createElement(isScript ? "script" : "link");
   Object.assign(element, isScript ? { src: address } : { rel: "stylesheet", href: address }, { onload: done, onerror: failed });
   document.head.append(element);
-})));
-const kept = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
+}))]);
+const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
 
 class Chart extends HTMLElement {
-  async connectedCallback() {
-    if (this.runs) return this.follow(); // moved, not new
-    this.runs = JSON.parse(this.dataset.runs).map((name) => new Followed(name));
-    this.view = { axis: "step", isLog: true, smoothing: 0.8, ...kept() };
+  static observedAttributes = ["data-runs"];
+
+  // Gradio may move the element, or keep it for other runs, without what is in it.
+  connectedCallback() { if (this.runs) this.follow(); else this.start(); }
+  attributeChangedCallback(name, before, after) { if (before !== null && before !== after) this.start(); }
+  disconnectedCallback() { this.leave(); }
+
+  async start() {
+    this.leave();
+    const runs = JSON.parse(this.dataset.runs).map((name) => new Followed(name));
+    this.runs = runs;
+    this.view = { axis: "step", isLog: true, smoothing: 0.8, ...saved() };
     this.charts = [];
-    this.at = this.zoom = null; // the step under the pointer, and the steps that are shown
+    this.at = this.zoom = this.strip = this.panels = this.signature = this.timelines = null; // at, zoom: step under the pointer, shown steps
     await loaded();
+    if (this.runs !== runs) return;
     this.innerHTML = MARKUP;
     this.main = this.querySelector(".ftc-main");
     this.listen();
-    this.follow();
+    if (this.isConnected) this.follow();
   }
 
-  disconnectedCallback() {
+  leave() {
     clearTimeout(this.timer);
     this.observers?.forEach((observer) => observer.disconnect());
   }
 
   // Follows the runs, the size, and whether it is light or dark.
   follow() {
+    this.leave();
     const sizes = new ResizeObserver(() => this.resize()), themes = new MutationObserver(() => this.charts.forEach(({ u }) => u.redraw()));
     sizes.observe(this);
     themes.observe(document.body, { attributeFilter: ["class"] });
-    this.observers = [sizes, themes];
+    const seen = new AbortController();
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.poll(); }, { signal: seen.signal });
+    this.observers = [sizes, themes, { disconnect: () => seen.abort() }];
     this.poll();
   }
 
   listen() {
-    this.addEventListener("click", ({ target }) => {
+    this.querySelector(".ftc-tools").addEventListener("click", ({ target }) => {
       const { axis, log, do: action } = target.closest("button")?.dataset ?? {};
       if (axis) this.set({ axis });
       else if (log !== undefined) this.set({ isLog: Boolean(log) });
@@ -69,7 +81,6 @@ class Chart extends HTMLElement {
     this.main.addEventListener("keydown", (event) => this.key(event));
     this.main.addEventListener("blur", () => this.read(null));
     this.pinch();
-    document.addEventListener("visibilitychange", () => { if (!document.hidden && this.isConnected) this.poll(); });
   }
 
   set(change) {
@@ -82,11 +93,13 @@ class Chart extends HTMLElement {
   // One request for each run that goes on: what is new, or, after a zoom, its finer bins.
   async poll() {
     clearTimeout(this.timer);
-    if (document.hidden || this.isPolling) return;
+    if (document.hidden || this.isPolling || !this.main) return;
+    const { runs } = this;
     this.isPolling = true;
-    const answers = await Promise.all(this.runs.map((run) => this.ask(run)));
+    const answers = await Promise.all(runs.map((run) => this.ask(run)));
     this.isPolling = false;
     if (!this.isConnected) return;
+    if (this.runs !== runs) return this.poll();
     if (answers.some(Boolean)) this.update();
     this.say();
     const isComplete = this.runs.every((run) => run.version && !run.read);
@@ -283,8 +296,8 @@ class Chart extends HTMLElement {
   // Step, or steps of the bin, with time or epoch where that is the axis.
   place(nearest) {
     const [run] = this.runs, row = nearest(run, "loss", this.at ?? Infinity), step = this.at ?? run.step;
-    const isBin = row && row.last > row.first && this.runs.length === 1;
-    const name = isBin ? `${steps(row.first)} to ${steps(Math.min(row.last, run.step))}` : steps(step);
+    const last = row && Math.min(row.last, run.step), isBin = row && last > row.first && this.runs.length === 1;
+    const name = isBin ? `${steps(row.first)} to ${steps(last)}` : steps(step);
     const place = this.axes()[0].to(step), more = { time: `, ${duration(place)}`, epoch: `, epoch ${place.toFixed(2)}`, step: "" };
     return [isBin ? "steps" : "step", name + more[this.view.axis], null];
   }

@@ -14,7 +14,7 @@ export class Bins {
   // In order of steps: { step (the middle), first, last, mean, low, high, gaps }.
   rows() {
     this.sorted ??= [...this.bins].sort(([a], [b]) => a - b).map(([index, bin]) => (
-      { step: (index + 0.5) * this.width - 0.5, first: index * this.width, last: (index + 1) * this.width - 1, ...bin }));
+      { step: (index + 0.5) * this.width - 0.5, first: Math.max(index * this.width, this.width > 1 ? 1 : 0), last: (index + 1) * this.width - 1, ...bin }));
     return this.sorted;
   }
 }
@@ -110,7 +110,8 @@ export const steps = grouped;
 export function duration(seconds) {
   const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
   if (hours) return `${hours} h ${minutes % 60} min`;
-  return minutes ? `${minutes} min${minutes < 10 ? ` ${Math.round(seconds % 60)} s` : ""}` : `${+seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  const odd_s = Math.round(seconds % 60);
+  return minutes ? `${minutes} min${minutes < 10 && odd_s ? ` ${odd_s} s` : ""}` : `${+seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
 }
 
 // Round values from `low` to `high`, about `count` of them; `bases` are the distances of two ticks that are round.

@@ -77,8 +77,8 @@ function rangeOf(panel, isLog) {
   return (u, low, high) => {
     if (low === null || high === null) [low, high] = panel.levels.length ? [Infinity, -Infinity] : isLog ? [0.1, 1] : [0, 1];
     if (isLog) return [low / 1.12, high * 1.12];
-    for (const level of panel.levels) {
-      if (high > 0 && level.value > 2.5 * high && level.kind !== "forecast") continue; // it would flatten the lines
+    for (const level of [...panel.levels].sort((a, b) => a.value - b.value)) {
+      if (high > 0 && level.value > 1.3 * high && level.kind !== "forecast") continue; // it would flatten the lines
       [low, high] = [Math.min(low, level.low ?? level.value), Math.max(high, level.high ?? level.value)];
     }
     const margin = (high - low) * 0.07 || Math.abs(high) * 0.07 || 1;
@@ -89,10 +89,14 @@ function rangeOf(panel, isLog) {
 export function optionsOf(panel, lines, view) {
   const isLog = panel.log && view.isLog, small = panel.small;
   const axis = { stroke: () => colour("soft"), font: font(11), ticks: { show: false }, grid: { stroke: () => colour("line"), width: 1 } };
-  const placeText = (value, isLast) => (view.axis === "time" ? duration(value) : view.axis === "epoch" ? `${+value.toFixed(3)}` : steps(value))
-    + (isLast && view.axis !== "time" ? (view.axis === "epoch" ? " epochs" : " steps") : "");
+  const placeText = (value) => (view.axis === "time" ? duration(value) : view.axis === "epoch" ? `${+value.toFixed(3)}` : steps(value));
+  const unit = { time: "", epoch: " epochs", step: " steps" }[view.axis];
   const x = view.isLast || small ? {
-    ...axis, size: 30, gap: 6, space: 90, values: (u, places) => places.map((place, n) => placeText(place, n === places.length - 1 && !small)),
+    ...axis, size: 30, gap: 6, space: 90,
+    values: (u, places) => { // the unit stands at the last one that has room for it
+      const { min, max } = u.scales.x, last = places.findLastIndex((place) => place < max - (max - min) * 40 / u.width);
+      return places.map((place, n) => placeText(place) + (n === last && !small ? unit : ""));
+    },
     splits: (u, index, low, high) => {
       const count = Math.max(2, u.width / (small ? 110 : 130));
       if (view.axis === "time") return timeTicks(low, high, count);
@@ -100,9 +104,9 @@ export function optionsOf(panel, lines, view) {
     },
   } : { show: false, size: 0 };
   const y = {
-    ...axis, size: LEFT, gap: 6,
-    splits: (u, index, low, high) => (isLog ? logTicks(low, high) : ticks(low, high, small ? 3 : 4)),
-    values: (u, values) => values.map((value) => tick(value, panel.unit, isLog ? Math.min(value, values[0]) : values[1] - values[0])),
+    ...axis, size: small ? 48 : LEFT, gap: 6,
+    splits: (u, index, low, high) => (isLog ? logTicks(low, high) : ticks(low, high, 4)),
+    values: (u, values) => values.map((value) => tick(value, panel.unit, isLog && values.at(-1) >= 4 * values[0] ? value : values[1] - values[0])),
     filter: (u, values) => values,
   };
   return {
@@ -110,11 +114,12 @@ export function optionsOf(panel, lines, view) {
     scales: { x: { time: false, range: () => view.range() }, y: { distr: isLog ? 3 : 1, range: rangeOf(panel, isLog) } },
     axes: [x, y],
     cursor: {
-      y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { view.whole(); } },
+      y: false, points: { size: 7, stroke: (u, n) => colour(lines[n - 1].stroke), fill: (u, n) => colour(lines[n - 1].stroke) },
+      drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { view.whole(); } },
     },
     series: [{}, ...lines.map((line) => ({
       stroke: () => colour(line.stroke), width: line.width, dash: line.dash, spanGaps: line.name === "eval_loss",
-      points: line.kind === "held" ? { show: true, size: 7, width: 2, fill: () => colour("ground") } : { show: false, size: 5, filter: lonePoints },
+      points: line.kind === "held" ? { show: true, size: 7, width: 2, fill: () => colour("ground") } : { show: false, size: 5, fill: () => colour(line.stroke), filter: lonePoints },
     }))],
     bands: lines.flatMap((line, n) => (line.value === "low" ? [{ series: [n, n + 1], fill: () => colour("raw-band") }] : [])),
     hooks: { drawClear: [(u) => underneath(u, panel, view)], draw: [(u) => levels(u, panel)], ...view.hooks },

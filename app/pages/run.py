@@ -37,13 +37,14 @@ def build(context: Context, page: gr.Blocks) -> None:
     with gr.Accordion("Messages and log", open=False):
         messages = show(elem_id="run-messages")
         log = show(elem_id="run-log")
-    changed = change_trigger()
-    shown = [head, curves, memory, samples, messages, log, stop, resume]
+    changed, reported = change_trigger(), change_trigger()
+    shown = [head, curves, memory, stop, resume]
     view = _View(context)
-    page.load(view.choose, None, name, **QUIET).then(view.tick, name, changed, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, name, changed, **QUIET)
-    name.input(view.tick, name, changed, **QUIET)
+    page.load(view.choose, None, name, **QUIET).then(view.tick, name, [changed, reported], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, name, [changed, reported], **QUIET)
+    name.input(view.tick, name, [changed, reported], **QUIET)
     changed.change(view.show, name, shown, **QUIET)
+    reported.change(view.report, name, [samples, messages, log], **QUIET)
     stop.click(view.stop, name, status, **BUTTON)
     resume.click(view.resume, name, status, **BUTTON)
 
@@ -61,15 +62,15 @@ class _View:
         chosen = asked or self.context.workspace.newest()
         return gr.Dropdown(choices=names, value=chosen.path.name if chosen else None)
 
-    def tick(self, name: str | None) -> str:
-        """A fingerprint of all that is shown."""
+    def tick(self, name: str | None) -> list[str]:
+        """Fingerprints of what a step changes, and of answers, messages and log, which seldom change."""
         run = self.context.workspace.run(name)
         if run is None:
             self.context.queue.ensure_starter()
-            return fingerprint(len(self.context.workspace.list_runs()))
+            return [fingerprint(len(self.context.workspace.list_runs())), ""]
         live = self.context.lives.of(run)
         whole = live.refresh()
-        return fingerprint(name, live.version, whole, live.state())
+        return [fingerprint(name, live.version, whole, live.state()), fingerprint(name, self.report(name))]
 
     def show(self, name: str | None) -> list[Any]:
         """The run as its files say now."""
@@ -77,7 +78,7 @@ class _View:
         if run is None:
             link = '<a href="/fit">Plan and start a run.</a>'
             empty = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
-            return [empty, *[""] * 5, gr.Button(interactive=False), gr.Button(interactive=False)]
+            return [empty, "", "", gr.Button(interactive=False), gr.Button(interactive=False)]
         live = self.context.lives.of(run)
         whole = live.refresh()
         state = live.state()
@@ -88,9 +89,16 @@ class _View:
         curves = chart_element([run.path.name]) if has_charts() else run_view.plain_curves(live)
         return [
             head, curves, run_view.memory(digest, plan),
-            run_view.samples(digest), run_view.messages(digest), run_view.log_tail(live),
             gr.Button(interactive=state.state in ("running", "starting")), gr.Button(**_resume_button(state)),
         ]  # fmt: skip
+
+    def report(self, name: str | None) -> list[str]:
+        """Sample answers, messages and the end of the log."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return ["", "", ""]
+        live = self.context.lives.of(run)
+        return [run_view.samples(live.digest), run_view.messages(live.digest), run_view.log_tail(live)]
 
     def stop(self, name: str | None) -> str:
         """Ask the run to stop; its state has the outcome."""

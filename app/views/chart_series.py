@@ -60,7 +60,7 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         levels.append({"label": "forecast", **gib, "kind": "forecast"})
     if plan.budget_bytes:
         levels.append({"label": "budget", "value": round(plan.budget_bytes / GIB, 3), "kind": "budget"})
-    whole = "host memory" if plan.card.is_cpu else "whole card"
+    whole = "host memory" if plan.card.is_cpu else "size of the card"
     levels.append({"label": whole, "value": round(plan.card.total_bytes / GIB, 3), "kind": "card"})
     return {
         "title": "Process memory" if plan.card.is_cpu else "Card memory", "unit": "GiB", "levels": levels,
