@@ -254,7 +254,8 @@ class Chart extends HTMLElement {
       const { u, values, panel, lines } = chart, place = this.at === null ? -10 : u.valToPos(this.axes()[0].to(this.at), "x");
       if (u !== pointed) u.setCursor({ left: place, top: place < 0 ? -10 : 10 }, false, false);
       const readings = this.readings(panel, lines);
-      values.innerHTML = `<h3></h3>${readings.map(() => "<span><i></i><em></em> <b></b></span>").join("")}`;
+      const heading = panel.small ? "h3" : "h2";
+      values.innerHTML = `<${heading}></${heading}>${readings.map(() => "<span><i></i><em></em> <b></b></span>").join("")}`;
       values.firstChild.textContent = panel.title;
       readings.forEach(([label, value, line], n) => {
         const span = values.children[n + 1], [key, name, number] = span.children;

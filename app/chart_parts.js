@@ -4,7 +4,7 @@ import { RIGHT, colour } from "./chart_lines.js";
 
 const MOST_ROWS = 12;
 // The kinds of events, the one that matters most first: what is drawn where several are at one step.
-const KINDS = [["retry", "retry"], ["not a number", "gap"], ["best so far", "best"], ["resume", "resume"], ["evaluation", "dot"], ["checkpoint", "dot"],
+const KINDS = [["retry", "retry"], ["not a number", "gap"], ["resume", "resume"], ["best so far", "best"], ["evaluation", "dot"], ["checkpoint", "dot"],
   ["first step", "first"]];
 
 // Events by step: name of each. A checkpoint is called `save` in the run's marks.
