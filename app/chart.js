@@ -160,7 +160,7 @@ class Chart extends HTMLElement {
       const lines = linesOf(panel), chart = { panel, lines, section, values: section.firstChild, plot: section.lastChild };
       const isLog = panel.log && this.view.isLog;
       const view = {
-        ...this.view, isLog, isLast: panel === large.at(-1), width: Math.max(200, chart.plot.clientWidth),
+        ...this.view, isLog, isLast: panel === large.at(-1), width: Math.max(120, chart.plot.clientWidth),
         height: panel.small ? 120 : panel === large[0] ? 240 : 200, now: () => this.axes().reduce((most, axis, n) => Math.max(most, axis.to(this.runs[n].step)), 0),
         range: () => this.places(), whole: () => this.do_whole(),
         hooks: { setCursor: [(u) => this.pointed(u)], setSelect: [(u) => this.selected(u)] },

@@ -63,7 +63,7 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
     whole = "host memory" if plan.card.is_cpu else "size of the card"
     levels.append({"label": whole, "value": round(plan.card.total_bytes / GIB, 3), "kind": "card"})
     return {
-        "title": "Process memory" if plan.card.is_cpu else "Card memory", "unit": "GiB", "levels": levels,
+        "title": "Process memory, GiB" if plan.card.is_cpu else "Card memory, GiB", "unit": "GiB", "levels": levels,
         "lines": [
             {"name": name, "label": label, "kind": kind, "add": round(context / GIB, 3) if name == "peak_reserved_bytes" else 0}
             for name, label, kind in lines

@@ -154,7 +154,9 @@ def test_the_forecast_and_the_line_beside_it_are_both_of_the_process(run, live):
 def test_a_run_without_steps_has_panels_and_no_points(live):
     news = answer(live, None)
     assert (
-        news["step"] == 0 and news["series"] == {} and [panel["title"] for panel in news["panels"]] == ["Loss", "Card memory"]
+        news["step"] == 0
+        and news["series"] == {}
+        and [panel["title"] for panel in news["panels"]] == ["Loss", "Card memory, GiB"]
     )
 
 
