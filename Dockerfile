@@ -23,7 +23,8 @@ ENV PATH=/opt/finetune/bin:$PATH
 
 FROM python AS wheel
 WORKDIR /source
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py package.json package-lock.json .npmrc README.md LICENSE ./
+COPY scripts/browser_files.py scripts/
 COPY finetune finetune
 COPY app app
 COPY recipes recipes

@@ -12,7 +12,7 @@ NEWEST := .venv-newest
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CARD := .venv-card-$(TORCH)
 
-.PHONY: demo test test-quick test-card test-lowest test-newest check docs wheel setup setup-test setup-check setup-card ui clean
+.PHONY: demo test test-quick test-card test-lowest test-newest check docs wheel setup setup-test setup-check setup-card charts ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -55,6 +55,11 @@ docs: setup-check
 wheel: # dist/*.whl; build/ would bring in what an earlier build left there
 	rm -rf build dist
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
+	@[ -e app/fetched/uplot.js ] || echo "This wheel's charts are plain SVG: uPlot could not be fetched."
+
+charts: setup # what the install could not fetch
+	$(VENV)/bin/python -m pip install -q --no-deps -e .
+	@[ -e app/fetched/uplot.js ] || { echo "uPlot could not be fetched."; exit 1; }
 
 ui: setup
 	$(RUN) ui
@@ -64,9 +69,11 @@ setup-test: $(VENV)/.installed-test
 setup-check: $(VENV)/.installed-check
 setup-card: $(CARD)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The install fetches the charts' uPlot and font, too; pip -q hides what a build says.
+$(VENV)/.installed: pyproject.toml constraints.txt package-lock.json
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[ui]'
+	@[ -e app/fetched/uplot.js ] || echo "Charts are plain SVG: uPlot could not be fetched. Try again: make charts"
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

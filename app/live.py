@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 import statistics
 import threading
 from collections import deque
@@ -33,19 +35,17 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
 
 from .views.series import Series
+from .zoom import Chunks, finer, values_of
 
 #: Read in one tick; what is more waits for the background reader, so that a tick stays short.
 TICK_BYTES = 256 * 2**10
 #: New bytes after which the digest is written to disk, so that the next start of the app need not read them again.
 DIGEST_BYTES = 4 * 2**20
-METRICS = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "token_accuracy", "allocated_bytes", "peak_allocated_bytes",
-    "peak_reserved_bytes", "card_used_bytes", "other_processes_bytes", "process_rss_bytes", "process_peak_rss_bytes",
-    "temperature_c", "power_w",
-)  # fmt: skip
 #: What the allocator's forecast by phase is compared with.
 PHASE_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments")
 _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
+#: Reads whose changes are remembered; a page that has an older version gets everything.
+_VERSIONS = 600
 
 
 @dataclass
@@ -63,6 +63,9 @@ class Digest:
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     newest: dict[str, Event] = field(default_factory=dict)
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    #: The steps whose values or marks are new since `LiveRun` last looked: nothing else has changed.
+    new_from: float = math.inf
+    new_to: float = -math.inf
 
     @property
     def newest_step(self) -> Step | None:
@@ -120,11 +123,7 @@ class Digest:
     def _add_step(self, event: Step) -> None:
         if "loss" not in self.series:
             self._mark("first step", event.step)
-        for name in METRICS:
-            value = getattr(event, name)
-            if value is not None:
-                self._add(name, event.step, value)
-        for name, value in event.metrics.items():
+        for name, value in values_of(event).items():
             self._add(name, event.step, value)
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes"):
             value = getattr(event, name)
@@ -135,9 +134,11 @@ class Digest:
 
     def _add(self, name: str, step: int, value: float | None) -> None:
         self.series.setdefault(name, Series()).add(step, value)
+        self.new_from, self.new_to = min(self.new_from, step), max(self.new_to, step)
 
     def _mark(self, name: str, step: int) -> None:
         self.marks.append({"name": name, "step": step})
+        self.new_from, self.new_to = min(self.new_from, step), max(self.new_to, step)
 
     def as_json(self) -> dict[str, Any]:
         """The digest as a file holds it."""
@@ -169,14 +170,19 @@ class LiveRun:
         self.run, self._digest_path = run, digest_path
         self.digest, self.version = Digest(), 0
         self._reader = EventReader(run.events)
-        self._lock, self._catching_up = threading.Lock(), False
+        #: Held while events are taken in; by who reads several bins that belong together, too.
+        self.lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None
         self._saved_offset = 0
         self._plan: tuple[tuple[int, ...], Plan] | None = None
+        #: Name of this follower and its digest; bins of another one are no earlier version of its bins.
+        self.name = secrets.token_hex(4)
+        self._changes: deque[tuple[int, float]] = deque(maxlen=_VERSIONS)
+        self._chunks = Chunks()
 
     def refresh(self) -> bool:
         """Read what is new. True when everything is read; False while a long history is still being read in the background."""
-        with self._lock:
+        with self.lock:
             self._restart_if_replaced()
             behind = self._size() - self._reader.offset
             if self._catching_up:
@@ -192,6 +198,17 @@ class LiveRun:
     def progress(self) -> float:
         """Share of the events that has been read."""
         return self._reader.offset / max(1, self._size())
+
+    def changed_from(self, version: int) -> float:
+        """The lowest step with values that are newer than `version`: infinite for none, 0 when that is not remembered."""
+        if version == self.version:
+            return math.inf
+        newer = [step for number, step in list(self._changes) if number > version]
+        return min(newer) if len(newer) == self.version - version else 0.0
+
+    def finer(self, start: int, stop: int, most_bins: int) -> dict[str, Series] | None:
+        """The metrics of a range of steps in bins of their own; None where the range is too wide for that."""
+        return finer(self.run.events, self._chunks.of(start, stop, self._reader.offset), start, stop, most_bins)
 
     def plan(self) -> Plan:
         """The run's plan with the changes of its retries, read again when a file changed."""
@@ -210,7 +227,7 @@ class LiveRun:
     def wait(self) -> None:
         """Read everything there is now, however much: for pages that compare runs, and tests."""
         while True:
-            with self._lock:
+            with self.lock:
                 self._restart_if_replaced()
                 if not self._read(2**20):
                     return
@@ -218,7 +235,7 @@ class LiveRun:
     def _catch_up(self) -> None:
         """Read a long history in pieces, letting ticks in between."""
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._read(2**20) or self._size() - self._reader.offset <= TICK_BYTES:
                     self._catching_up = False
                     self._save_digest()
@@ -230,9 +247,18 @@ class LiveRun:
             self.digest.add(event)
         if self._reader.offset != before:
             self.version += 1
+            self._note_changes(before)
             if self._reader.offset - self._saved_offset > DIGEST_BYTES:
                 self._save_digest()
         return self._reader.offset != before
+
+    def _note_changes(self, offset: int) -> None:
+        """Which steps the events from `offset` on changed."""
+        digest = self.digest
+        self._changes.append((self.version, digest.new_from))
+        if digest.new_to >= digest.new_from:
+            self._chunks.add(offset, int(digest.new_from), int(digest.new_to))
+        digest.new_from, digest.new_to = math.inf, -math.inf
 
     def _size(self) -> int:
         try:
@@ -253,12 +279,14 @@ class LiveRun:
         if identity != self._file or stat.st_size < self._reader.offset:
             self._file, self._reader.offset, self._saved_offset = identity, 0, 0
             self.digest, self.version = Digest(), self.version + 1
+            self.name, self._chunks = secrets.token_hex(4), Chunks()
 
     def _save_digest(self) -> None:
         if self._reader.offset - self._saved_offset < DIGEST_BYTES:
             return
         self._saved_offset = self._reader.offset
-        write_json(self._digest_path, {"file": self._file, "offset": self._saved_offset, "digest": self.digest.as_json()})
+        saved = {"file": self._file, "offset": self._saved_offset, "digest": self.digest.as_json(), "chunks": self._chunks.rows}
+        write_json(self._digest_path, saved)
 
     def _restore_digest(self) -> None:
         try:
@@ -266,6 +294,7 @@ class LiveRun:
             if values["file"] != list(self._file or ()) or values["offset"] > self._size():
                 return
             self.digest = Digest.from_json(values["digest"])
+            self._chunks = Chunks(values["chunks"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or of another version: the events are there
             return
         self._reader.offset = self._saved_offset = values["offset"]

@@ -1,5 +1,5 @@
 // What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, say while a
-// plan is that of an older recipe, know what a person typed, and bring an entered number into its range.
+// plan is that of an older recipe, know what a person typed, bring an entered number into its range, and load the charts.
 const update = () => {
   const titled = document.querySelector("[data-title]");
   if (titled) {
@@ -11,6 +11,7 @@ const update = () => {
     ready.dataset.gone = "1";
     if (ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
+  if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
   const stamp = (name) => document.querySelector(`#fit-${name}`)?.textContent.trim();
   const planning = stamp("asked") !== stamp("answered") || stamp("asked") === "";
   if (planning !== "planning" in document.body.dataset) document.body.toggleAttribute("data-planning", planning);

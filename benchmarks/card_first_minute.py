@@ -30,8 +30,8 @@ MACHINES = (
     "rtx-5090", "t4", "a10", "l4", "a100-40gb", "h100-80gb", "h200", "b200", "rtx-3090 + rtx-3060",
 )  # fmt: skip
 RUN = [
-    "tiny-cpu", "gpu=auto", "max_steps=4", "lr_scheduler_type=constant", "warmup_ratio=0", "eval_steps=2", "save_steps=2", "dataset.max_rows=64",
-    "output_dir=run",
+    "tiny-cpu", "gpu=auto", "max_steps=4", "lr_scheduler_type=constant", "warmup_ratio=0", "eval_steps=2", "save_steps=2",
+    "dataset.max_rows=64", "output_dir=run",
 ]  # fmt: skip
 COMMANDS: dict[str, list[str]] = {
     "doctor": ["doctor", "--json"],

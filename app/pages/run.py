@@ -11,6 +11,7 @@ from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.state import RunState
 
+from ..browser_files import chart_element, has_charts
 from ..context import Context
 from ..views import run as run_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
@@ -24,35 +25,26 @@ def build(context: Context, page: gr.Blocks) -> None:
     show('<h1 class="ft-title">Run</h1>')
     with gr.Row(elem_classes="ft-controls"):
         name = gr.Dropdown([], label="Run", elem_id="run-name", scale=3, allow_custom_value=True)
-        smoothing = gr.Slider(0, 0.99, value=0.8, step=0.01, label="Smoothing", elem_id="run-smoothing", scale=2)
         stop = gr.Button("Stop", variant="stop", elem_id="run-stop", interactive=False)
         resume = gr.Button("Resume", elem_id="run-resume", interactive=False)
     status = show(elem_id="run-status")
     head = show(elem_id="run-head")
     curves = show(elem_id="run-curves")
-    with gr.Accordion("Loss and memory as a table", open=False):
-        numbers = show(elem_id="run-numbers")
-    with gr.Row():
-        with gr.Column(min_width=320):
-            show("<h2>Memory</h2>")
-            memory = show(elem_id="run-memory")
-        with gr.Column(min_width=320):
-            show("<h2>More curves</h2>")
-            more = show(elem_id="run-more")
+    show("<h2>Memory</h2>")
+    memory = show(elem_id="run-memory")
     show("<h2>Sample answers</h2>")
     samples = show(elem_id="run-samples")
     with gr.Accordion("Messages and log", open=False):
         messages = show(elem_id="run-messages")
         log = show(elem_id="run-log")
-    changed = change_trigger()
-    shown = [head, curves, more, memory, samples, messages, log, numbers, stop, resume]
+    changed, reported = change_trigger(), change_trigger()
+    shown = [head, curves, memory, stop, resume]
     view = _View(context)
-    inputs = [name, smoothing]
-    page.load(view.choose, None, name, **QUIET).then(view.tick, inputs, changed, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, inputs, changed, **QUIET)
-    name.input(view.tick, inputs, changed, **QUIET)
-    smoothing.input(view.tick, inputs, changed, **QUIET)
-    changed.change(view.show, inputs, shown, **QUIET)
+    page.load(view.choose, None, name, **QUIET).then(view.tick, name, [changed, reported], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, name, [changed, reported], **QUIET)
+    name.input(view.tick, name, [changed, reported], **QUIET)
+    changed.change(view.show, name, shown, **QUIET)
+    reported.change(view.report, name, [samples, messages, log], **QUIET)
     stop.click(view.stop, name, status, **BUTTON)
     resume.click(view.resume, name, status, **BUTTON)
 
@@ -70,23 +62,23 @@ class _View:
         chosen = asked or self.context.workspace.newest()
         return gr.Dropdown(choices=names, value=chosen.path.name if chosen else None)
 
-    def tick(self, name: str | None, factor: float) -> str:
-        """A fingerprint of all that is shown."""
+    def tick(self, name: str | None) -> list[str]:
+        """Fingerprints of what a step changes, and of answers, messages and log, which seldom change."""
         run = self.context.workspace.run(name)
         if run is None:
             self.context.queue.ensure_starter()
-            return fingerprint(len(self.context.workspace.list_runs()))
+            return [fingerprint(len(self.context.workspace.list_runs())), ""]
         live = self.context.lives.of(run)
         whole = live.refresh()
-        return fingerprint(name, live.version, whole, round(factor, 3), live.state())
+        return [fingerprint(name, live.version, whole, live.state()), fingerprint(name, self.report(name))]
 
-    def show(self, name: str | None, factor: float) -> list[Any]:
+    def show(self, name: str | None) -> list[Any]:
         """The run as its files say now."""
         run = self.context.workspace.run(name)
         if run is None:
             link = '<a href="/fit">Plan and start a run.</a>'
             empty = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
-            return [empty, *[""] * 7, gr.Button(interactive=False), gr.Button(interactive=False)]
+            return [empty, "", "", gr.Button(interactive=False), gr.Button(interactive=False)]
         live = self.context.lives.of(run)
         whole = live.refresh()
         state = live.state()
@@ -94,11 +86,19 @@ class _View:
         if not whole:
             head += note(f"Reading this run's history: {live.progress:.0%}")
         digest, plan = live.digest, live.plan()
+        curves = chart_element([run.path.name]) if has_charts() else run_view.plain_curves(live)
         return [
-            head, run_view.curves(live, factor), run_view.more_curves(digest), run_view.memory(digest, plan),
-            run_view.samples(digest), run_view.messages(digest), run_view.log_tail(live), run_view.numbers(digest),
+            head, curves, run_view.memory(digest, plan),
             gr.Button(interactive=state.state in ("running", "starting")), gr.Button(**_resume_button(state)),
         ]  # fmt: skip
+
+    def report(self, name: str | None) -> list[str]:
+        """Sample answers, messages and the end of the log."""
+        run = self.context.workspace.run(name)
+        if run is None:
+            return ["", "", ""]
+        live = self.context.lives.of(run)
+        return [run_view.samples(live.digest), run_view.messages(live.digest), run_view.log_tail(live)]
 
     def stop(self, name: str | None) -> str:
         """Ask the run to stop; its state has the outcome."""

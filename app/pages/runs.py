@@ -12,6 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
+from ..browser_files import chart_element, has_charts
 from ..context import Context
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.charts import sparkline
@@ -103,7 +104,7 @@ class _View:
         lives = [self.context.lives.of(run) for run in runs]
         for live in lives:
             live.refresh()
-        return comparison(lives)
+        return comparison(lives, chart_element([run.path.name for run in runs]) if has_charts() else "")
 
     def rename(self, name: str | None, new: str) -> list[Any]:
         """Give the run another name."""

@@ -13,8 +13,10 @@ _SMOOTHING = 0.8
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 
-def comparison(lives: list[LiveRun]) -> str:
-    """Loss and memory of runs in one chart, and the settings that differ."""
+def comparison(lives: list[LiveRun], element: str = "") -> str:
+    """Loss and memory of runs in one chart, `element` or else SVG, and the settings that differ."""
+    if element:
+        return element + _differences(lives)
     panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
     summary = "; ".join(f"{live.run.path.name}: last loss {last_loss(live.digest)}" for live in lives)
     picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {summary}")

@@ -33,6 +33,7 @@ _PEAK_NAMES = {
     "card_used_bytes": "whole GPU, with other programs", "process_peak_rss_bytes": "this process, host memory",
 }  # fmt: skip
 _MARKS_SHOWN = 60
+_SMOOTHING = 0.8
 _LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
 
@@ -59,8 +60,14 @@ def headline(live: LiveRun, state: RunState) -> str:
     )
 
 
+def plain_curves(live: LiveRun) -> str:
+    """The curves as SVG, with the numbers in a table: where the page has no `<ft-chart>`."""
+    rows = f"<details><summary>Loss and memory as a table</summary>{numbers(live.digest)}</details>"
+    return f"{curves(live, _SMOOTHING)}{rows}<h2>More curves</h2>{more_curves(live.digest)}"
+
+
 def curves(live: LiveRun, factor: float) -> str:
-    """Loss and memory over the same steps, with forecast, budget and card, and marks for what happened."""
+    """Loss and memory over the same steps as SVG, with forecast, budget and card, and marks for what happened."""
     digest, plan = live.digest, live.plan()
     panels = [_loss_panel(digest, factor), _memory_panel(digest, plan)]
     shown_marks = [mark for mark in digest.marks if mark["name"] not in ("start",)][-_MARKS_SHOWN:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 
+from ..browser_files import FOLDER
 from .guard import Asgi, Message, Receive, Scope, Send
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
@@ -15,6 +16,8 @@ _HEAD = (
     b'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg"><link rel="stylesheet" href="/ft/theme.css">'
     b'<link rel="stylesheet" href="/ft/shell.css"><script type="module" src="/ft/page.js"></script></head>'
 )
+if (FOLDER / "inter.css").is_file():
+    _HEAD = b'<link rel="stylesheet" href="/ft/inter.css">' + _HEAD
 
 
 def policy(nonce: str) -> bytes:

@@ -19,6 +19,7 @@ from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_unti
 from finetune.privacy import SETTINGS
 from finetune.system import port_socket
 
+from ..browser_files import fetched_files
 from ..workspace import Workspace
 from .guard import LOOPBACK, Access, Guard
 from .page_filter import PageFilter
@@ -28,12 +29,11 @@ from .uploads import UploadLimit
 _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
 #: Files of the page itself, below /ft.
-_STATIC = (
-    ("page.js", "text/javascript"),
-    ("theme.css", "text/css"),
-    ("shell.css", "text/css"),
-    ("favicon.svg", "image/svg+xml"),
-)
+_FILES = (
+    "page.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js", "theme.css", "shell.css", "chart.css",
+    "favicon.svg",
+)  # fmt: skip
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 
 
 def page_token() -> str:
@@ -83,12 +83,15 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
     from ..context import Context
     from ..page import build_page
+    from .series import series_of
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
-    for name, kind in _STATIC:
-        api.get(f"/ft/{name}")(lambda name=name, kind=kind: FileResponse(_HERE / name, media_type=kind))
+    for path in [*(_HERE / name for name in _FILES), *fetched_files()]:
+        kind = _KINDS[path.suffix]
+        api.get(f"/ft/{path.name}")(lambda path=path, kind=kind: FileResponse(path, media_type=kind))
+    api.get("/ft/series/{name}")(series_of(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))

@@ -35,6 +35,10 @@ WITH_PYTHON = (
 )
 
 
+#: The chart of a run, as <ft-chart> draws it, or as SVG where uPlot was not fetched.
+CURVES = "#run-curves :is(.u-wrap, polyline.loss)"
+
+
 class Served:
     """The app as a user starts it, in a folder of its own; with a `python`, its processes are that one's."""
 
@@ -155,22 +159,20 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     page.click("#fit-start")
     page.wait_for_url("**/run?run=*")
     address = page.url.removeprefix(served.link)
-    page.wait_for_selector("#run-curves polyline.memory", state="attached")
-    before = page.get_attribute("#run-curves polyline.loss", "points")
-    page.wait_for_function(
-        "before => document.querySelector('#run-curves polyline.loss').getAttribute('points') != before", arg=before
-    )
+    page.wait_for_selector(CURVES, state="attached")
+    before = page.inner_text("#run-head dd")
+    page.wait_for_function("before => document.querySelector('#run-head dd').innerText != before", arg=before)
     page.close()
 
     second_tab = visit(address)
-    second_tab.wait_for_selector("#run-curves polyline.memory", state="attached")
+    second_tab.wait_for_selector(CURVES, state="attached")
     second_tab.click("#run-stop")
     second_tab.wait_for_selector("#run-head .ft-state.stopped")
     second_tab.wait_for_selector("#run-resume:not([disabled])")
     second_tab.click("#run-resume")
     second_tab.wait_for_selector("#run-head .ft-state.finished")
     assert "finished" in second_tab.title()
-    assert "resume" in second_tab.inner_text("#run-curves")
+    second_tab.wait_for_selector("#run-curves li >> text=resume")
 
     talk = visit(f"try?{address.partition('?')[2]}")
     talk.wait_for_selector("#chat-turns >> text=the base and the tuned model both answer it")
@@ -188,21 +190,21 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     compare.locator("[role=option]").first.click()
     compare.click("#runs-compare input")
     compare.locator("[role=option]").last.click()
-    compare.wait_for_selector("#runs-compared polyline.run1", state="attached")
+    compare.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
 
 
 def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit, warm_python):
     address = "run?run=other%20run"
     seen = visit(address)
-    seen.wait_for_selector("#run-curves polyline.loss", state="attached")
-    before = seen.inner_text("#run-curves .ft-summary")
+    seen.wait_for_selector(CURVES, state="attached")
+    before = seen.inner_text("#run-curves :is(.ftc-values, .ft-summary)")
     events = (served.folder / "runs/other run/events.jsonl").read_bytes()
     seen.close()
     served.kill()
     served.start(warm_python)
     reopened = visit(address)
-    reopened.wait_for_selector("#run-curves polyline.loss", state="attached")
-    assert reopened.inner_text("#run-curves .ft-summary") == before
+    reopened.wait_for_selector(CURVES, state="attached")
+    assert reopened.inner_text("#run-curves :is(.ftc-values, .ft-summary)") == before
     assert (served.folder / "runs/other run/events.jsonl").read_bytes() == events
 
 

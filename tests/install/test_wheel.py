@@ -22,7 +22,10 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "finetune", "app", "recipes")
+PARTS = (
+    "pyproject.toml", "setup.py", "README.md", "LICENSE", "finetune", "app", "recipes",
+    "package.json", "package-lock.json", ".npmrc", "scripts/browser_files.py",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,7 @@ def wheel(tmp_path_factory):
         if part.is_dir():
             shutil.copytree(part, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
+            (source / name).parent.mkdir(exist_ok=True)
             shutil.copy(part, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
     subprocess.run(command, check=True, capture_output=True)
@@ -74,6 +78,7 @@ def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
         "finetune/py.typed",
         "finetune/app/theme.css",
         "finetune/app/page.js",
+        "finetune/app/chart.js",
         "finetune/bundled/tiny-base/model.safetensors",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "recipes/")) or ".env" in name]

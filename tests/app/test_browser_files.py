@@ -1,0 +1,60 @@
+"""uPlot and the font come from a registry by their hashes; without them the build says so, and charts are SVG."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app import browser_files
+from app.live import LiveRun
+from app.pages.run import _View
+from finetune.run.directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "browser_files.py"
+
+
+def test_the_lockfile_has_hashes_and_names_no_registry():
+    text = (ROOT / "package-lock.json").read_text()
+    packages = {name: values for name, values in json.loads(text)["packages"].items() if name}
+    assert set(packages) == {"node_modules/uplot", "node_modules/@fontsource-variable/inter"}
+    assert all(values["integrity"].startswith("sha512-") and "resolved" not in values for values in packages.values())
+    assert not re.search(r"registry|https?://(?!github\.com/sponsors)", text)
+
+
+def test_without_npm_one_line_says_so(tmp_path):
+    for name in ("package.json", "package-lock.json", ".npmrc", "scripts/browser_files.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    command = [sys.executable, "-S", str(tmp_path / "scripts" / "browser_files.py")]
+    process = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr == "Charts will be plain SVG: uPlot could not be fetched (there is no npm).\n"
+
+
+@pytest.mark.npm
+@pytest.mark.slow
+def test_the_files_are_fetched_with_their_licences(tmp_path):
+    for name in ("package.json", "package-lock.json", ".npmrc", "scripts/browser_files.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    subprocess.run([sys.executable, str(tmp_path / "scripts" / "browser_files.py")], check=True, env=dict(os.environ))
+    files = {path.name: path for path in (tmp_path / "app" / "fetched").iterdir()}
+    assert "MIT" in files["uplot.LICENSE"].read_text() and "SIL OPEN FONT LICENSE" in files["inter.LICENSE"].read_text()
+    assert "uPlot" in files["uplot.js"].read_text() and files["inter.woff2"].read_bytes()[:4] == b"wOF2"
+
+
+def test_where_nothing_was_fetched_the_curves_are_svg_with_their_table(tmp_path, kept_run, monkeypatch):
+    run = RunDirectory(kept_run(tmp_path))
+    live = LiveRun(run, tmp_path / "digest.json")
+    context = type("Context", (), {"workspace": type("W", (), {"run": lambda self, name: run})()})()
+    context.lives = type("Lives", (), {"of": lambda self, run: live})()
+    monkeypatch.setattr(browser_files, "FOLDER", tmp_path)
+    curves = _View(context).show("finished")[1]
+    assert 'class="loss"' in curves and "<td" in curves and "ft-chart data-runs" not in curves
+    (tmp_path / "uplot.js").write_text("")
+    assert _View(context).show("finished")[1] == '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>'

@@ -1,0 +1,194 @@
+"""The points of <ft-chart>: parts that add up to the whole, finer bins of a range, and answers to hostile parameters."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from starlette.requests import Request
+
+import app_ticks
+from app.live import LiveRun, LiveRuns
+from app.views.chart_series import answer, zoomed
+from app.web.guard import READ
+from app.web.series import series_of
+from app.workspace import Workspace
+from finetune.events import Checkpoint, Evaluation, EventWriter, Retry, Start, Step
+from finetune.files import write_json
+from finetune.run.directory import RunDirectory
+from finetune.units import GIB
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "runs" / "one")
+    run.path.mkdir(parents=True)
+    write_json(run.plan, app_ticks.plan(3000).as_json())
+    return run
+
+
+@pytest.fixture
+def live(run, tmp_path):
+    return LiveRun(run, tmp_path / "digest.json")
+
+
+@pytest.fixture
+def get(run, tmp_path):
+    workspace = Workspace(tmp_path, tmp_path / "runs")
+    handler = series_of(SimpleNamespace(workspace=workspace, lives=LiveRuns(workspace.folder("series"))))
+
+    def request(name="one", query=""):
+        response = handler(name, Request({"type": "http", "query_string": query.encode(), "headers": []}))
+        return response.status_code, response.body.decode()
+
+    return request
+
+
+def write(run, *events):
+    writer = EventWriter(run.events)
+    for event in events:
+        writer.emit(event)
+    writer.close()
+
+
+def losses(first, last, total=3000):
+    chance = random.Random(first)
+    return [app_ticks.step_event(step, total, chance) for step in range(first, last + 1)]
+
+
+class Client:
+    """Keeps bins as chart_data.js does."""
+
+    def __init__(self, live, points=100):
+        self.live, self.points, self.version, self.series, self.marks = live, points, None, {}, []
+
+    def tick(self):
+        news = answer(self.live, self.version, self.points)
+        if news["all"]:
+            self.series, self.marks = {}, []
+        if news["from"] is not None:
+            self.marks = [mark for mark in self.marks if mark[1] < news["from"]] + news["marks"]
+        for name, part in news["series"].items():
+            bins = self.series.setdefault(name, {"w": part["w"]})
+            if bins["w"] != part["w"]:
+                self.version = None
+                return self.tick()
+            for number, index in enumerate(part["i"]):
+                gap = part.get("gaps", {}).get(index)
+                bins[index] = [*(part[key][number] for key in "mlh" if key in part), gap]
+        self.version = app_ticks.version_of(news)
+        return news
+
+
+def test_what_is_sent_in_parts_is_what_is_sent_at_once(run, live):
+    client = Client(live)
+    for first in range(1, 900, 37):
+        write(run, *losses(first, first + 36), Evaluation(step=first, eval_loss=1.0, eval_s=1.0))
+        client.tick()
+    write(run, Retry(attempt=2, reason="out of memory", changes={}), Start(resumed_from="checkpoint-800", step=800))
+    client.tick()
+    write(run, *losses(801, 1000), Step(step=1001, total_steps=3000, loss=float("nan")))
+    client.tick()
+    at_once = Client(live)
+    at_once.tick()
+    assert client.series == at_once.series and sorted(client.marks) == sorted(at_once.marks)
+    assert ["retry", 925] in client.marks and ["resume", 800] in client.marks
+    assert sum(bins[-1] or 0 for index, bins in client.series["loss"].items() if index != "w") == 1
+
+
+def test_a_tick_sends_only_the_bins_of_new_steps(run, live):
+    client = Client(live, 400)
+    write(run, *losses(1, 2000))
+    live.wait()
+    first = client.tick()
+    write(run, *losses(2001, 2003))
+    news = client.tick()
+    assert len(news["series"]["loss"]["i"]) <= 2 and "panels" not in news
+    assert len(json.dumps(news)) < 0.05 * len(json.dumps(first))
+    assert client.tick()["series"]["loss"]["i"] == []
+
+
+def test_another_or_forgotten_version_is_answered_with_everything(run, live):
+    write(run, *losses(1, 50))
+    newest = app_ticks.version_of(answer(live, None))
+    for have in ((live.name, 999, newest[2]), ("0" * 8, newest[1], newest[2]), (live.name, newest[1], 0)):
+        assert answer(live, have)["all"]
+    assert not answer(live, newest)["all"]
+    run.events.unlink()
+    write(run, *losses(1, 3))
+    assert answer(live, newest)["all"] and answer(live, newest)["step"] == 3
+
+
+def test_a_zoom_has_each_step_also_of_a_long_run_that_is_opened_again(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.live.DIGEST_BYTES", 50_000)
+    monkeypatch.setattr("app.zoom._CHUNK_BYTES", 20_000)
+    write(run, *losses(1, 2500))
+    live = LiveRun(run, tmp_path / "digest.json")
+    live.wait()
+    assert answer(live, None)["series"]["loss"]["w"] > 1
+    live._save_digest()
+    reopened = LiveRun(run, tmp_path / "digest.json")
+    answer(reopened, None)
+    assert reopened._saved_offset > 50_000
+    reopened.wait()
+    part = zoomed(reopened, 1201, 1500)["series"]["loss"]
+    assert part["w"] == 1 and part["i"] == list(range(1201, 1501))
+    assert part["m"][0] == pytest.approx(losses(1, 1201)[-1].loss, rel=1e-4)
+
+
+def test_a_range_that_is_too_wide_to_be_read_has_no_finer_bins(run, live, monkeypatch):
+    monkeypatch.setattr("app.zoom.MOST_BYTES", 1000)
+    write(run, *losses(1, 500))
+    answer(live, None)
+    assert zoomed(live, 1, 400)["series"] == {}
+
+
+def test_the_forecast_and_the_line_beside_it_are_both_of_the_process(run, live):
+    memory = {"reserved_bytes": 7 * GIB, "card_used_bytes": 9 * GIB, "other_processes_bytes": GIB}
+    write(run, Step(step=1, total_steps=9, loss=1.0, peak_reserved_bytes=8 * GIB, **memory))
+    panel = answer(live, None)["panels"][1]
+    assert panel["lines"][0] == {"name": "peak_reserved_bytes", "label": "this process", "kind": "process", "add": 1.0}
+    assert [level["value"] for level in panel["levels"] if level["kind"] == "forecast"] == [12.0]
+
+
+def test_a_run_without_steps_has_panels_and_no_points(live):
+    news = answer(live, None)
+    assert (
+        news["step"] == 0
+        and news["series"] == {}
+        and [panel["title"] for panel in news["panels"]] == ["Loss", "Card memory, GiB"]
+    )
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["have=x", "have=%27--", f"have=00000000-{'9' * 40}-1", "from=1", "to=1", "from=9&to=1", "from=-1&to=5", "from=1.5&to=5",
+     "from=1&to=99999999999999999999", "from=nan&to=1", "points=0", "points=9999", "points=", "from=%00&to=1",
+     "from=\u0661&to=9"],
+)  # fmt: skip
+def test_a_wrong_parameter_is_refused_in_a_sentence(get, query):
+    status, text = get(query=query)
+    assert status == 400 and text.endswith(".") and len(text) < 90
+
+
+@pytest.mark.parametrize("name", ["nothing", "..", ".app", "one/..", "x" * 200, "\u00e9" * 200, "a\x00b"])
+def test_a_name_of_no_run_is_not_found(get, name):
+    assert get(name) == (404, "There is no such run.")
+
+
+def test_a_run_whose_plan_is_damaged_is_said_to_be(get, run):
+    run.plan.write_text("{")
+    assert get() == (404, "This run's files can't be read.")
+
+
+def test_an_answer_is_strict_json_of_bounded_size(get, run):
+    write(run, *losses(1, 800), Checkpoint(step=800, path="x", bytes=1, save_s=1.0, seal_s=1.0))
+    write(run, Step(step=801, total_steps=3000, loss=float("inf")))
+    status, text = get(query="points=660")
+    assert status == 200 and len(text) < 200_000
+    json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize(("path", "passes"), [("one", True), ("other run", True), ("Läufe", True), ("a\nb", False)])
+def test_the_guard_lets_a_run_of_any_name_pass(path, passes):
+    assert bool(READ.fullmatch(f"/ft/series/{path}")) == passes
