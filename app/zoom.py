@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ class Chunks:
 
     def of(self, start: int, stop: int, end: int) -> list[tuple[int, int]]:
         """Parts of the file, which ends at `end`, with steps from `start` to `stop`: (offset, bytes)."""
-        ends = [row[0] for row in self.rows[1:]] + [end]
+        rows = [*self.rows, [end, 0, 0]]  # another thread may add to them
         return [
             (offset, part_end - offset)
-            for (offset, lowest, highest), part_end in zip(self.rows, ends, strict=True)
+            for (offset, lowest, highest), (part_end, *_) in itertools.pairwise(rows)
             if lowest <= stop and highest >= start
         ]
 

@@ -1,4 +1,4 @@
-"""The first minute on a GPU, as typed: doctor, plan, run, eval, resume, chat, merge, serve, the page; on each stand-in GPU.
+"""The first minute on a GPU, as typed: doctor, plan, run, stop, resume, eval, chat, merge, serve, the page; on each stand-in GPU.
 
     .venv-card-*/bin/python -m benchmarks.card_first_minute [--gpus rtx-3060 t4 ...] [--again]
 
@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,14 +31,13 @@ MACHINES = (
     "rtx-5090", "t4", "a10", "l4", "a100-40gb", "h100-80gb", "h200", "b200", "rtx-3090 + rtx-3060",
 )  # fmt: skip
 RUN = [
-    "tiny-cpu", "gpu=auto", "max_steps=4", "lr_scheduler_type=constant", "warmup_ratio=0", "eval_steps=2", "save_steps=2",
-    "dataset.max_rows=64", "output_dir=run",
+    "tiny-cpu", "gpu=auto", "max_steps=100", "eval_steps=50", "save_steps=2", "dataset.max_rows=64", "output_dir=run",
 ]  # fmt: skip
 COMMANDS: dict[str, list[str]] = {
     "doctor": ["doctor", "--json"],
     "plan": ["plan", "tiny-cpu", "gpu=auto"],
-    "run": ["run", *RUN],
-    "resume": ["resume", "run", "max_steps=6"],
+    "run": ["run", *RUN],  # stopped after its first checkpoint
+    "resume": ["resume", "run"],
     "eval": ["eval", "run", "--rows", "4"],
     "chat": ["chat", "run", "--prompt", "Where is my parcel?"],
     "merge": ["merge", "run", "--output", "merged"],
@@ -85,12 +85,30 @@ def first_minute(name: str) -> dict[str, str]:
             "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         for command, arguments in COMMANDS.items():
+            if command == "run":
+                line[command] = _stopped_run(machine, arguments, folder)
+                continue
             result = machine.run(sys.executable, "-m", "finetune", *arguments, check=False, cwd=folder)
             line[command] = _diagnosis(result) if command == "doctor" else _outcome(result)
         for command, (arguments, path) in SERVERS.items():
             line[command] = _answers(machine, arguments, path, folder)
-        line["memory"] = "free" if not any(machine.used_bytes(number) for number in range(2)) else "still in use"
+        holders = [pid for number in range(2) for pid in machine.used_bytes(number) if Path(f"/proc/{pid}").exists()]
+        line["memory"] = "still in use" if holders else "free"
     return line | {"seconds": f"{time.monotonic() - began:.0f}"}
+
+
+def _stopped_run(machine: Machine, arguments: list[str], folder: Path) -> str:
+    """Whether a run trains up to its first checkpoint and then stops as asked."""
+    command = [sys.executable, "-m", "finetune"]
+    training = machine.start(*command, *arguments, cwd=folder, stdin=subprocess.DEVNULL)
+    while training.poll() is None and not list((folder / "run" / "checkpoints").glob("checkpoint-*")):
+        time.sleep(0.1)
+    machine.run(*command, "stop", "run", check=False, cwd=folder)
+    output, errors = training.communicate()
+    expected = 128 + signal.SIGTERM
+    if training.returncode == expected:
+        return "ok"
+    return _outcome(subprocess.CompletedProcess([], training.returncode or expected, output, errors))
 
 
 def _diagnosis(result: subprocess.CompletedProcess[str]) -> str:
