@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pynvml
@@ -37,14 +37,16 @@ OLDEST_CAPABILITY = {13: (7, 5)}
 class Nvidia:
     """NVIDIA's answers."""
 
-    name = "NVIDIA"
-    pci_id = "0x10de"
-    visible_variable = "CUDA_VISIBLE_DEVICES"
-    sees_none = "-1"  # CUDA has no device of this number, and an empty value would unset the variable on Windows
-    driver_order = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    uuid_prefixes = ("GPU-", "MIG-")
-    container_fix = "In a container: was it started with --gpus all?"
-    driver_fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
+    name: ClassVar[str] = "NVIDIA"
+    pci_id: ClassVar[str] = "0x10de"
+    visible_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    sees_none: ClassVar[str] = "-1"  # CUDA has no device of this number, and an empty value would unset the variable on Windows
+    driver_order: ClassVar[tuple[str, str]] = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    uuid_prefixes: ClassVar[tuple[str, ...]] = ("GPU-", "MIG-")
+    container_fix: ClassVar[str] = "In a container: was it started with --gpus all?"
+    driver_fix: ClassVar[str] = (
+        "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
+    )
 
     def read_devices(self) -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
         """Every GPU; one that is split by MIG is replaced by its instances: CUDA uses nothing else of it."""
