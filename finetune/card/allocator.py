@@ -35,8 +35,10 @@ def has_windows_driver(system: str = sys.platform) -> bool:
 
 
 def expandable_segments(system: str = sys.platform) -> bool:
-    """Whether a run on this system gets expandable segments: not on native Windows, nor under WSL (pytorch#192330)."""
-    return not has_windows_driver(system)
+    """Whether a run on this system gets expandable segments: the vendor of its GPU decides."""
+    from finetune.card.vendors import current_vendor  # the replay needs no driver's library
+
+    return current_vendor().supports_expandable_segments(windows_driver=has_windows_driver(system))
 
 
 def usual_settings() -> AllocatorSettings:

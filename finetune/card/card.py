@@ -40,5 +40,9 @@ class Card:
 
     @property
     def supports_bf16(self) -> bool:
-        """Ampere (8.0) and later; Turing trains in fp16. Every CPU can."""
-        return self.is_cpu or (self.capability is not None and self.capability >= (8, 0))
+        """Whether it trains in bf16, else in fp16. Every CPU can."""
+        if self.is_cpu or self.capability is None:
+            return self.is_cpu
+        from finetune.card.vendors import current_vendor  # a value that needs no driver's library
+
+        return current_vendor().supports_bf16(self.capability)

@@ -6,6 +6,7 @@ import contextlib
 import os
 from typing import Any
 
+from finetune.card.vendors import current_vendor
 from finetune.compat import torch as private
 
 
@@ -25,14 +26,15 @@ def device_of(number: int) -> str | int:
 
 
 def uuid() -> str:
-    """UUID of the current card, as the driver spells it; of a MIG instance CUDA_VISIBLE_DEVICES has it."""
+    """UUID of the current card, as the driver spells it; of a MIG instance the visible-devices variable has it."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if visible[0].startswith(("GPU-", "MIG-")):
+    vendor = current_vendor()
+    visible = os.environ.get(vendor.visible_variable, "").split(",")
+    if visible[0].startswith(vendor.uuid_prefixes):
         return visible[torch.cuda.current_device()]
     gpu_uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return gpu_uuid if gpu_uuid.startswith("GPU-") else f"GPU-{gpu_uuid}"
+    return gpu_uuid if gpu_uuid.startswith(prefix := vendor.uuid_prefixes[0]) else f"{prefix}{gpu_uuid}"
 
 
 def total_bytes() -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pynvml
-
-from finetune.card.nvidia import Device, LostCard, driver_message, driver_versions, in_container, read_devices
-from finetune.card.usable import problem_of, problem_of_card, torch_build
+from finetune.card.usable import problem_of_torch
+from finetune.card.vendor import Device, DriverError, LostCard, driver_message, in_container
+from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, in_cuda_order, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
@@ -31,8 +30,8 @@ class Choice:
 def cards_here() -> list[tuple[str, str]]:
     """Label and index of each card that this process may use; empty without a driver."""
     try:
-        devices = visible(read_devices()[0])
-    except pynvml.NVMLError:
+        devices = visible(current_vendor().read_devices()[0])
+    except DriverError:
         return []
     return [(f"{device.index}: {device.name}", device.index) for device in devices]
 
@@ -43,12 +42,14 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
     The fastest of the cards with about the most free memory; with several `processes`, which take CUDA's first cards, the one
     of these with the least. Raises RecipeError, which names `gpu`, when there is none.
     """
+    vendor = current_vendor()
     try:
-        devices, lost_cards = read_devices()
-        driver = driver_versions()
-    except pynvml.NVMLError as error:
+        devices, lost_cards = vendor.read_devices()
+        driver = vendor.driver_versions()
+    except DriverError as error:
         raise NoCard(
-            f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({driver_message(error)})", _driver_fix(error)
+            f"gpu: {gpu}, but this machine has no {vendor.name} card that can be used ({driver_message(error)})",
+            _driver_fix(error, vendor.container_fix),
         ) from None
     allowed = visible(devices)
     candidates = [device for device in allowed if wanted is None or wanted(device)]
@@ -63,15 +64,13 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
         used = for_processes(allowed)[:processes]
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
-    build = torch_build()
-    problem = problem_of(build, driver) or problem_of_card(build, chosen.name, chosen.capability)
-    return Choice(chosen, reason, problem)
+    return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
 
 
-def _driver_fix(error: pynvml.NVMLError) -> str:
-    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+def _driver_fix(error: DriverError, container_fix: str) -> str:
+    if error.was_updated:
         return f"The driver was updated: restart the machine. {_NO_CARD}"
-    return f"In a container: was it started with --gpus all? {_NO_CARD}" if in_container() else _NO_CARD
+    return f"{container_fix} {_NO_CARD}" if in_container() else _NO_CARD
 
 
 def _no_card(
@@ -85,7 +84,7 @@ def _no_card(
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
     described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
     machine_cards = ", ".join([*described, *(f"{card.index}, which does not answer ({card.why})" for card in lost_cards)])
-    setting = f"CUDA_VISIBLE_DEVICES={visible_devices()!r}"
+    setting = f"{current_vendor().visible_variable}={visible_devices()!r}"
     if not allowed or hidden:
         hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
         return f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}."
@@ -102,7 +101,7 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         )
         reason += f"; card {chosen.index} of {len(allowed)} ({alternatives})"
     elif len(devices) > 1:
-        reason += f"; card {chosen.index}, as CUDA_VISIBLE_DEVICES says"
+        reason += f"; card {chosen.index}, as {current_vendor().visible_variable} says"
         if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
             reason += ", counted from the fastest as CUDA does"
     return reason + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost_cards)

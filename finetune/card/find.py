@@ -14,8 +14,9 @@ from finetune.card.context import measured_context
 from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
 from finetune.card.names import catalogue_name, close_names, plain, split_count
-from finetune.card.nvidia import Device
 from finetune.card.unsupported import why_unsupported
+from finetune.card.vendor import Device
+from finetune.card.vendors import vendors
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
@@ -24,7 +25,8 @@ ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
-_DEVICE_ID = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu|mig)-[0-9a-f/-]+")
+_UUIDS = "|".join(prefix.lower() for vendor in vendors() for prefix in vendor.uuid_prefixes)
+_DEVICE_ID = re.compile(rf"\d{{1,2}}(:\d{{1,2}})?|({_UUIDS})[0-9a-f/-]+")
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:

@@ -1,85 +1,153 @@
-"""This machine's NVIDIA cards, read through NVML: no torch, no CUDA context, nothing allocated."""
+"""NVIDIA's answers about this machine's GPUs, through NVML: no torch, no CUDA context, nothing allocated."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pynvml
 
+from finetune.card.vendor import (
+    WHEEL_FIX,
+    Build,
+    Device,
+    Driver,
+    DriverError,
+    LostCard,
+    OpenDevice,
+    driver_message,
+    in_container,
+)  # fmt: skip
 from finetune.units import format_bytes
 
-#: The PID namespace that every Linux machine starts with (include/linux/proc_ns.h); another one is a container's, or WSL's.
-FIRST_NAMESPACE = "pid:[4026531836]"
 #: NVML's answers when an older driver lacks a function, or this card has no value.
 _MISSING = (
     pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument,
     pynvml.NVMLError_ArgumentVersionMismatch, pynvml.NVMLLibraryMismatchError,
 )  # fmt: skip
+#: Oldest driver of each CUDA: any of its minor versions runs on it (CUDA toolkit release notes, table "minimum required driver
+#: version for CUDA minor version compatibility"). Wheels of torch from PyPI are built for CUDA 13 from 2.11 on.
+OLDEST_DRIVER = {12: "525", 13: "580"}
+#: Oldest compute capability of each CUDA (release notes of CUDA 13.0: Maxwell, Pascal and Volta are no longer supported).
+OLDEST_CAPABILITY = {13: (7, 5)}
 
 
-@dataclass(frozen=True)
-class Device:
-    """One card, or one MIG instance of a card, as the driver reports it.
+class Nvidia:
+    """NVIDIA's answers."""
 
-    `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
-    as nvidia-smi counts, `0:1` for an instance. `speed`: cores x MHz, which orders cards; 0 when unknown.
-    """
+    name: ClassVar[str] = "NVIDIA"
+    pci_id: ClassVar[str] = "0x10de"
+    visible_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    sees_none: ClassVar[str] = "-1"  # CUDA has no device of this number, and an empty value would unset the variable on Windows
+    driver_order: ClassVar[tuple[str, str]] = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    uuid_prefixes: ClassVar[tuple[str, ...]] = ("GPU-", "MIG-")
+    container_fix: ClassVar[str] = "In a container: was it started with --gpus all?"
+    driver_fix: ClassVar[str] = (
+        "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
+    )
 
-    name: str
-    total_bytes: int
-    free_bytes: int
-    capability: tuple[int, int] | None
-    pcie_bytes_s: float | None
-    holders: tuple[str, ...]
-    index: str = "0"
-    uuid: str | None = None
-    speed: int = 0
-
-    @property
-    def is_instance(self) -> bool:
-        """Whether it is a part of a split card (MIG)."""
-        return ":" in self.index
-
-
-@dataclass(frozen=True)
-class LostCard:
-    """A card that the driver lists and can't describe; `why` in the driver's words."""
-
-    index: str
-    why: str
-
-
-def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
-    """Every card that the driver sees, visible to this process or not, and those that don't answer.
-
-    A card split by MIG is replaced by its instances: CUDA uses nothing else of it. Raises pynvml.NVMLError without a driver.
-    """
-    pynvml.nvmlInit()
-    try:
+    def read_devices(self) -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
+        """Every GPU; one that is split by MIG is replaced by its instances: CUDA uses nothing else of it."""
         devices: list[Device] = []
         lost_cards: list[LostCard] = []
-        for number in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                devices += _of_card(number)
-            except pynvml.NVMLError as error:
-                lost_cards.append(LostCard(str(number), driver_message(error)))
+        with _session():
+            for number in range(pynvml.nvmlDeviceGetCount()):
+                try:
+                    devices += _of_card(number)
+                except pynvml.NVMLError as error:
+                    lost_cards.append(LostCard(str(number), driver_message(error)))
         return tuple(devices), tuple(lost_cards)
-    finally:
-        pynvml.nvmlShutdown()
+
+    def driver_versions(self) -> Driver:
+        """The driver's version and the newest CUDA (major, minor) it runs."""
+        with _session():
+            cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+            return _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
+
+    def open_device(self, uuid: str) -> OpenDevice:
+        """A GPU; NVML stays open until the process ends."""
+        with _driver_errors():
+            pynvml.nvmlInit()
+            return _OpenNvidia(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+
+    def build_problem(self, build: Build, driver: Driver | None) -> tuple[str, str] | None:
+        """A build for AMD or the CPU, or for a newer CUDA than the driver runs."""
+        if build.hip:
+            return f"torch {build.version} is built for AMD cards (ROCm)", WHEEL_FIX
+        if build.cuda is None:
+            return f"torch {build.version} is a CPU-only build; the card is not used", WHEEL_FIX
+        major = int(build.cuda.split(".")[0])
+        if driver is None or major <= driver[1][0]:
+            return None
+        newest, oldest = f"{driver[1][0]}.{driver[1][1]}", OLDEST_DRIVER.get(major)
+        update = f"Update the driver{f' to {oldest} or newer' if oldest else ''}"
+        return (
+            f"torch {build.version} is built for CUDA {build.cuda}, driver {driver[0]} supports CUDA up to {newest}",
+            f"{update}, or install an older wheel. {WHEEL_FIX}",
+        )
+
+    def capability_problem(self, build: Build, name: str, capability: tuple[int, int] | None) -> tuple[str, str] | None:
+        """A compute capability that the build's CUDA has dropped."""
+        if build.cuda is None or capability is None:
+            return None
+        oldest = OLDEST_CAPABILITY.get(int(build.cuda.split(".")[0]), (0, 0))
+        if capability >= oldest:
+            return None
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}, CUDA {build.cuda} of torch {build.version} needs "
+            f"{oldest[0]}.{oldest[1]} or later",
+            "Wheels for CUDA 12.6 still have kernels for it: pip install torch --index-url https://download.pytorch.org/whl/cu126",
+        )
+
+    def supports_bf16(self, capability: tuple[int, int]) -> bool:
+        """Ampere (8.0) and later; Turing trains in fp16."""
+        return capability >= (8, 0)
+
+    def supports_expandable_segments(self, *, windows_driver: bool) -> bool:
+        """Not on native Windows, nor under WSL (pytorch#192330)."""
+        return not windows_driver
 
 
-def driver_versions() -> tuple[str, tuple[int, int]]:
-    """The driver's version and the newest CUDA (major, minor) it runs. Raises pynvml.NVMLError when there is no driver."""
-    pynvml.nvmlInit()
+class _OpenNvidia:
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def memory(self) -> tuple[int, int, int]:
+        with _driver_errors():
+            return read_memory(self._handle)
+
+    def memory_of_processes(self) -> dict[int, int | None] | None:
+        with _driver_errors():
+            return memory_of_processes(self._handle)
+
+    def temperature_c(self) -> float:
+        with _driver_errors():
+            return pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)
+
+    def power_w(self) -> float:
+        with _driver_errors():
+            return pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
+
+
+@contextlib.contextmanager
+def _driver_errors() -> Iterator[None]:
+    """NVML's errors as DriverError."""
     try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
-    finally:
-        pynvml.nvmlShutdown()
+        yield
+    except pynvml.NVMLError as error:
+        raise DriverError(str(error), was_updated=isinstance(error, pynvml.NVMLError_LibRmVersionMismatch)) from None
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[None]:
+    with _driver_errors():
+        pynvml.nvmlInit()
+        try:
+            yield
+        finally:
+            pynvml.nvmlShutdown()
 
 
 def read_memory(handle: Any) -> tuple[int, int, int]:
@@ -111,19 +179,6 @@ def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
         # a process with both kinds of contexts is in both lists, with all its bytes in each
         bytes_by_pid.update({process.pid: process.usedGpuMemory or None for process in processes})
     return bytes_by_pid
-
-
-def in_container() -> bool:
-    """Whether process ids here are not the machine's own, as in a container or under WSL."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink()) != FIRST_NAMESPACE
-    except OSError:  # not Linux
-        return False
-
-
-def driver_message(error: Exception) -> str:
-    """The message of a driver error, for the middle of a sentence."""
-    return str(error).rstrip(".").lower()
 
 
 def _of_card(number: int) -> Iterator[Device]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from finetune.card.nvidia import Device
+from finetune.card.vendor import Device
+from finetune.card.vendors import current_vendor, vendors
 
-#: Hides every GPU: CUDA has no device of this number, and an empty value would unset the variable on Windows.
-_NO_DEVICE = "-1"
-#: CUDA_VISIBLE_DEVICES before `hide_gpus` replaced it, None where it was not set; empty in a process that has not called it.
-_before_hiding: list[str | None] = []
+#: Each vendor's variable before `hide_gpus` replaced it, None where it was not set; empty in a process that has not called it.
+_before_hiding: dict[str, str | None] = {}
 
 
 def hide_gpus() -> None:
@@ -23,24 +22,25 @@ def hide_gpus() -> None:
     lacks. With a GPU autograd starts threads, too, after which a fork can't run a backward pass. NVML still sees every GPU.
     """
     if not _before_hiding:
-        _before_hiding.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = _NO_DEVICE
+        for vendor in vendors():
+            _before_hiding[vendor.visible_variable] = os.environ.get(vendor.visible_variable)
+            os.environ[vendor.visible_variable] = vendor.sees_none
 
 
 def visible_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES as the user has set it; None when it is not set."""
-    return _before_hiding[0] if _before_hiding else os.environ.get("CUDA_VISIBLE_DEVICES")
+    """The variable of visible devices as the user has set it; None when it is not set."""
+    variable = current_vendor().visible_variable
+    return _before_hiding[variable] if _before_hiding else os.environ.get(variable)
 
 
 def environment_with_gpus() -> dict[str, str]:
     """This process's environment for a child that computes: `hide_gpus` is undone."""
-    others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    setting = visible_devices()
-    return others if setting is None else {**others, "CUDA_VISIBLE_DEVICES": setting}
+    others = {name: value for name, value in os.environ.items() if name not in _before_hiding}
+    return {**others, **{name: value for name, value in _before_hiding.items() if value is not None}}
 
 
 def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, in the order in which it names them.
+    """The devices that the vendor's variable leaves, in the order in which it names them.
 
     An entry that names none hides all after it; one that is named twice hides all of them.
     """
@@ -74,7 +74,8 @@ def in_cuda_order(devices: Iterable[Device]) -> tuple[Device, ...]:
 
     How CUDA compares cards is not published; cores x clock is assumed, and the bus decides between equals.
     """
-    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+    variable, driver_order = current_vendor().driver_order
+    if os.environ.get(variable) == driver_order:
         return tuple(devices)
     return tuple(sorted(devices, key=lambda device: -device.speed))
 

@@ -1,4 +1,4 @@
-"""Checks of the machine: NVIDIA driver, memory of each card (through NVML, nothing is allocated), host memory, disk, port."""
+"""Checks of the machine: GPU driver, memory of each GPU (nothing is allocated), host memory, disk, port."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pynvml
-
 from finetune.card.device_selection import LOST_FIX
 from finetune.card.find import find_card
-from finetune.card.nvidia import Device, driver_versions, read_devices
 from finetune.card.unsupported import why_unsupported
+from finetune.card.vendor import Device, DriverError
+from finetune.card.vendors import current_vendor, vendors
 from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
 from finetune.system import port_socket
@@ -24,7 +23,7 @@ _NO_CARD_FIX = (
     "Without a card: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
     "(finetune run tiny-cpu)."
 )
-_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_MAKERS = {"0x1002": "AMD", "0x8086": "Intel", **{vendor.pci_id: vendor.name for vendor in vendors()}}
 #: More than this share of a card's memory in use is worth a warning.
 MOST_IN_USE = 0.15
 #: Below the first a warning; below the second the libraries and the bundled model hardly fit.
@@ -37,18 +36,19 @@ PORT = 7860
 
 def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = None) -> Finding:
     """Does the driver answer, and which CUDA does it support? `pci`: where to look for a card when it doesn't."""
+    vendor = current_vendor()
     try:
-        driver, cuda = driver_versions()
-    except pynvml.NVMLError as error:
+        driver, cuda = vendor.driver_versions()
+    except DriverError as error:
         reason = str(error).rstrip(".")
-        if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        if error.was_updated:
             return Finding("driver", "fail", f"the driver was updated while it ran ({reason})", "Restart the machine.")
         makers = _makers_of_cards(pci) | ({"Apple"} if (system or platform.system()) == "Darwin" else set())
-        if "NVIDIA" in makers:
-            fix = "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
-            return Finding("driver", "fail", f"there is an NVIDIA card, but its driver does not answer ({reason})", fix)
+        if silent := next((row for row in vendors() if row.name in makers), None):
+            what = f"there is an {silent.name} card, but its driver does not answer ({reason})"
+            return Finding("driver", "fail", what, silent.driver_fix)
         because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
-        what = f"no NVIDIA card in this machine ({reason})"
+        what = f"no {vendor.name} card in this machine ({reason})"
         return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
@@ -57,8 +57,8 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
 def check_cards() -> Iterator[Finding]:
     """Free memory of each card, which processes use the rest, and whether this process may use it."""
     try:
-        devices, unresponsive = read_devices()
-    except pynvml.NVMLError:
+        devices, unresponsive = current_vendor().read_devices()
+    except DriverError:
         yield Finding("card memory", "skip", "no card")
         return
     if not devices and not unresponsive:
@@ -79,7 +79,7 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
         "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
     }  # fmt: skip
     if hidden:
-        what = f"{what}; hidden by CUDA_VISIBLE_DEVICES={visible_devices()!r}"
+        what = f"{what}; hidden by {current_vendor().visible_variable}={visible_devices()!r}"
         return Finding("card memory", "skip", what, facts=facts)
     if used_bytes <= MOST_IN_USE * device.total_bytes:
         return Finding("card memory", "ok", what, facts=facts)

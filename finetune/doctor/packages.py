@@ -14,12 +14,10 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
-import pynvml
-
 from finetune import __version__
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
-from finetune.card.nvidia import driver_versions
-from finetune.card.usable import WHEEL_FIX, Build, problem_of
+from finetune.card.vendor import WHEEL_FIX, Build, DriverError
+from finetune.card.vendors import current_vendor
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
@@ -123,8 +121,8 @@ def _problem(code: int, errors: bytes) -> str:
 
 def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
     driver = None
-    with contextlib.suppress(pynvml.NVMLError):
-        driver = driver_versions()
+    with contextlib.suppress(DriverError):
+        driver = current_vendor().driver_versions()
     yield cuda_finding(part, driver)
     yield from (architecture_finding(part, device) for device in part["devices"])
 
@@ -140,9 +138,9 @@ def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | Non
     if driver is None:
         kind = "a CPU-only build" if part["cuda"] is None else f"built for CUDA {part['cuda']}"
         return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
-    if problem := problem_of(Build(part["version"], part["cuda"]), driver):
+    if problem := current_vendor().build_problem(Build(part["version"], part["cuda"]), driver):
         return Finding("cuda", "fail", *problem, facts)
-    fix = "Is CUDA_VISIBLE_DEVICES set? In a container: was it started with --gpus all?"
+    fix = f"Is {current_vendor().visible_variable} set? {current_vendor().container_fix}"
     what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
     return Finding("cuda", "fail", what, fix, facts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -9,6 +11,25 @@ from finetune.errors import RecipeError
 
 #: Host memory is pinned in whole pages.
 PAGE = 4096
+#: Each tensor of a layer's bytes begins at a multiple of this, as CUDA kernels read many bytes at a time.
+ALIGN = 256
+
+
+def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Offset of each tensor of a layer in the layer's bytes, and bytes of the whole, in whole pages.
+
+    The only layout there is: bytes of a quantised file are read as an offloaded layer.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(round_up(end, ALIGN))
+        end = starts[-1] + size
+    return starts, round_up(end, PAGE)
+
+
+def round_up(size: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-size // unit) * unit
 
 
 def is_forecast(tensor: torch.Tensor) -> bool:

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from finetune.model.quantised_store import Store
     from finetune.recipe import Settings
 
-#: Each tensor of a layer's bytes begins at a multiple of this, as CUDA kernels read many bytes at a time.
-ALIGN = 256
-
 
 @dataclass(frozen=True)
 class TensorSlot:
@@ -65,12 +62,12 @@ class TensorSlot:
 def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
     """The offloaded tensors of a layer, with their offsets: frozen parameters of two dimensions and more, and the scales of
     4-bit ones. Norms and biases stay. Raises RecipeError for int8 weights."""
-    slots, start = [], 0
-    for owner, attribute in _frozen(layer):
-        tensor = getattr(owner, attribute)
-        slots.append(TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes))
-        start += -(-tensor.nbytes // ALIGN) * ALIGN
-    return slots
+    tensors = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in _frozen(layer)]
+    starts, _ = host_memory.tensor_offsets(tensor.nbytes for _, _, tensor in tensors)
+    return [
+        TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+        for (owner, attribute, tensor), start in zip(tensors, starts, strict=True)
+    ]
 
 
 def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
@@ -93,7 +90,7 @@ def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
 
 def layout_bytes(slots: list[TensorSlot]) -> int:
     """Bytes of a layer in storage: whole pages."""
-    return -(-(slots[-1].start + slots[-1].size) // host_memory.PAGE) * host_memory.PAGE
+    return host_memory.tensor_offsets(slot.size for slot in slots)[1]
 
 
 def offloaded_numbers(layers: int, count: int) -> list[int]:

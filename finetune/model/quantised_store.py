@@ -26,13 +26,12 @@ import torch
 
 from finetune.files import parse_json, read_safetensors_header
 from finetune.model.checkpointing import decoder_layers
+from finetune.model.host_memory import PAGE, round_up, tensor_offsets
 from finetune.model.quantised_files import unfinished
 from finetune.system import read_at, replace, sync_folder
 
 #: Raised when the layout changes: files of other versions are not read.
 FORMAT = "finetune-1"
-#: Bytes. CUDA's kernels read 16 at a time, a file opened past the page cache is read in pages.
-ALIGN, PAGE = 256, 4096
 OUTSIDE = "outside"
 #: Names of the code books, which all 4-bit weights share.
 BOOKS = ("quant_map", "nested_quant_map")
@@ -137,15 +136,13 @@ def _tensor_specs(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
 
 
 def _layout(name: str, tensors: list[tuple[str, str, torch.dtype, tuple[int, ...]]]) -> Part:
-    entries, end = [], 0
-    for owner, table, dtype, shape in tensors:
-        entries.append(Entry(owner, table, str(dtype).removeprefix("torch."), shape, _round_up(end, ALIGN)))
-        end = entries[-1].start + entries[-1].size
-    return Part(name, tuple(entries), _round_up(end, PAGE))
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+    sizes = [math.prod(shape) * dtype.itemsize for _, _, dtype, shape in tensors]
+    starts, size = tensor_offsets(sizes)
+    entries = (
+        Entry(owner, table, str(dtype).removeprefix("torch."), shape, start)
+        for (owner, table, dtype, shape), start in zip(tensors, starts, strict=True)
+    )
+    return Part(name, tuple(entries), size)
 
 
 def file_bytes(parts: tuple[Part, ...]) -> int:
@@ -156,7 +153,7 @@ def file_bytes(parts: tuple[Part, ...]) -> int:
 def _header_bytes(parts: tuple[Part, ...]) -> int:
     """Bytes reserved for the header, which is written last."""
     weights = sum(entry.table == "absmax" for part in parts for entry in part.entries)
-    return _round_up(len(_header(parts, {}, {}, {})) + 256 * weights + 4096, PAGE)
+    return round_up(len(_header(parts, {}, {}, {})) + 256 * weights + 4096, PAGE)
 
 
 def _header(parts: tuple[Part, ...], facts: Mapping[str, Any], hashes: Mapping[str, str], states: Mapping[str, Any]) -> bytes:

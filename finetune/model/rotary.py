@@ -79,9 +79,13 @@ def rotary_forward(module: Any) -> Any:
 _REPLACEMENTS: dict[Any, Any] = {}
 
 
-def _with_rotary(forward: Any, ours: Callable[..., Any]) -> Any:
-    code, named = forward.__code__, {**forward.__globals__, _NAME: ours}
-    replacement = FunctionType(code, named, forward.__name__, forward.__defaults__, forward.__closure__)
+def _with_rotary(forward: Any, lean_rope: Callable[..., Any]) -> Any:
+    """`forward`, calling `lean_rope`: its code has that name, which its module gets, so that it sees all else as it is then."""
+    name, module_globals = f"_lean_{_NAME}", forward.__globals__
+    module_globals[name] = lean_rope
+    code = forward.__code__
+    code = code.replace(co_names=tuple(name if used == _NAME else used for used in code.co_names))
+    replacement = FunctionType(code, module_globals, forward.__name__, forward.__defaults__, forward.__closure__)
     replacement.__kwdefaults__ = forward.__kwdefaults__
     return replacement
 

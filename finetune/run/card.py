@@ -7,14 +7,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import pynvml
-
 from finetune.card import cuda
 from finetune.card.allocator import has_windows_driver
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
 from finetune.card.device_selection import LOST_FIX
-from finetune.card.nvidia import driver_versions, read_devices
-from finetune.card.usable import problem_of, problem_of_card, torch_build
+from finetune.card.usable import problem_of_torch
+from finetune.card.vendor import DriverError
+from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, visible
 from finetune.errors import CardError
 from finetune.run.accuracy import budget_bytes
@@ -40,8 +39,8 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     if wanted.is_cpu or wanted.uuid is None:
         return ()
     try:
-        devices = [device for device in visible(read_devices()[0]) if device.uuid]
-    except pynvml.NVMLError:
+        devices = [device for device in visible(current_vendor().read_devices()[0]) if device.uuid]
+    except DriverError:
         return ()
     processes = plan.settings.launch.processes_here
     if processes == 1:
@@ -56,8 +55,8 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
     if not cards or plan.card.uuid in cards:
         return ""
     try:
-        devices = [device for device in read_devices()[0] if device.uuid in cards]
-    except pynvml.NVMLError:
+        devices = [device for device in current_vendor().read_devices()[0] if device.uuid in cards]
+    except DriverError:
         return ""
     taken = min(devices, key=lambda device: device.total_bytes, default=None)
     if taken is None or (taken.name == plan.card.name and taken.total_bytes >= plan.card.total_bytes):
@@ -70,11 +69,13 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
 
 def lost_card(plan: Plan, run: Path) -> CardError | None:
     """The error of a run whose card has stopped answering the driver, as after it fell off the bus; else None."""
-    seen = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.startswith(("GPU-", "MIG-"))]
+    vendor = current_vendor()
+    visible_entries = os.environ.get(vendor.visible_variable, "").split(",")
+    seen = [entry for entry in visible_entries if entry.startswith(vendor.uuid_prefixes)]
     cards = seen or ([plan.card.uuid] if plan.card.uuid else [])
     try:
-        devices, lost_devices = read_devices()
-    except pynvml.NVMLError:
+        devices, lost_devices = vendor.read_devices()
+    except DriverError:
         return None
     if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(cards):
         return None
@@ -85,15 +86,16 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
 
 
 def visibility(cards: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that sees these cards only, set before it first asks CUDA; empty without cards."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if cards else {}
+    """The environment of a process that sees these cards only, set before it first asks the driver; empty without cards."""
+    vendor = current_vendor()
+    return {vendor.visible_variable: ",".join(cards), **dict([vendor.driver_order])} if cards else {}
 
 
 def holders_of(cards: tuple[str, ...]) -> list[str]:
     """Processes that use these cards, with their bytes, largest first."""
     try:
-        devices, _ = read_devices()
-    except pynvml.NVMLError:
+        devices, _ = current_vendor().read_devices()
+    except DriverError:
         return []
     return [holder for device in devices if device.uuid in cards for holder in device.holders]
 
@@ -101,8 +103,8 @@ def holders_of(cards: tuple[str, ...]) -> list[str]:
 def available_bytes(plan: Plan) -> int | None:
     """What the run may take of its card now, with a CUDA context that is not open yet; None where the driver does not say."""
     try:
-        free = [device.free_bytes for device in read_devices()[0] if device.uuid in cards_of(plan)]
-    except pynvml.NVMLError:
+        free = [device.free_bytes for device in current_vendor().read_devices()[0] if device.uuid in cards_of(plan)]
+    except DriverError:
         return None
     return min(budget_bytes(plan), *free) if free else None
 
@@ -164,12 +166,11 @@ def _triton_problem() -> str:
 
 def _why_not(card: Card, error: Exception) -> tuple[str, str]:
     """Why a card can't be opened, and the fix."""
-    build = torch_build()
     try:
-        driver = driver_versions()
-    except pynvml.NVMLError:
+        driver = current_vendor().driver_versions()
+    except DriverError:
         driver = None
-    problem = problem_of(build, driver) or problem_of_card(build, card.name, card.capability)
+    problem = problem_of_torch(card.name, card.capability, driver)
     if problem is not None:
         return problem
     text = (str(error).strip() or type(error).__name__).splitlines()[0]

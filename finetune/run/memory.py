@@ -1,16 +1,17 @@
-"""Measures memory of the training process: torch's allocator, the whole card through NVML, and host memory (RSS)."""
+"""Measures memory of the training process: torch's allocator, the whole GPU as its driver reports it, and host memory (RSS)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import cached_property
 from typing import Any
 
 import psutil
-import pynvml
 
 from finetune.card import cuda
-from finetune.card.nvidia import memory_of_processes, read_memory
+from finetune.card.vendor import DriverError, OpenDevice
+from finetune.card.vendors import current_vendor
 from finetune.events import Memory
 from finetune.system import peak_rss_bytes
 
@@ -23,8 +24,8 @@ class MemorySampler:
         self._on_cuda = on_cuda
 
     @cached_property
-    def _card(self) -> _NvmlCard | None:
-        return _NvmlCard() if self._on_cuda else None
+    def _card(self) -> _WholeGpu | None:
+        return _WholeGpu() if self._on_cuda else None
 
     def sample(self) -> Memory:
         """Bytes now and at the peak since `reset_peak`."""
@@ -43,45 +44,44 @@ class MemorySampler:
             cuda.reset_peak()
 
 
-class _NvmlCard:
-    """The whole card through NVML; values that the driver does not report are null."""
+class _WholeGpu:
+    """The whole GPU; values that the driver does not report are null."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
-        try:
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(cuda.uuid())
-        except pynvml.NVMLError:
-            self._handle = None
+        self._device: OpenDevice | None = None
+        with contextlib.suppress(DriverError):
+            self._device = current_vendor().open_device(cuda.uuid())
 
     def sample(self) -> dict[str, int | None]:
         """Bytes as torch sees the card: the driver's reserve is in neither of them."""
-        if self._handle is None:
+        if self._device is None:
             return {}
         try:
-            total, _, used = read_memory(self._handle)
-        except pynvml.NVMLError:
+            total, _, used = self._device.memory()
+        except DriverError:
             return {}
-        return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": self._others()}
-
-    def _others(self) -> int | None:
-        """Bytes of other processes, compute and graphics; None when one is unknown, or this process isn't among them."""
-        try:
-            bytes_by_pid = memory_of_processes(self._handle)
-        except pynvml.NVMLError:
-            return None
-        if bytes_by_pid is None or os.getpid() not in bytes_by_pid:  # ids of a container's host
-            return None
-        others = [size for pid, size in bytes_by_pid.items() if pid != os.getpid()]
-        return None if any(size is None for size in others) else sum(size or 0 for size in others)
+        others = _other_processes_bytes(self._device)
+        return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": others}
 
     def sensors(self) -> dict[str, float | None]:
         values: dict[str, float | None] = {"temperature_c": None, "power_w": None}
-        if self._handle is None:
+        if self._device is None:
             return values
         try:
-            values["temperature_c"] = pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)
-            values["power_w"] = pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
-        except pynvml.NVMLError:
+            values["temperature_c"] = self._device.temperature_c()
+            values["power_w"] = self._device.power_w()
+        except DriverError:
             return values
         return values
+
+
+def _other_processes_bytes(device: OpenDevice) -> int | None:
+    """Bytes of other processes, compute and graphics; None when one is unknown, or this process isn't among them."""
+    try:
+        bytes_by_pid = device.memory_of_processes()
+    except DriverError:
+        return None
+    if bytes_by_pid is None or os.getpid() not in bytes_by_pid:  # ids of a container's host
+        return None
+    others = [size for pid, size in bytes_by_pid.items() if pid != os.getpid()]
+    return None if any(size is None for size in others) else sum(size or 0 for size in others)

@@ -22,7 +22,7 @@ ATTENTIONS = {
 def functions_of(attention):
     """What its lean forward calls, and what its own calls."""
     forward = rotary_forward(object.__new__(attention))
-    return forward.__globals__["apply_rotary_pos_emb"], attention.forward.__globals__["apply_rotary_pos_emb"]
+    return forward.__globals__["_lean_apply_rotary_pos_emb"], attention.forward.__globals__["apply_rotary_pos_emb"]
 
 
 def inputs(attention, dim, dtype=torch.float64, seed=0):
@@ -135,7 +135,7 @@ def test_a_function_with_other_parameters_or_another_result_is_not_taken_for_it(
     assert rotary._form(modeling_llama.apply_rotary_pos_emb) and rotary._form(function) is None
 
 
-def test_a_model_made_after_a_library_was_patched_has_the_patch(monkeypatch):
-    rotary_forward(object.__new__(modeling_llama.LlamaAttention))
+def test_a_patch_of_the_module_after_the_model_was_made_is_seen(monkeypatch):
+    forward = rotary_forward(object.__new__(modeling_llama.LlamaAttention))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", max)
-    assert rotary_forward(object.__new__(modeling_llama.LlamaAttention)).__globals__["eager_attention_forward"] is max
+    assert forward.__globals__["eager_attention_forward"] is max
