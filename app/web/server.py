@@ -30,8 +30,10 @@ _HERE = Path(__file__).resolve().parents[1]
 #: Files of the page itself, below /ft.
 _STATIC = (
     ("page.js", "text/javascript"),
+    ("fit.js", "text/javascript"),
     ("theme.css", "text/css"),
     ("shell.css", "text/css"),
+    ("fit.css", "text/css"),
     ("favicon.svg", "image/svg+xml"),
 )
 
