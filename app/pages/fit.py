@@ -1,8 +1,9 @@
-"""Fit: the plan for a card, its memory by part, suggestions, and Run. Form, recipe text and command line always agree."""
+"""Fit: the plan for a GPU, its memory by part, what another value would cost, and the start. All controls always agree."""
 
 from __future__ import annotations
 
 import functools
+import json
 import secrets
 import shutil
 import threading
@@ -15,22 +16,25 @@ from urllib.parse import quote
 
 import gradio as gr
 
-from finetune.card.device_selection import cards_here
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import Recipe, shipped_recipes, write_recipe
 
 from ..context import Context
 from ..planning.blocker import Blocker, blocker_of
-from ..planning.catalogue import card_choices
 from ..planning.draft import TYPED, Edited, command_line
 from ..planning.planner import SupersededError
+from ..planning.what_if import outcome_of
+from ..views import choices as choices_view
+from ..views import fit as fit_view
 from ..views import plan as plan_view
 from ..views import recipe_form
-from ..views.binding import BUTTON, QUIET, NumberBox, NumberSlider, change_trigger, show
-from ..views.markup import inert, note, problem, settings_problem
+from ..views import what_if as what_if_view
+from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
+from ..views.markup import inert, problem, settings_problem
+from ..views.words import plan_in_words
+from .fit_layout import NUMBERS, RANGES, lay_out
 
-_SUGGESTIONS = 5
 _TICK_S = 1.0
 #: The queue's states as they are shown.
 _STATES = {"waiting": "In the queue", "preparing": "Starting"}
@@ -39,8 +43,6 @@ _PLAN_GOOD_S = 10.0
 _SETTLED_S = 1.0
 #: The control of a draft's version that is the card box or a slider.
 _SLIDER = "slider"
-#: Setting -> lowest and highest value of its slider.
-RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
 #: Gradio's change also reports what the server writes, and its input does not report what is pasted or deleted.
 _TYPED_BASIS = "(text, basis, tab) => [text, window.ftTyped === text ? basis : '', tab]"
 
@@ -48,90 +50,38 @@ _TYPED_BASIS = "(text, basis, tab) => [text, window.ftTyped === text ? basis : '
 def build(context: Context, page: gr.Blocks) -> None:
     """Components, and the handlers that keep them in agreement."""
     view = _View(context)
-    show('<h1 class="ft-title" data-title="Fit">Does it fit?</h1>')
-    with gr.Row(elem_classes="ft-controls"):
-        cards: list[Any] = ["auto", *cards_here(), "cpu", *card_choices()]
-        info = "auto: this machine's card"
-        card = gr.Dropdown(cards, label="Card", info=info, allow_custom_value=True, elem_id="fit-card")
-        sliders = {
-            name: NumberSlider(*RANGES[name], step=step, label=label, info=info, buttons=[], elem_id=f"fit-{identity}")
-            for name, step, label, info, identity in (
-                ("max_length", 64, "Max length", "tokens per row", "length"),
-                ("lora_r", 1, "LoRA rank", "r of each adapter", "rank"),
-                ("effective_batch_size", 1, "Effective batch", "rows per step", "batch"),
-            )
-        }
-        price = NumberBox(0.0, label="Price per hour", minimum=0, info="optional, for the cost", elem_id="fit-price")
-        back = gr.Button("Auto: let the planner choose", size="sm", elem_id="fit-auto")
-    refused = show(elem_id="fit-refused")
-    trouble = show(elem_id="fit-trouble")
-    with gr.Row():
-        with gr.Column(scale=3, min_width=320, elem_id="fit-answer"):
-            show('<p role="status">planning …</p>', elem_id="fit-planning")
-            verdict = show(elem_id="fit-verdict")
-            ledger = show(elem_id="fit-ledger")
-            show("<h2>Ways to use less memory</h2>")
-            suggested = [
-                gr.Button(visible=False, size="sm", elem_id=f"fit-suggestion-{number}") for number in range(_SUGGESTIONS)
-            ]
-            no_suggestion = show()
-        with gr.Column(scale=2, min_width=320):
-            text = gr.Textbox(
-                label="Recipe", lines=16, max_lines=30, buttons=["copy"], elem_id="fit-yaml", elem_classes="ft-mono"
-            )
-            command = gr.Textbox(
-                label="The same as a command",
-                interactive=False,
-                buttons=["copy"],
-                elem_id="fit-command",
-                elem_classes="ft-mono",
-            )
-            with gr.Row():
-                show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download</a>')
-                load = gr.UploadButton("Upload a recipe", file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
-            shipped = gr.Dropdown(["", *shipped_recipes()], label="Start from a shipped recipe", elem_id="fit-shipped")
-            force = gr.Checkbox(label="Run although it does not fit", visible=False, elem_id="fit-force")
-            remedy = gr.Button(visible=False, size="sm", elem_id="fit-remedy")
-            start = gr.Button("Run", variant="primary", elem_id="fit-start")
-            progress = show(elem_id="fit-progress")
-    with gr.Accordion("Settings and reasons", open=True):
-        reasons = show(elem_id="fit-reasons")
-    with gr.Accordion("Alternatives", open=True):
-        others = show(elem_id="fit-alternatives")
-        compare = gr.Button("Compare alternatives", size="sm", elem_id="fit-compare")
-    with gr.Accordion("Advanced: all recipe settings", open=False, elem_id="fit-advanced"):
-        show(note("trust_remote_code is not here: a model's own code can be allowed on the command line only."))
-        rows = recipe_form.build()
-    mine, overrides, tab = gr.State(""), gr.State([]), gr.State("")
-    asked, answered, basis, settled = (change_trigger(f"fit-{name}") for name in ("asked", "answered", "basis", "settled"))
-    shown = [trouble, verdict, ledger, reasons, others, no_suggestion, *suggested, force, start, compare, remedy, overrides]
-    shown += [answered]
-    form, texts = [card, *sliders.values()], [text, command, basis]
-    settings = [component for _, component in rows]
-    edited = [refused, asked]
-    view.rows = [row for row, _ in rows]
+    layout = lay_out()
+    view.rows = [row for row, _ in layout.rows]
+    mine, tab = gr.State(""), gr.State("")
+    asked, answered, basis, settled, ahead, alone = (
+        change_trigger(f"fit-{name}") for name in ("asked", "answered", "basis", "settled", "ahead", "alone")
+    )
+    form = [layout.card, *layout.numbers.values()]
+    shown = [*layout.answer, answered, alone, ahead]
+    texts = [layout.text, layout.command, basis]
+    settings = [component for _, component in layout.rows]
+    edited = [layout.refused, asked]
 
     page.load(view.open, None, [tab, asked], **QUIET)
     asked.change(view.follow, tab, [*texts, *form, *settings], **QUIET)
-    asked.change(view.answer, [price, tab], [*shown, *form], **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [mine, asked, settled], [progress, asked, settled], **QUIET)
+    asked.change(view.answer, [layout.price, tab], [*shown, *form], **QUIET)
+    alone.change(view.compare, layout.price, [layout.others, layout.ledger, ahead], **QUIET)
+    ahead.change(view.what_if, None, layout.bars, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [mine, asked, settled], [layout.progress, asked, settled, ahead], **QUIET)
     settled.change(view.settle, form, form, **QUIET)
-    for name, slider in sliders.items():
-        slider.input(functools.partial(view.slide, name), [slider, tab], edited, **QUIET)
-    card.input(functools.partial(view.slide, "gpu"), [card, tab], edited, **QUIET)
-    price.input(view.reprice, price, [verdict, others], **QUIET)
-    text.change(view.write, [text, basis, tab], [refused, asked, basis], js=_TYPED_BASIS, **QUIET)
-    for row, component in rows:
+    for name, number in layout.numbers.items():
+        number.input(functools.partial(view.slide, name), [number, tab], edited, **QUIET)
+    layout.card.input(functools.partial(view.slide, "gpu"), [layout.card, tab], edited, **QUIET)
+    layout.price.input(view.reprice, layout.price, layout.facts, **QUIET)
+    layout.text.change(view.write, [layout.text, basis, tab], [layout.refused, asked, basis], js=_TYPED_BASIS, **QUIET)
+    for row, component in layout.rows:
         listens = [component.input] if row.choices else [component.submit, component.blur]
         for listen in listens:
             listen(functools.partial(view.set_field, row), [component, tab], edited, **QUIET)
-    for number, button in enumerate([*suggested, remedy]):
-        button.click(functools.partial(view.override, number), overrides, edited, **BUTTON)
-    compare.click(view.compare, [price, tab], [*shown, *form], **BUTTON)
-    back.click(view.back_to_auto, None, edited, **BUTTON)
-    load.upload(view.load, load, edited, **BUTTON)
-    shipped.input(view.start_from, shipped, edited, **BUTTON)
-    start.click(view.start, force, [progress, mine], **BUTTON)
+    layout.act.input(view.act, layout.act, edited, **QUIET)
+    layout.load.upload(view.load, layout.load, edited, **BUTTON)
+    layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
+    layout.start.click(view.start, layout.force, [layout.progress, mine], **BUTTON)
 
 
 @dataclass(frozen=True)
@@ -188,7 +138,7 @@ class _View:
         self._latest = asked.stamp, asked.edited, plan
         sliding = (now.tab, now.control) == (tab, _SLIDER)
         form = [gr.skip()] * 4 if sliding or plan is None else self._form(asked.edited, plan.settings)
-        return [*shown, asked.stamp, *form]
+        return [*shown, asked.stamp, asked.stamp if plan else "", self._ahead(), *form]
 
     def settle(self, *shown: Any) -> list[Any]:
         """Card and sliders when nobody moves them: set by the recipe, or chosen by the plan.
@@ -230,15 +180,19 @@ class _View:
             return gr.skip()
         return self._changed(tab, field.name, **recipe_form.as_settings(field, text))
 
-    def override(self, number: int, overrides: list[str]) -> list[Any]:
-        """Apply a suggestion, or what lets the run start."""
-        if number >= len(overrides) or not overrides[number]:
+    def act(self, message: str) -> list[Any]:
+        """What a button of the page's own HTML asks for: a value of a setting, `auto` for it, or a change of a suggestion."""
+        try:
+            values = json.loads(message)
+        except ValueError:
             return gr.skip()
-        return self._refusal(self.context.draft.apply(overrides[number]))
-
-    def back_to_auto(self) -> list[Any]:
-        """Leave length, rank and batch to the planner."""
-        return self._changed("", "", **dict.fromkeys([*RANGES, "per_device_train_batch_size"]))
+        if values.get("auto") in RANGES:
+            return self._changed("", "", **{values["auto"]: None})
+        if values.get("set") in RANGES:
+            return self.slide(values["set"], values.get("value"), "")
+        if isinstance(values.get("override"), str):
+            return self._refusal(self.context.draft.apply(values["override"]))
+        return gr.skip()
 
     def load(self, path: str | None) -> list[Any]:
         """Replace the draft by an uploaded recipe file."""
@@ -261,13 +215,12 @@ class _View:
         refusal = settings_problem(edited.problems, edited.fix) if edited.problems and edited.recipe else ""
         return [refusal, self.context.draft.stamp]
 
-    def reprice(self, price: float | None) -> list[Any]:
+    def reprice(self, price: float | None) -> Any:
         """Update the cost only."""
         stamp, edited, plan = self._latest or ("", None, None)
         if edited is None or plan is None or stamp != self.context.draft.stamp:
-            return [gr.skip(), gr.skip()]
-        blocked = blocker_of(edited.recipe, plan) if edited.recipe else None
-        return [plan_view.verdict(plan, _price(price), blocked=_is_fault(blocked)), plan_view.alternatives(plan, _price(price))]
+            return gr.skip()
+        return fit_view.facts(plan, _price(price))
 
     def start(self, force: bool) -> list[Any]:
         """Queue the draft; the starter does what the command line does."""
@@ -284,7 +237,7 @@ class _View:
         now = self.context.draft.stamp
         if self._latest and self._latest[0] == now and self.context.draft.age_s > _SETTLED_S:
             settled = now
-        return [self._progress(mine), now if asked else asked, settled]
+        return [self._progress(mine), now if asked else asked, settled, self._ahead()]
 
     def _progress(self, mine: str) -> str:
         entries = [
@@ -303,12 +256,37 @@ class _View:
         message = f"{inert(_STATES.get(status['state'], status['state']))}: {inert(status['message'])}"
         return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'
 
-    def compare(self, price: float | None, tab: str) -> list[Any]:
-        """Forecast the alternatives of this recipe: that takes seconds, so only on request."""
-        edited = self.context.draft.read()
-        if edited.recipe is not None:
-            self._compared = write_recipe(edited.recipe)
-        return self.answer(price, tab)
+    def compare(self, _price: float | None) -> list[Any]:
+        """Forecast the other plans of this recipe: that takes seconds, so after the plan itself is shown."""
+        stamp, edited = self.context.draft.stamp, self.context.draft.read()
+        if edited.recipe is None:
+            return gr.skip()
+        self._compared = write_recipe(edited.recipe)
+        try:
+            plan = self._plan(edited.recipe)
+        except (FinetuneError, SupersededError):
+            return gr.skip()
+        if stamp != self.context.draft.stamp:
+            return gr.skip()
+        self._latest = stamp, edited, plan
+        return [choices_view.other_plans(plan, complete=True), fit_view.memory(plan), self._ahead()]
+
+    def _ahead(self) -> str:
+        """Changes with the plan that is shown, and with each one that was made ahead."""
+        return fingerprint(self._latest[0] if self._latest else "", self.context.planner.outcomes.count)
+
+    def what_if(self) -> list[Any]:
+        """Bars of each number: plans at other values."""
+        _, edited, plan = self._latest or ("", None, None)
+        if edited is None or edited.recipe is None or plan is None:
+            return [""] * len(RANGES)
+        bars = []
+        for name, (label, _) in NUMBERS.items():
+            now = outcome_of(plan, getattr(plan.settings, name), plan_in_words(plan.settings))
+            around = self.context.planner.outcomes.around(edited.recipe, plan, name, now)
+            is_auto = edited.values.get(name) in (None, "auto")
+            bars.append(what_if_view.what_if(name, label, around, now, is_auto=is_auto))
+        return bars
 
     def _plan(self, recipe: Recipe) -> Plan:
         """The recipe's plan. Raises FinetuneError, and SupersededError when another recipe's plan was asked for since."""
@@ -329,31 +307,25 @@ class _View:
         """Values for `shown` but the stamp, and the plan when there is one."""
         trouble = settings_problem(edited.problems, edited.fix) if edited.problems else ""
         if edited.recipe is None:
-            return self._unknown(trouble), None
+            return self._unknown(trouble, len(edited.problems)), None
         try:
             plan = self._plan(edited.recipe)
         except FinetuneError as error:
             return self._unknown(problem(error.title, error.problems, error.fix)), None
         blocked = blocker_of(edited.recipe, plan)
-        buttons = [_action(plan_view.suggestion(item, plan)) for item in plan.suggestions[:_SUGGESTIONS]]
-        buttons += [gr.Button(visible=False)] * (_SUGGESTIONS - len(buttons))
-        overrides = [item.override for item in plan.suggestions[:_SUGGESTIONS]]
-        overrides += [""] * (_SUGGESTIONS - len(overrides)) + [blocked.override if blocked else ""]
+        complete = write_recipe(edited.recipe) == self._compared
+        too_big = plan.verdict == Verdict.NO_FIT
         return [
             (plan_view.blocker_note(blocked) if blocked else "") + plan_view.data_note(plan),
-            plan_view.verdict(plan, price, blocked=_is_fault(blocked)), plan_view.ledger(plan),
-            plan_view.reasons(plan), plan_view.alternatives(plan, price), "" if plan.suggestions else note("No suggestions."),
-            *buttons, gr.Checkbox(visible=plan.verdict == Verdict.NO_FIT), gr.Button(interactive=blocked is None),
-            gr.Button(visible=plan.verdict != Verdict.NO_FIT),
-            _action(blocked.label) if blocked and blocked.override else gr.Button(visible=False), overrides,
+            fit_view.verdict(plan, blocked=_is_fault(blocked)), fit_view.memory(plan), fit_view.facts(plan, price),
+            fit_view.smaller(plan), choices_view.chosen(plan), choices_view.other_plans(plan, complete=complete),
+            fit_view.ready(plan, _obstacle(blocked)), gr.Checkbox(visible=too_big),
+            gr.Button(interactive=blocked is None),
         ], plan  # fmt: skip
 
-    def _unknown(self, trouble: str) -> list[Any]:
+    def _unknown(self, trouble: str, count: int = 0) -> list[Any]:
         """Values for `shown` without a plan."""
-        verdict = '<div class="ft-verdict unknown" role="status"><strong>unknown</strong></div>'
-        hidden = [gr.Button(visible=False)] * _SUGGESTIONS
-        buttons = [*hidden, gr.Checkbox(visible=False), gr.Button(interactive=False)]
-        return [trouble, verdict, "", "", "", "", *buttons, gr.Button(visible=False), gr.Button(visible=False), []]
+        return [trouble, fit_view.cannot_say(count), *[""] * 6, gr.Checkbox(visible=False), gr.Button(interactive=False)]
 
     def _form(self, edited: Edited, settings: Recipe | None) -> list[Any]:
         """Values of card and sliders; those that `settings` leave open stay."""
@@ -363,9 +335,11 @@ class _View:
         return [edited.recipe.gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
 
 
-def _action(label: str) -> Any:
-    """A button that was hidden until now; Gradio shows it disabled unless told otherwise."""
-    return gr.Button(label, visible=True, interactive=True)
+def _obstacle(blocked: Blocker | None) -> str:
+    """What keeps a run from starting here, in a few words; empty when nothing is known to."""
+    if blocked is None:
+        return ""
+    return "Planned for another machine." if blocked.elsewhere else blocked.title
 
 
 def _is_fault(blocked: Blocker | None) -> bool:

@@ -27,8 +27,8 @@ class PlanPrefetcher:
     are the file descriptors that the forks close. Without os.fork (Windows) nothing is planned ahead.
     """
 
-    def __init__(self, make_plan: MakePlan, leave: tuple[int, ...] = ()) -> None:
-        self._make_plan, self._leave = make_plan, leave
+    def __init__(self, make_plan: MakePlan, leave: tuple[int, ...] = (), is_planned: Callable[[Recipe], bool] | None = None):
+        self._make_plan, self._leave, self._is_planned = make_plan, leave, is_planned or (lambda _recipe: False)
         self._children: list[int] = []
 
     def start_from(self, recipe: Recipe, settings: Recipe) -> None:
@@ -60,6 +60,8 @@ class PlanPrefetcher:
             for recipe in recipes:
                 if os.getppid() != parent:
                     break
+                if self._is_planned(recipe):
+                    continue
                 with contextlib.suppress(Exception):  # the error is shown when that plan is asked for
                     self._make_plan(recipe, lambda _doing: None)
         finally:

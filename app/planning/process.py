@@ -11,6 +11,7 @@ Before an answer there may be lines {"progress": message}.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.visible import hide_gpus
@@ -31,8 +33,10 @@ from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
+from ..views.words import plan_in_words
 from .planner import SupersededError
 from .prefetch import PlanPrefetcher
+from .what_if import Outcome, Outcomes, outcome_of
 
 if TYPE_CHECKING:
     from finetune.data import EncodedRows
@@ -205,7 +209,19 @@ def main() -> int:
 
     inbox = Inbox(sys.stdin)
     questions = Questions(report, lambda: inbox.newest)
-    prefetcher = PlanPrefetcher(questions.plan, leave=(0, out.fileno()))
+    outcomes = Outcomes(Path(sys.argv[1]))
+    outcomes.clear()
+
+    def plan_ahead(recipe: Recipe, progress: Callable[[str], None]) -> None:
+        """Plan a neighbour and note what it came to, or why there is no plan."""
+        try:
+            plan = questions.plan(recipe, progress)
+            values = dataclasses.asdict(outcome_of(plan, 0, plan_in_words(plan.settings)))
+        except FinetuneError as error:
+            values = dataclasses.asdict(Outcome(0, problem=error.problems[0][:200]))
+        outcomes.add(recipe, values)
+
+    prefetcher = PlanPrefetcher(plan_ahead, (0, out.fileno()), outcomes.has)
     for question in inbox:
         prefetcher.end()
         answer = questions.answer(question)

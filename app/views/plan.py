@@ -1,4 +1,4 @@
-"""What the fit page shows, as HTML made from a plan: verdict, ledger, reasons, alternatives with hours and cost."""
+"""A plan as HTML for a report: verdict, ledger, reasons; and what keeps a run from starting."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import Any
 
 from finetune.errors import DataError
 from finetune.memory.forecast import PARTS
-from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
+from .fit import action, sentence
 from .markup import Safe, inert, note, problem, table
 
 
-def verdict(plan: Plan, price_per_hour: float, blocked: bool = False) -> str:
-    """The verdict: peak against budget, headroom, time and cost. `blocked`: a run would not start, so that it isn't green."""
+def verdict(plan: Plan, price_per_hour: float) -> str:
+    """The verdict: peak against budget, time and cost."""
     card, forecast = plan.card, plan.forecast
-    css, title = plan.verdict.level, str(plan.verdict)
-    if blocked and css in ("ok", "warn"):
-        css, title = "warn", f"{title}, but a run would not start"
+    css, title = plan.verdict.level, sentence(plan)
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
@@ -28,11 +27,6 @@ def verdict(plan: Plan, price_per_hour: float, blocked: bool = False) -> str:
     text = (
         f"Peak {format_bytes(forecast.peak_bytes)} (between {lower} and {upper}), budget {format_bytes(budget)} on {card.name}."
     )
-    if plan.headroom_bytes is not None:
-        text += (
-            f" Headroom at the upper end: {format_bytes(plan.headroom_bytes)}." if plan.headroom_bytes >= 0
-            else f" Missing at the upper end: {format_bytes(-plan.headroom_bytes)}."
-        )  # fmt: skip
     if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
         text += f" At the limit: {forecast.at_limit.summary}."
     if plan.shortfall:
@@ -59,11 +53,11 @@ def ledger(plan: Plan) -> str:
     if forecast is None:
         return note(f"{format_bytes(card.free_bytes)} of {format_bytes(card.total_bytes)} are free on {card.name}.")
     others = max(0, card.total_bytes - card.free_bytes)
-    parts = [("other processes", others, "part-held")]
+    parts = [("other programs", others, "part-held")]
     parts += [(part, forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
     parts.append(("CUDA and allocator", max(0, forecast.peak_bytes - forecast.allocated_bytes), "part-overhead"))
     spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
-    parts.append(("forecast uncertainty", spread, "part-spread"))
+    parts.append(("may be needed", spread, "part-spread"))
     free = card.total_bytes - sum(size for _, size, _ in parts)
     shown = [(name, size, css) for name, size, css in parts if size > 0]
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
@@ -73,31 +67,13 @@ def ledger(plan: Plan) -> str:
         [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
         for name, size, css in shown
     ]
-    rows.append(["headroom" if free >= 0 else "over the card", format_bytes(abs(free)), f"{abs(free) / card.total_bytes:.1%}"])
+    rows.append(["free" if free >= 0 else "too big by", format_bytes(abs(free)), f"{abs(free) / card.total_bytes:.1%}"])
     peaks = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
     notes = "".join(note(text) for text in forecast.notes)
     return (
-        bar + table(["at the training peak", ">memory", ">share of the card"], rows, "Memory by part", hidden_caption=True)
+        bar + table(["training", ">memory", ">share of the GPU"], rows, "Memory by part", hidden_caption=True)
         + note(f"Allocated peak by phase: {peaks}. Forecast by: {forecast.method}.") + notes
     )  # fmt: skip
-
-
-def suggestion(item: Suggestion, plan: Plan) -> str:
-    """A suggestion as text: what it sets, whether the plan then fits, by the forecast's upper end, and what it costs."""
-    budget = plan.budget_bytes or plan.card.free_bytes
-    upper = (plan.forecast.peak_high_bytes if plan.forecast else item.peak_bytes + item.saves_bytes) - item.saves_bytes
-    if upper <= budget:
-        outcome = "then it fits"
-    else:
-        outcome = "then it may not fit" if item.peak_bytes <= budget else "it still does not fit"
-    size = f"{_without_unit(format_bytes(upper), format_bytes(budget))} of {format_bytes(budget)}"
-    return f"{item.override}: {outcome}: {size}, {format_bytes(item.saves_bytes)} less; {item.cost}"
-
-
-def _without_unit(size: str, of_size: str) -> str:
-    """`7.40` of `7.40 GiB` where the other size has the same unit."""
-    number, _, unit = size.partition(" ")
-    return number if of_size.endswith(f" {unit}") else size
 
 
 def reasons(plan: Plan) -> str:
@@ -106,26 +82,14 @@ def reasons(plan: Plan) -> str:
     return table(["setting", "value", "reason"], rows, "Settings and reasons", hidden_caption=True)
 
 
-def alternatives(plan: Plan, price_per_hour: float) -> str:
-    """Other plans: upper bound of the peak, speed, time, cost, and how each differs from the chosen one."""
-    if not plan.alternatives:
-        return note("No alternatives compared yet.")
-    columns, rows = ["plan and differences", ">peak, at most", ">tokens/s", "verdict"], []
-    times = bool(plan.total_steps) and any(row.step_s for row in plan.alternatives)
-    for row in plan.alternatives:
-        rate, seconds = row.tokens_per_s, _seconds(row.step_s, plan.total_steps)
-        plan_cell = Safe(f"{inert(row.plan)}<br><small>{inert('chosen' if row.chosen else row.differs)}</small>")
-        cells = [plan_cell, format_bytes(row.peak_high_bytes), format_count(round(rate)) if rate else None, row.verdict]
-        cost = f"{seconds / 3600 * price_per_hour:,.2f}" if seconds is not None and price_per_hour else None
-        rows.append([*cells, *([format_seconds(seconds), cost] if times else [])])
-    return table([*columns, *([">time", ">cost"] if times else [])], rows, "Alternatives", hidden_caption=True)
-
-
 def blocker_note(blocker: Blocker) -> str:
     """Why a run would not start here, and the page with the fix where no button has it."""
     if blocker.elsewhere:
         return note(f"Planned for another machine: {'; '.join(blocker.problems)}.")
-    shown = problem(blocker.title, blocker.problems, blocker.fix)
+    shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
+    if blocker.override:
+        press = action(override=blocker.override)
+        shown += f'<p id="fit-remedy"><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'
     is_data = blocker.title == DataError.title and not blocker.override
     return shown + ('<p><a class="ft-button" href="/">Choose other data</a></p>' if is_data else "")
 
@@ -143,7 +107,7 @@ def _seconds(step_s: float | None, steps: int | None) -> float | None:
 
 
 def _free(size: float) -> str:
-    return f"{format_bytes(size)} headroom" if size >= 0 else f"{format_bytes(-size)} over the card's memory"
+    return f"{format_bytes(size)} free" if size >= 0 else f"{format_bytes(-size)} too big"
 
 
 def _value(value: Any) -> str:

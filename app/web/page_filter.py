@@ -14,7 +14,8 @@ from .guard import Asgi, Message, Receive, Scope, Send
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 _HEAD = (
     b'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg"><link rel="stylesheet" href="/ft/theme.css">'
-    b'<link rel="stylesheet" href="/ft/shell.css"><script type="module" src="/ft/page.js"></script></head>'
+    b'<link rel="stylesheet" href="/ft/shell.css"><link rel="stylesheet" href="/ft/fit.css">'
+    b'<script type="module" src="/ft/page.js"></script><script type="module" src="/ft/fit.js"></script></head>'
 )
 if (FOLDER / "inter.css").is_file():
     _HEAD = b'<link rel="stylesheet" href="/ft/inter.css">' + _HEAD

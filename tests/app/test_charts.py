@@ -2,19 +2,11 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from types import SimpleNamespace
-
-import pytest
 
 from app.planning.catalogue import card_choices
 from app.views.charts import Level, Line, Mark, Panel, chart, histogram, sparkline, stacked_bar
 from app.views.markup import Safe, inert, plain, table
-from app.views.plan import suggestion
-from finetune.card import find_card
 from finetune.card.find import catalogue
-from finetune.memory.forecast import Forecast
-from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.units import GIB
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m‮"
 
@@ -102,14 +94,6 @@ def test_the_scale_of_a_bar_is_the_card_and_what_exceeds_it_is_a_number():
     assert "part-loss" not in text and "100 GiB over" in text and ">100 GiB<" in text
     fitting = stacked_bar([("weights", 25, "part-weights")], 100, "words", "{:.0f} GiB".format)
     assert "width:25.000%" in fitting and "over" not in fitting
-
-
-@pytest.mark.parametrize(("saves", "outcome"), [(5, "then it fits: 7.00 of 11.0 GiB"), (0.5, "it still does not fit: 11.5 of")])
-def test_a_suggestion_says_whether_the_plan_then_fits(saves, outcome):
-    forecast = Forecast(6 * GIB, 11 * GIB, 12 * GIB, 6 * GIB, 12 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
-    plan = Plan(SimpleNamespace(), {}, find_card("rtx-3060"), Verdict.NO_FIT, forecast=forecast, budget_bytes=11 * GIB)
-    item = Suggestion("lora_r=8", round(saves * GIB), round((12 - saves) * GIB), "a smaller adapter")
-    assert outcome in suggestion(item, plan)
 
 
 def test_the_first_card_that_contains_a_cards_name_is_that_card():

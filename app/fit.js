@@ -1,0 +1,71 @@
+// The Fit page: which phase and part are shown, its buttons' messages to the server, the drawer, and focus across answers.
+// Gradio replaces the HTML of an answer, so what a person chose here is applied anew and a replaced control has the focus again.
+const state = { phase: "train", part: "", focus: "", sent: 0 };
+
+const apply = () => {
+  for (const panel of document.querySelectorAll(".ft-phase")) panel.hidden = panel.dataset.phase !== state.phase;
+  for (const button of document.querySelectorAll("[data-phase-button]")) button.setAttribute("aria-pressed", button.dataset.phaseButton === state.phase);
+  for (const panel of document.querySelectorAll(".ft-phase")) {
+    const explained = panel.querySelector(`.ft-why[data-why="${state.part}"]`) ? state.part : "";
+    for (const text of panel.querySelectorAll(".ft-why")) text.hidden = text.dataset.why !== explained;
+    for (const part of panel.querySelectorAll("[data-part-button]")) {
+      const chosen = explained !== "" && part.dataset.partButton === explained;
+      if (part.matches("button")) part.setAttribute("aria-pressed", chosen);
+      else part.classList.toggle("on", chosen);
+    }
+  }
+  if (state.focus && document.activeElement === document.body) document.querySelector(`[data-key="${state.focus}"]`)?.focus({ preventScroll: true });
+};
+
+const send = (message) => {
+  const box = document.querySelector("#fit-act textarea, #fit-act input");
+  if (!box) return;
+  state.sent += 1;
+  box.value = JSON.stringify({ ...JSON.parse(message), sent: state.sent });
+  box.dispatchEvent(new Event("input", { bubbles: true }));
+};
+
+const drawer = (open) => {
+  document.body.toggleAttribute("data-drawer-open", open);
+  document.querySelector("[data-drawer][aria-expanded]")?.setAttribute("aria-expanded", open);
+  document.querySelector(open ? "#fit-drawer [data-drawer]" : "#fit-go [data-drawer]")?.focus();
+};
+
+document.addEventListener("focusin", ({ target }) => { state.focus = target.dataset?.key ?? ""; });
+document.addEventListener("click", ({ target }) => {
+  const element = target.closest?.("[data-phase-button], [data-part-button], [data-act], [data-drawer]");
+  if (!element) return;
+  const { phaseButton, partButton, act } = element.dataset;
+  if (phaseButton) state.phase = phaseButton;
+  else if (partButton) state.part = state.part === partButton ? "" : partButton;
+  else if (act) {
+    for (const bar of element.role === "radio" ? element.parentNode.children : []) {
+      bar.setAttribute("aria-checked", bar === element);
+      bar.tabIndex = bar === element ? 0 : -1;
+    }
+    send(act);
+  } else drawer(!document.body.hasAttribute("data-drawer-open"));
+  apply();
+});
+// Under the bars: what the one under the pointer or with the focus would change.
+const tell = ({ target }) => {
+  for (const said of document.querySelectorAll("[data-said]")) {
+    const bar = target.closest?.('.ft-bars [role="radio"]');
+    const own = bar && said.closest(".ft-knob")?.contains(bar);
+    said.textContent = own ? bar.getAttribute("aria-label") : said.dataset.said;
+  }
+};
+document.addEventListener("mouseover", tell);
+document.addEventListener("focusin", tell);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && document.body.hasAttribute("data-drawer-open")) drawer(false);
+  if (!event.target.matches?.('.ft-bars [role="radio"]')) return;
+  const bars = [...event.target.parentNode.children];
+  const now = bars.indexOf(event.target);
+  const next = { ArrowRight: now + 1, ArrowUp: now + 1, ArrowLeft: now - 1, ArrowDown: now - 1, Home: 0, End: bars.length - 1 }[event.key];
+  if (next === undefined || !bars[next]) return;
+  event.preventDefault();
+  bars[next].focus();
+  bars[next].click();
+});
+new MutationObserver(apply).observe(document.documentElement, { childList: true, subtree: true });

@@ -1,0 +1,93 @@
+"""What was chosen and why, and the other plans, as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from finetune.planner.plan import Alternative, Plan, Verdict
+
+from .fit import action
+from .markup import Safe, inert, table
+from .words import gib, in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
+
+#: Settings of which the reason is shown first: name, and the setting that has the reason.
+_FIRST = (
+    ("Precision", "load_in_4bit"), ("Recomputation", "activation_checkpointing"),
+    ("Micro-batch", "per_device_train_batch_size"),
+    ("Optimizer", "optim"), ("Adapters", "lora_r"), ("Learning rate", "learning_rate"),
+)  # fmt: skip
+
+
+def chosen(plan: Plan) -> str:
+    """Six settings with their reasons, then all."""
+    settings = plan.settings
+    modules = settings.target_modules
+    kinds = f"{len(modules)} kinds of layer" if isinstance(modules, list) else str(modules)
+    layers = "every linear layer" if modules == "all-linear" else kinds
+    values = (
+        precision(settings), recomputation(settings), micro_batch(settings), optimizer(settings),
+        f"rank {settings.lora_r}, {layers}", f"{settings.learning_rate:g}, {settings.lr_scheduler_type}",
+    )  # fmt: skip
+    rows = [[name, value, plan.reasons.get(key, "yours")] for (name, key), value in zip(_FIRST, values, strict=True)]
+    first = table(["setting", "value", "reason"], rows, "What was chosen, and why", hidden_caption=True)
+    every = [[name, _value(getattr(settings, name, None)), reason] for name, reason in plan.reasons.items()]
+    rest = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
+    return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{rest}</details>'
+
+
+def other_plans(plan: Plan, *, complete: bool) -> str:
+    """Plans of the same settings that fit in other ways: a picture of speed over memory, and a list to choose from."""
+    if len(plan.alternatives) < 2:
+        return f'<p class="ft-note">{"There is no other way to fit these settings." if complete else "being planned …"}</p>'
+    budget = plan.budget_bytes or plan.card.free_bytes
+    rows = [
+        [_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, _at_most(row, budget)]
+        for row in plan.alternatives
+    ]
+    return _scatter(plan.alternatives, budget) + table(
+        ["plan", ">tokens/s", ">at most"], rows, "Other plans", hidden_caption=True
+    )
+
+
+def _choice(row: Alternative, plan: Plan) -> Safe:
+    if row.chosen:
+        return Safe(
+            f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>chosen · {inert(micro_batch(plan.settings))}</small>"
+        )
+    words = inert(in_words(row.differs))
+    if row.verdict == Verdict.NO_FIT:
+        return Safe(f"{words}<br><small>too big</small>")
+    return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{words}</button>')
+
+
+def _at_most(row: Alternative, budget: int) -> Safe:
+    css = "bad" if row.peak_high_bytes > budget else ""
+    return Safe(f'<span class="ft-size {css}">{gib(row.peak_high_bytes)}</span>')
+
+
+def _scatter(rows: Sequence[Alternative], budget: int) -> str:
+    """Tokens per second over GiB at most, the budget drawn in; empty where speeds are not known. The table has the same."""
+    shown = [(row.peak_high_bytes, row.tokens_per_s, row) for row in rows if row.tokens_per_s]
+    if len(shown) < 2:
+        return ""
+    left, right = min(budget, *(size for size, _, _ in shown)) * 0.92, max(budget, *(size for size, _, _ in shown)) * 1.05
+    top = max(speed for _, speed, _ in shown) * 1.03
+    bottom = min(speed for _, speed, _ in shown) * 0.97
+    limit = 100 * (budget - left) / (right - left)
+    points = "".join(
+        f'<i class="{"chosen" if row.chosen else "over" if size > budget else ""}" '
+        f'style="left:{100 * (size - left) / (right - left):.1f}%;bottom:{100 * (speed - bottom) / (top - bottom):.1f}%"></i>'
+        for size, speed, row in shown
+    )
+    return (
+        f'<div class="ft-scatter" aria-hidden="true"><span class="limit" style="left:{limit:.1f}%"></span>{points}'
+        f'<em class="y">{top / 1.03:,.0f} tokens/s</em>'
+        f'<em class="x" style="right:{max(0.0, 101 - limit):.1f}%">{gib(budget)} may be used</em></div>'
+    )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,99 @@
+"""What another value of a setting would cost, as bars made from plans; a plan that is not made yet is an outline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from finetune.units import GIB
+
+from ..planning.what_if import Outcome
+from .fit import action
+from .markup import inert
+from .words import gib
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What bars show: how to read it, how to write it on a bar, and its name."""
+
+    value: Callable[[Outcome], float | None]
+    text: Callable[[float], str]
+    name: str
+
+
+_TIME = Measure(lambda outcome: outcome.seconds, lambda seconds: _minutes(seconds), "minutes of training")
+_SPEED = Measure(lambda outcome: outcome.tokens_per_s, lambda speed: f"{speed:,.0f}", "tokens/s")
+_SIZE = Measure(lambda outcome: outcome.peak_high_bytes, lambda size: f"{size / GIB:.1f}", "GiB at most")
+
+
+def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, *, is_auto: bool) -> str:
+    """Bars of one setting, `now` the plan that is shown."""
+    measure = measure_of(outcomes)
+    highest = max((measure.value(outcome) or 0.0 for outcome in outcomes), default=0.0) or 1.0
+    bars = "".join(_bar(name, outcome, now, measure, highest) for outcome in outcomes)
+    auto = (
+        '<span class="ft-badge">auto</span>' if is_auto
+        else f'<button type="button" class="ft-small" data-key="auto-{name}" {action(auto=name)}>back to auto</button>'
+    )  # fmt: skip
+    return (
+        f'<div class="ft-knob"><div class="ft-bars" role="radiogroup" aria-label="{inert(label)}: {measure.name}">{bars}</div>'
+        f'<p class="ft-note">{auto} <span data-said="{inert(compared(now, now))}">{inert(compared(now, now))}</span></p></div>'
+    )
+
+
+def measure_of(outcomes: Sequence[Outcome]) -> Measure:
+    """Time where it is known, else speed, else memory."""
+    return next((measure for measure in (_TIME, _SPEED) if any(measure.value(outcome) for outcome in outcomes)), _SIZE)
+
+
+def compared(outcome: Outcome, now: Outcome) -> str:
+    """The way a plan fits and what it costs against the plan that is shown."""
+    if outcome.problem:
+        return outcome.problem
+    if not outcome.is_made:
+        return "not planned yet"
+    parts = [outcome.way]
+    if outcome.value != now.value:
+        parts += [_slower(outcome, now), _memory(outcome, now)]
+    if not outcome.fits:
+        over = (outcome.peak_high_bytes or 0) - (outcome.budget_bytes or 0)
+        parts.append(f"too big by {gib(over)}")
+    return " · ".join(filter(None, [*parts, outcome.rows_problem]))
+
+
+def _slower(outcome: Outcome, now: Outcome) -> str:
+    if not outcome.tokens_per_s or not now.tokens_per_s:
+        return ""
+    change = round(100 * (outcome.tokens_per_s / now.tokens_per_s - 1))
+    return f"{abs(change)} % {'slower' if change < 0 else 'faster'}" if change else "same speed"
+
+
+def _memory(outcome: Outcome, now: Outcome) -> str:
+    if outcome.peak_high_bytes is None or now.peak_high_bytes is None:
+        return ""
+    change = outcome.peak_high_bytes - now.peak_high_bytes
+    return f"{gib(abs(change))} {'less' if change < 0 else 'more'}"
+
+
+def _bar(name: str, outcome: Outcome, now: Outcome, measure: Measure, highest: float) -> str:
+    checked, value = outcome.value == now.value, measure.value(outcome)
+    css = "none" if value is None else "" if outcome.fits else "over"
+    height = 0.0 if value is None else max(0.04, value / highest)
+    text = "×" if outcome.problem else "" if value is None else measure.text(value)
+    spoken = "" if value is None else f"{measure.text(value)} {measure.name}, "
+    label = f"{outcome.value:,}: {spoken}{compared(outcome, now)}"
+    return (
+        f'<button type="button" role="radio" aria-checked="{str(checked).lower()}" tabindex="{0 if checked else -1}" '
+        f'class="{css}" data-key="{name}-{outcome.value}" {action(set=name, value=outcome.value)} style="--h:{height:.3f}" '
+        f'aria-label="{inert(label)}"><em>{inert(text)}</em><span>{_short(outcome.value)}</span></button>'
+    )
+
+
+def _minutes(seconds: float) -> str:
+    whole = seconds / 60
+    return f"{whole:,.0f}" if whole >= 9.5 else f"{whole:.1f}"
+
+
+def _short(value: int) -> str:
+    return f"{value / 1024:g}k" if value >= 1024 and value % 512 == 0 else str(value)
