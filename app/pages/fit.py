@@ -78,7 +78,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         listens = [component.input] if row.choices else [component.submit, component.blur]
         for listen in listens:
             listen(functools.partial(view.set_field, row), [component, tab], edited, **QUIET)
-    layout.act.input(view.act, layout.act, edited, **QUIET)
+    layout.act.change(view.act, layout.act, edited, **QUIET)
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
     layout.start.click(view.start, layout.force, [layout.progress, mine], **BUTTON)

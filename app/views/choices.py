@@ -32,8 +32,8 @@ def chosen(plan: Plan) -> str:
     rows = [[name, value, plan.reasons.get(key, "yours")] for (name, key), value in zip(_FIRST, values, strict=True)]
     first = table(["setting", "value", "reason"], rows, "What was chosen, and why", hidden_caption=True)
     every = [[name, _value(getattr(settings, name, None)), reason] for name, reason in plan.reasons.items()]
-    rest = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
-    return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{rest}</details>'
+    all_settings = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
+    return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{all_settings}</details>'
 
 
 def other_plans(plan: Plan, *, complete: bool) -> str:
@@ -55,10 +55,10 @@ def _choice(row: Alternative, plan: Plan) -> Safe:
         return Safe(
             f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>chosen · {inert(micro_batch(plan.settings))}</small>"
         )
-    words = inert(in_words(row.differs))
+    change = inert(in_words(row.differs))
     if row.verdict == Verdict.NO_FIT:
-        return Safe(f"{words}<br><small>too big</small>")
-    return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{words}</button>')
+        return Safe(f"{change}<br><small>too big</small>")
+    return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
 
 
 def _at_most(row: Alternative, budget: int) -> Safe:

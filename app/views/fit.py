@@ -233,8 +233,8 @@ def _smaller_button(plan: Plan, key: str) -> str:
     for row in plan.alternatives:
         if setting and setting in override_values(row.differs) and row.peak_high_bytes < upper:
             slower = _slower(plan, row.tokens_per_s)
-            words = f"{in_words(row.differs)}: {gib(upper - row.peak_high_bytes)} less{slower}"
-            return f'<button type="button" class="ft-small" {action(override=row.differs)}>{inert(words)}</button>'
+            label = f"{in_words(row.differs)}: {gib(upper - row.peak_high_bytes)} less{slower}"
+            return f'<button type="button" class="ft-small" {action(override=row.differs)}>{inert(label)}</button>'
     return ""
 
 
