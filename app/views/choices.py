@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from finetune.planner.choices import AS_SET
 from finetune.planner.plan import Alternative, Plan, Verdict
 
 from .fit import action
@@ -29,9 +30,9 @@ def chosen(plan: Plan) -> str:
         precision(settings), recomputation(settings), micro_batch(settings), optimizer(settings),
         f"rank {settings.lora_r}, {layers}", f"{settings.learning_rate:g}, {settings.lr_scheduler_type}",
     )  # fmt: skip
-    rows = [[name, value, plan.reasons.get(key, "yours")] for (name, key), value in zip(_FIRST, values, strict=True)]
+    rows = [[name, value, _reason(plan.reasons.get(key, ""))] for (name, key), value in zip(_FIRST, values, strict=True)]
     first = table(["setting", "value", "reason"], rows, "What was chosen, and why", hidden_caption=True)
-    every = [[name, _value(getattr(settings, name, None)), reason] for name, reason in plan.reasons.items()]
+    every = [[name, _value(getattr(settings, name, None)), _reason(reason)] for name, reason in plan.reasons.items()]
     all_settings = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
     return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{all_settings}</details>'
 
@@ -85,6 +86,10 @@ def _scatter(rows: Sequence[Alternative], budget: int) -> str:
         f'<em class="y">{top / 1.03:,.0f} tokens/s</em>'
         f'<em class="x" style="right:{max(0.0, 101 - limit):.1f}%">{gib(budget)} may be used</em></div>'
     )
+
+
+def _reason(reason: str) -> str:
+    return "yours" if reason in ("", AS_SET) else reason
 
 
 def _value(value: object) -> str:
