@@ -24,7 +24,7 @@ from ..context import Context
 from ..planning.blocker import Blocker, blocker_of
 from ..planning.draft import TYPED, Edited, command_line
 from ..planning.planner import SupersededError
-from ..planning.what_if import outcome_of
+from ..planning.what_if import Outcomes, outcome_of
 from ..views import choices as choices_view
 from ..views import fit as fit_view
 from ..views import plan as plan_view
@@ -109,6 +109,7 @@ class _View:
         self._question: _Question | None = None
         self._lock = threading.Lock()
         self._compared = ""
+        self._outcomes = Outcomes(context.planner.outcomes_path)
         #: The newest answer: the draft's stamp, the draft and its plan.
         self._latest: tuple[str, Edited, Plan | None] | None = None
 
@@ -269,7 +270,7 @@ class _View:
 
     def _ahead(self) -> str:
         """Changes with the plan that is shown, and with each one that was made ahead."""
-        return fingerprint(self._latest[0] if self._latest else "", self.context.planner.outcomes.count)
+        return fingerprint(self._latest[0] if self._latest else "", self._outcomes.count)
 
     def what_if(self) -> list[Any]:
         """Bars of each number: plans at other values."""
@@ -279,7 +280,7 @@ class _View:
         bars = []
         for name, (label, _) in NUMBERS.items():
             now = outcome_of(plan, getattr(plan.settings, name), plan_in_words(plan.settings))
-            around = self.context.planner.outcomes.around(edited.recipe, plan, name, now)
+            around = self._outcomes.around(edited.recipe, plan, name, now)
             is_auto = edited.values.get(name) in (None, "auto")
             bars.append(what_if_view.what_if(name, label, around, now, is_auto=is_auto))
         return bars

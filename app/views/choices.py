@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from finetune.planner.choices import AS_SET
 from finetune.planner.plan import Alternative, Plan, Verdict
 
 from .fit import action
@@ -18,6 +17,9 @@ _FIRST = (
     ("Micro-batch", "per_device_train_batch_size"),
     ("Optimizer", "optim"), ("Adapters", "lora_r"), ("Learning rate", "learning_rate"),
 )  # fmt: skip
+
+#: The planner's reason for what a recipe sets (`AS_SET` of finetune.planner.choices).
+_AS_SET = "as the recipe sets it"
 
 
 def chosen(plan: Plan) -> str:
@@ -89,7 +91,7 @@ def _scatter(rows: Sequence[Alternative], budget: int) -> str:
 
 
 def _reason(reason: str) -> str:
-    return "yours" if reason in ("", AS_SET) else reason
+    return "yours" if reason in ("", _AS_SET) else reason
 
 
 def _value(value: object) -> str:

@@ -130,7 +130,7 @@ def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
             *_training(plan),
             Part(
                 "overhead",
-                f"{'Process' if card.is_cpu else 'CUDA'} and allocator",
+                owner,
                 beyond,
                 f"{whose}, and memory that the allocator holds and can't use.",
             ),

@@ -68,8 +68,8 @@ def test_numbers_have_one_form():
 
 
 def test_a_plan_that_was_not_made_has_an_outline_and_no_number():
-    made = Outcome(16, "4-bit weights", 5 * GIB, 11 * GIB, 600.0, 3000.0)
-    html = what_if.what_if("lora_r", "LoRA rank", [Outcome(8), made, Outcome(32, problem="no")], made, is_auto=True)
+    planned = Outcome(16, "4-bit weights", 5 * GIB, 11 * GIB, 600.0, 3000.0)
+    html = what_if.what_if("lora_r", "LoRA rank", [Outcome(8), planned, Outcome(32, problem="no")], planned, is_auto=True)
     assert 'class="none"' in html and 'aria-label="8: not planned yet"><em></em>' in html
     assert "16: 10 minutes of training, 4-bit weights" in html and "×" in html
 
