@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import secrets
@@ -130,10 +131,12 @@ class _View:
     def answer(self, price: float | None, tab: str) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
         stamp, edited = self.context.draft.stamp, self.context.draft.read()
-        try:
-            shown, plan = self._shown(edited, _price(price))
-        except SupersededError:
-            return gr.skip()
+        shown: list[Any] = []
+        while not shown:  # a question for the same recipe with its other plans may have ended this one
+            if stamp != self.context.draft.stamp:
+                return gr.skip()
+            with contextlib.suppress(SupersededError):
+                shown, plan = self._shown(edited, _price(price))
         if stamp != self.context.draft.stamp:
             return gr.skip()
         self._latest = stamp, edited, plan
