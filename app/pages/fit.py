@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import secrets
@@ -24,7 +25,7 @@ from ..context import Context
 from ..planning.blocker import Blocker, blocker_of
 from ..planning.draft import TYPED, Edited, command_line
 from ..planning.planner import SupersededError
-from ..planning.what_if import outcome_of
+from ..planning.what_if import Outcomes, outcome_of
 from ..views import choices as choices_view
 from ..views import fit as fit_view
 from ..views import plan as plan_view
@@ -78,7 +79,7 @@ def build(context: Context, page: gr.Blocks) -> None:
         listens = [component.input] if row.choices else [component.submit, component.blur]
         for listen in listens:
             listen(functools.partial(view.set_field, row), [component, tab], edited, **QUIET)
-    layout.act.input(view.act, layout.act, edited, **QUIET)
+    layout.act.change(view.act, layout.act, edited, **QUIET)
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
     layout.start.click(view.start, layout.force, [layout.progress, mine], **BUTTON)
@@ -109,6 +110,7 @@ class _View:
         self._question: _Question | None = None
         self._lock = threading.Lock()
         self._compared = ""
+        self._outcomes = Outcomes(context.planner.outcomes_path)
         #: The newest answer: the draft's stamp, the draft and its plan.
         self._latest: tuple[str, Edited, Plan | None] | None = None
 
@@ -127,11 +129,12 @@ class _View:
 
     def answer(self, price: float | None, tab: str) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
-        asked = self.context.draft.version()
-        try:
-            shown, plan = self._shown(asked.edited, _price(price))
-        except SupersededError:
-            return gr.skip()
+        asked, shown, plan = self.context.draft.version(), [], None
+        while not shown:  # a question for the same recipe with its other plans may have ended this one
+            if asked.stamp != self.context.draft.stamp:
+                return gr.skip()
+            with contextlib.suppress(SupersededError):
+                shown, plan = self._shown(asked.edited, _price(price))
         now = self.context.draft.version()
         if asked.stamp != now.stamp:
             return gr.skip()
@@ -273,7 +276,7 @@ class _View:
 
     def _ahead(self) -> str:
         """Changes with the plan that is shown, and with each one that was made ahead."""
-        return fingerprint(self._latest[0] if self._latest else "", self.context.planner.outcomes.count)
+        return fingerprint(self._latest[0] if self._latest else "", self._outcomes.count)
 
     def what_if(self) -> list[Any]:
         """Bars of each number: plans at other values."""
@@ -283,7 +286,7 @@ class _View:
         bars = []
         for name, (label, _) in NUMBERS.items():
             now = outcome_of(plan, getattr(plan.settings, name), plan_in_words(plan.settings))
-            around = self.context.planner.outcomes.around(edited.recipe, plan, name, now)
+            around = self._outcomes.around(edited.recipe, plan, name, now)
             is_auto = edited.values.get(name) in (None, "auto")
             bars.append(what_if_view.what_if(name, label, around, now, is_auto=is_auto))
         return bars

@@ -13,7 +13,6 @@ from finetune.errors import FinetuneError
 
 from ..process import start_helper
 from ..workspace import Workspace
-from .what_if import Outcomes
 
 #: Seconds without output after which the process is ended.
 DEADLINE_S = 300.0
@@ -40,9 +39,8 @@ class Planner:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._log = workspace.folder("planner") / "log.txt"
-        self._outcomes = workspace.folder("planner") / "outcomes.jsonl"
-        #: Plans at other values, made ahead.
-        self.outcomes = Outcomes(self._outcomes)
+        #: The file of plans at other values, made ahead.
+        self.outcomes_path = workspace.folder("planner") / "outcomes.jsonl"
         self._process: subprocess.Popen[str] | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._numbers, self._newest_plan = itertools.count(1), 0
@@ -92,7 +90,7 @@ class Planner:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            self._process = start_helper(self._workspace, ".planning.process", str(self._outcomes), log=self._log)
+            self._process = start_helper(self._workspace, ".planning.process", str(self.outcomes_path), log=self._log)
         return self._process
 
     def _send(self, process: subprocess.Popen[str], message: dict[str, Any]) -> None:

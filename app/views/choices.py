@@ -18,6 +18,9 @@ _FIRST = (
     ("Optimizer", "optim"), ("Adapters", "lora_r"), ("Learning rate", "learning_rate"),
 )  # fmt: skip
 
+#: The planner's reason for what a recipe sets (`AS_SET` of finetune.planner.choices).
+_AS_SET = "as the recipe sets it"
+
 
 def chosen(plan: Plan) -> str:
     """Six settings with their reasons, then all."""
@@ -29,11 +32,11 @@ def chosen(plan: Plan) -> str:
         precision(settings), recomputation(settings), micro_batch(settings), optimizer(settings),
         f"rank {settings.lora_r}, {layers}", f"{settings.learning_rate:g}, {settings.lr_scheduler_type}",
     )  # fmt: skip
-    rows = [[name, value, plan.reasons.get(key, "yours")] for (name, key), value in zip(_FIRST, values, strict=True)]
+    rows = [[name, value, _reason(plan.reasons.get(key, ""))] for (name, key), value in zip(_FIRST, values, strict=True)]
     first = table(["setting", "value", "reason"], rows, "What was chosen, and why", hidden_caption=True)
-    every = [[name, _value(getattr(settings, name, None)), reason] for name, reason in plan.reasons.items()]
-    rest = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
-    return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{rest}</details>'
+    every = [[name, _value(getattr(settings, name, None)), _reason(reason)] for name, reason in plan.reasons.items()]
+    all_settings = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
+    return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{all_settings}</details>'
 
 
 def other_plans(plan: Plan, *, complete: bool) -> str:
@@ -55,10 +58,10 @@ def _choice(row: Alternative, plan: Plan) -> Safe:
         return Safe(
             f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>chosen · {inert(micro_batch(plan.settings))}</small>"
         )
-    words = inert(in_words(row.differs))
+    change = inert(in_words(row.differs))
     if row.verdict == Verdict.NO_FIT:
-        return Safe(f"{words}<br><small>too big</small>")
-    return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{words}</button>')
+        return Safe(f"{change}<br><small>too big</small>")
+    return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
 
 
 def _at_most(row: Alternative, budget: int) -> Safe:
@@ -85,6 +88,10 @@ def _scatter(rows: Sequence[Alternative], budget: int) -> str:
         f'<em class="y">{top / 1.03:,.0f} tokens/s</em>'
         f'<em class="x" style="right:{max(0.0, 101 - limit):.1f}%">{gib(budget)} may be used</em></div>'
     )
+
+
+def _reason(reason: str) -> str:
+    return "yours" if reason in ("", _AS_SET) else reason
 
 
 def _value(value: object) -> str:

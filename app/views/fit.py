@@ -123,11 +123,17 @@ def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
     budget = min(plan.budget_bytes or card.free_bytes, card.total_bytes)
     if phase == "train":
         whose = "Libraries of the process" if card.is_cpu else "The CUDA context"
+        owner = "Process and allocator" if card.is_cpu else "CUDA and allocator"
         beyond = max(0, forecast.peak_bytes - forecast.allocated_bytes)
         spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
         parts = [
             *_training(plan),
-            Part("overhead", "CUDA and allocator", beyond, f"{whose}, and memory that the allocator holds and can't use."),
+            Part(
+                "overhead",
+                owner,
+                beyond,
+                f"{whose}, and memory that the allocator holds and can't use.",
+            ),
             Part("spread", "May be needed", spread, "How far it can go above the forecast. The plan must fit with all of it."),
         ]
     else:
@@ -233,8 +239,8 @@ def _smaller_button(plan: Plan, key: str) -> str:
     for row in plan.alternatives:
         if setting and setting in override_values(row.differs) and row.peak_high_bytes < upper:
             slower = _slower(plan, row.tokens_per_s)
-            words = f"{in_words(row.differs)}: {gib(upper - row.peak_high_bytes)} less{slower}"
-            return f'<button type="button" class="ft-small" {action(override=row.differs)}>{inert(words)}</button>'
+            label = f"{in_words(row.differs)}: {gib(upper - row.peak_high_bytes)} less{slower}"
+            return f'<button type="button" class="ft-small" {action(override=row.differs)}>{inert(label)}</button>'
     return ""
 
 

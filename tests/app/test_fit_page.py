@@ -135,6 +135,20 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(v
     assert view.context.draft.stamp in newest and "rank 64" in newest[5]
 
 
+def test_a_plan_that_its_own_comparison_ended_is_asked_for_again(view):
+    ask, asked = view.context.planner.ask, []
+
+    def ended_once(kind, **values):
+        asked.append(values["compare"])
+        if len(asked) == 1:
+            view._compared = values["recipe"]  # another tab asks for the other plans of the same recipe
+            raise SupersededError
+        return ask(kind, **values)
+
+    view.context.planner.ask = ended_once
+    assert view.context.draft.stamp in view.answer(0, "one") and asked == [False, True]
+
+
 def test_work_on_a_plan_ends_when_a_newer_one_was_asked_for():
     inbox = Inbox(iter(['{"kind": "newest", "number": 2}\n']))
     assert list(inbox) == []

@@ -277,26 +277,35 @@ def drafted(served):
     return [recipe.max_length, recipe.lora_r, recipe.effective_batch_size]
 
 
-def test_no_drag_of_a_slider_is_lost(served, visit):
+def test_no_choice_of_a_bar_is_lost(served, visit):
     write_recipe(served, max_length=256, lora_r=16, effective_batch_size=8, per_device_train_batch_size="auto")
     page = visit("fit")
-    settled(page)
-    for name, share in (("rank", 0.3), ("length", 0.02), ("batch", 0.1), ("rank", 0.7), ("batch", 0.2), ("length", 0.04)):
-        box = page.locator(f"#fit-{name} input[type=range]").bounding_box()
-        middle = box["y"] + box["height"] / 2
-        page.mouse.move(box["x"] + 0.5 * box["width"], middle)
-        page.mouse.down()
-        page.mouse.move(box["x"] + share * box["width"], middle, steps=12)
-        page.mouse.up()
-        released = int(page.input_value(f"#fit-{name} input[type=number]"))
-        page.wait_for_timeout(150)
-        assert int(page.input_value(f"#fit-{name} input[type=number]")) == released
-    shown = settled(page)
-    assert shown == drafted(served) and shown != [256, 16, 8]
-    assert f"lora_r: {shown[1]}" in page.input_value("#fit-yaml textarea")
-    assert page.locator("#fit-rank .reset-button").count() == 0
-    page.click("#fit-auto")
+    page.wait_for_selector("#fit-rank-bars [role=radio]")
+    for name, key in (("rank", "lora_r-64"), ("length", "max_length-512"), ("batch", "effective_batch_size-16")):
+        page.click(f"#fit-{name}-bars [data-key='{key}']")
+    page.wait_for_selector("#fit-batch-bars [data-key='effective_batch_size-16'][aria-checked=true]")
+    page.focus("#fit-rank-bars [data-key='lora_r-64']")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('#fit-rank input').value === '128'")
+    page.wait_for_selector("#fit-reasons >> text=rank 128")
+    assert settled(page) == drafted(served) == [512, 128, 16]
+    assert page.evaluate("document.activeElement.dataset.key") == "lora_r-128"  # though its answer has replaced it
+    page.click("[data-key='auto-lora_r']")
     page.wait_for_function("!document.querySelector('#fit-yaml textarea').value.includes('lora_r')")
+    write_recipe(served)
+
+
+def test_parts_and_phases_stay_chosen_when_a_new_plan_comes(served, visit):
+    write_recipe(served, lora_r=16)
+    page = visit("fit")
+    page.click(".ft-phase[data-phase=train] button[data-part-button=activations]")
+    page.wait_for_selector(".ft-why[data-why=activations] >> text=Activations.")
+    page.click("[data-phase-button=load]")
+    page.fill("#fit-rank input[type=number]", "24")
+    page.wait_for_selector("#fit-reasons >> text=rank 24")
+    assert page.is_visible(".ft-phase[data-phase=load]") and page.is_hidden(".ft-phase[data-phase=train]")
+    page.click("[data-phase-button=train]")
+    assert page.is_visible(".ft-phase[data-phase=train] .ft-why[data-why=activations]")
     write_recipe(served)
 
 
@@ -318,6 +327,7 @@ def test_typed_deleted_and_pasted_text_is_taken(served, visit):
     write_recipe(served)
     page = visit("fit")
     settled(page)
+    page.click("#fit-go [data-drawer]")
     page.focus("#fit-yaml textarea")
     page.keyboard.press("Control+End")
     page.keyboard.type("max_grad_norm: 77")
@@ -375,15 +385,12 @@ def test_a_button_removes_what_blocks_a_run(served, visit):
     write_recipe(served)
 
 
-def test_alternatives_are_forecast_on_request(served, visit):
+def test_other_plans_are_forecast_by_themselves(served, visit):
     write_recipe(served, gpu="rtx-3060", activation_checkpointing="auto", optim="auto")
     try:
         page = visit("fit")
         page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-        before = page.locator("#fit-alternatives tbody tr").count()
-        page.click("#fit-compare")
-        page.wait_for_function(f"document.querySelectorAll('#fit-alternatives tbody tr').length > {before}")
-        assert "optim=adamw_8bit" in page.inner_text("#fit-alternatives")
+        page.wait_for_selector("#fit-alternatives >> text=Use the 8-bit optimizer")
     finally:
         write_recipe(served)
 
@@ -393,6 +400,7 @@ def test_remote_code_can_not_be_switched_on_from_the_page(served, visit):
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
     page.wait_for_function("document.querySelector('#fit-yaml textarea').value.length > 20")
     text = page.input_value("#fit-yaml textarea")
+    page.click("#fit-go [data-drawer]")
     page.fill("#fit-yaml textarea", f"{text}\ntrust_remote_code: true\nmodel_revision: {'a' * 40}\n")
     page.wait_for_selector("#fit-trouble >> text=trust_remote_code")
     assert page.locator("#fit-start").is_disabled()
