@@ -315,7 +315,7 @@ class _View:
             plan = self._plan(edited.recipe)
         except FinetuneError as error:
             return self._unknown(problem(error.title, error.problems, error.fix)), None
-        blocked = blocker_of(edited.recipe, plan)
+        blocked = blocker_of(edited.recipe, plan, self.context.workspace.root)
         complete = write_recipe(edited.recipe) == self._compared
         too_big = plan.verdict == Verdict.NO_FIT
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetune.card import find_card
 from finetune.card.device_selection import cards_here
@@ -30,8 +31,11 @@ class Blocker:
     elsewhere: bool = False
 
 
-def blocker_of(recipe: Recipe, plan: Plan) -> Blocker | None:
-    """The first reason why a run of this plan would not start on this machine; None when none is known."""
+def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
+    """The first reason why a run of this plan would not start on this machine; None when none is known.
+
+    `folder`: where relative paths of the recipe start; the page's own process is elsewhere.
+    """
     if plan.data_problem:
         problems, fix = list(plan.data_problem.problems), plan.data_problem.fix
         setting = _SETTING.search(fix)
@@ -39,9 +43,10 @@ def blocker_of(recipe: Recipe, plan: Plan) -> Blocker | None:
         return Blocker(DataError.title, problems, fix, _label(override, problems), override)
     if plan.data is None:
         try:
-            find_sources(recipe.dataset.path, only_split=recipe.dataset.split is not None)
+            for path in [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path:
+                _require_data(path, folder, only_split=recipe.dataset.split is not None)
         except DataError as error:
-            return Blocker(error.title, error.problems, error.fix)
+            return Blocker(error.title, error.problems, error.fix.replace(str(Path.cwd()), str(folder)))
     if plan.card.problem:
         return Blocker("No run can use this card now", [plan.card.problem], plan.card.problem_fix)
     try:
@@ -51,6 +56,15 @@ def blocker_of(recipe: Recipe, plan: Plan) -> Blocker | None:
         label, override = ("Use this machine's card", f"gpu={AUTO}") if here else ("", "")
         return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
     return None
+
+
+def _require_data(path: str, folder: Path, *, only_split: bool) -> None:
+    """Raise DataError for a path that is neither a file or folder from `folder` on, nor bundled, nor an id on the hub.
+
+    Patterns are left to the run.
+    """
+    if not (folder / path).exists() and not set("*?[") & set(path):
+        find_sources(path, only_split=only_split)
 
 
 def _label(override: str, problems: list[str]) -> str:

@@ -31,7 +31,7 @@ def _of_any_number(component: type) -> Any:
     return ABCMeta.__new__(type(component), f"AnyNumber{component.__name__}", (component,), attributes)
 
 
-NumberSlider, NumberBox = _of_any_number(gr.Slider), _of_any_number(gr.Number)
+NumberBox = _of_any_number(gr.Number)
 
 
 def change_trigger(elem_id: str | None = None) -> gr.HTML:

@@ -1,9 +1,11 @@
 """Fit: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
 
+import dataclasses
 import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import gradio as gr
 import pytest
@@ -179,25 +181,37 @@ def plan_of(**values):
 
 def test_a_missing_file_blocks_run_though_its_plan_fits(view):
     recipe, plan = plan_of(dataset="data/nothere.jsonl")
-    blocker = blocker_of(recipe, plan)
+    blocker = blocker_of(recipe, plan, Path.cwd())
     assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
     assert 'href="/"' in plan_view.blocker_note(blocker)
     assert 'ft-verdict warn"' in fit_view.verdict(plan, blocked=True)
 
 
+def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_process_is(view, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.jsonl").write_text("{}")
+    recipe, plan = plan_of(dataset="support")
+    recipe = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"path": "data/mine.jsonl"})})
+    unread = dataclasses.replace(plan, data=None)  # as where the model's tokenizer is not on this machine yet
+    monkeypatch.chdir("/")
+    assert blocker_of(recipe, unread, tmp_path) is None
+    missing = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"path": "else/mine.jsonl"})})
+    assert str(tmp_path) in blocker_of(missing, unread, tmp_path).fix
+
+
 def test_refused_rows_block_run_with_a_button_that_leaves_them_out(view, tmp_path):
     rows = dataset_paths("support")["train"].read_text()
     (tmp_path / "bad.jsonl").write_text(rows + '{"messages": []}\n' * 36)
-    blocker = blocker_of(*plan_of(dataset="bad.jsonl"))
+    blocker = blocker_of(*plan_of(dataset="bad.jsonl"), Path.cwd())
     assert (blocker.label, blocker.override) == ("Leave out 36 rows", "dataset.on_bad_rows=skip")
-    assert blocker_of(*plan_of(dataset={"path": "bad.jsonl", "on_bad_rows": "skip"})) is None
+    assert blocker_of(*plan_of(dataset={"path": "bad.jsonl", "on_bad_rows": "skip"}), Path.cwd()) is None
 
 
 def test_a_card_that_is_not_here_blocks_run(view):
-    blocker = blocker_of(*plan_of(gpu="rtx-3060"))
+    blocker = blocker_of(*plan_of(gpu="rtx-3060"), Path.cwd())
     assert blocker is not None and blocker.elsewhere and "rtx-3060" in blocker.problems[0]
     assert "Planned for another machine" in plan_view.blocker_note(blocker)
-    assert blocker_of(*plan_of()) is None
+    assert blocker_of(*plan_of(), Path.cwd()) is None
 
 
 def test_run_is_shown_blocked_with_its_remedy(view, tmp_path):

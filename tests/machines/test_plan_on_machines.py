@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     printed = json.loads(capsys.readouterr().out)
     page = Questions().answer({"kind": "plan", "recipe": write_recipe(recipe)})["plan"]
     assert printed["card"] == page["card"] and printed["card"]["uuid"].startswith("GPU-30911111")
-    blocker = blocker_of(recipe, Plan.from_json(page))
+    blocker = blocker_of(recipe, Plan.from_json(page), Path.cwd())
     assert "CPU-only build" in printed["card"]["problem"]
     assert "CPU-only build" in blocker.problems[0] and "Install the wheel" in blocker.fix
 
