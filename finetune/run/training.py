@@ -125,7 +125,7 @@ class RunTrainer(SFTTrainer):
         counted, self._counted = self._counted, {}
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
-        on_device = {name: count for name, count in counted.items() if torch.is_tensor(count)}
+        on_device = {name: count for name, count in counted.items() if isinstance(count, torch.Tensor)}
         counted |= zip(on_device, torch.stack([count.double() for count in on_device.values()]).tolist(), strict=True)
         sums = zip(counted, ranks.all_reduce_sum([float(count) for count in counted.values()]), strict=True)
         fractions = {name for name, count in on_device.items() if count.is_floating_point()}
