@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
@@ -318,8 +317,3 @@ def ready(plan: Plan, obstacle: str) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def settings_set(values: Mapping[str, object]) -> set[str]:
-    """Names of the settings that the recipe sets itself."""
-    return {name for name, value in values.items() if value not in (None, "auto")}
