@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from finetune.compat.transformers import enable_checkpointing
 from finetune.errors import RecipeError
 from finetune.model import configuration
-from finetune.model.adapters import attach_adapters, prepare_for_training, restore_master_precision, trainable_parameters
+from finetune.model.adapters import attach_adapters, cast_adapters, prepare_for_training, trainable_parameters
 from finetune.model.build import build_base
 from finetune.model.configuration import resolve_model_path
 from finetune.model.transformers_config import config_from, load_config
@@ -73,13 +73,14 @@ def test_compute_dtype_is_the_recipes(folder):
         assert build_base(recipe, load_config(recipe), device="cpu", weights=True).dtype == dtype
 
 
-def test_master_precision_is_restored_after_a_cast_to_bf16():
-    recipe = settings()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_have_the_recipes_dtype_after_trls_cast_to_bf16(dtype):
+    recipe = settings(adapter_dtype=dtype)
     model = attach_adapters(build_base(recipe, config_from(TINY, recipe), device="cpu", weights=False), recipe)
     for _, parameter in trainable_parameters(model):
         parameter.data = parameter.data.to(torch.bfloat16)
-    restore_master_precision(model)
-    assert {p.dtype for _, p in trainable_parameters(model)} == {torch.float32}
+    cast_adapters(model, recipe)
+    assert {p.dtype for _, p in trainable_parameters(model)} == {getattr(torch, dtype)}
 
 
 def test_evaluation_does_not_change_a_4bit_model_that_trains_on(folder):

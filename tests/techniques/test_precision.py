@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_training import adapted, batch, settings_for, trained
 
-from finetune.model.adapters import restore_master_precision
+from finetune.model.adapters import cast_trainable
 from finetune.model.cpu_adamw import CpuAdamW
 
 RATE = 1e-5  # the last part of a schedule
@@ -43,7 +43,7 @@ def test_bf16_adapters_lose_small_updates(base):
 
 def test_restored_adapters_keep_every_small_update(base):
     model = as_trl_leaves_them(base)
-    restore_master_precision(model)
+    cast_trainable(model, torch.float32)
     assert {parameter.dtype for parameter in trained(model)} == {torch.float32}
     assert moved_share(model, torch.optim.AdamW(trained(model), lr=RATE, weight_decay=0.0)) > 0.99
 
