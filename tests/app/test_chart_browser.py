@@ -24,7 +24,7 @@ from finetune.run.directory import RunDirectory
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "c" * 32
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-LONG_S = 60
+LONG_S = 150
 pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
