@@ -129,7 +129,8 @@ class _View:
 
     def answer(self, price: float | None, tab: str) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
-        asked, shown, plan = self.context.draft.version(), [], None
+        asked = self.context.draft.version()
+        shown: list[Any] = []
         while not shown:  # a question for the same recipe with its other plans may have ended this one
             if asked.stamp != self.context.draft.stamp:
                 return gr.skip()
