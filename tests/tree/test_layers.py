@@ -14,9 +14,10 @@ LAYERS = (
     "finetune.errors", "finetune.units", "finetune.gc_settings", "finetune.privacy", "finetune.printable", "finetune.system",
     "finetune.files",
     "finetune.serialise", "finetune.http_server", "finetune.compat", "finetune.hub", "finetune.requirements",
-    "finetune.events", "finetune.recipe", "finetune.bundled", "finetune.card", "finetune.data", "finetune.model",
-    "finetune.methods", "finetune.memory", "finetune.planner", "finetune.api", "finetune.distributed", "finetune.run",
-    "finetune.evaluate", "finetune.export", "finetune.serve", "finetune.doctor", "finetune.jobs", "finetune.cli",
+    "finetune.events", "finetune.settings", "finetune.layers", "finetune.bundled", "finetune.card", "finetune.data",
+    "finetune.model", "finetune.methods", "finetune.memory", "finetune.recipe", "finetune.planner", "finetune.api",
+    "finetune.distributed", "finetune.run", "finetune.evaluate", "finetune.export", "finetune.serve", "finetune.doctor",
+    "finetune.jobs", "finetune.cli",
     "app",
 )  # fmt: skip
 MOST_DEEP = 10
