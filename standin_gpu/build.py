@@ -24,9 +24,8 @@ BINARIES = (
     "torch/lib/*.so*", "torch/_C*.so", "bitsandbytes/libbitsandbytes_cuda13*.so", "xformers/*.so", "torchvision/*.so",
     "torchao/*.so",
 )  # fmt: skip
-SYSTEM = re.compile(
-    r"^(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|libgomp|ld-linux.*|libutil|libtorch.*|libc10.*|libshm|libcaffe2.*)\.so"
-)
+#: What NVIDIA's libraries are called; others that a binary needs are the system's.
+NVIDIA = re.compile(r"lib(cu|nccl|nv)")
 #: Which library a symbol without a version belongs to, by the beginning of its name.
 LIBRARY_BY_PREFIX = (
     ("ncclx", "libnccl"), ("nccl", "libnccl"), ("cusparseLt", "libcusparseLt"), ("cuFile", "libcufile"),
@@ -68,14 +67,14 @@ def wanted_symbols(sites: Sequence[Path]) -> tuple[set[str], Wanted]:
     undefined: list[tuple[str, str]] = []
     for binary in binaries.values():
         libraries, symbols = needs(binary)
-        sonames |= {soname for soname in libraries if not SYSTEM.match(soname)}
+        sonames |= {soname for soname in libraries if NVIDIA.match(soname)}
         undefined += symbols
     if not any(soname.startswith("libcudart") for soname in sonames):
         raise BuildError(f"{sites[0]} has no CUDA build of torch: pip install --no-deps torch===VERSION")
     soname_of = {soname.split(".so")[0]: soname for soname in sonames}
     wanted: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, version in undefined:
-        if version.startswith("lib") and not SYSTEM.match(version):
+        if NVIDIA.match(version):
             wanted[version][version].add(name)
         elif version in ("", "NVSHMEM"):
             library = next((library for prefix, library in LIBRARY_BY_PREFIX if name.startswith(prefix)), None)

@@ -28,7 +28,7 @@ def make_environment(out: Path, base: Path, torch_version: str) -> Path:
     # `===` leaves out builds with a local version, as 2.13.0+cpu
     _run([*pip, "install", "-q", "--no-deps", f"torch==={torch_version}"], f"no wheel of torch {torch_version} with CUDA")
     triton, cuda = required_versions(_site(out) / f"torch-{torch_version}.dist-info" / "METADATA")
-    _run([*pip, "install", "-q", "--no-deps", f"triton=={triton}"], f"no wheel of triton {triton}")
+    _run([*pip, "install", "-q", "--no-deps", triton], f"no wheel of {triton}")
     headers = out / "cuda_headers"
     # Apart from the environment: torch looks for libcudart beside itself before it asks the loader.
     packages = [f"nvidia-cuda-runtime=={cuda}.*", f"nvidia-cuda-crt=={cuda}.*"]
@@ -48,9 +48,9 @@ def libraries_of(environment: Path) -> Path:
 
 
 def required_versions(metadata: Path) -> tuple[str, str]:
-    """(version of triton, major.minor of CUDA) that a torch wheel asks for."""
+    """(requirement of triton, major.minor of CUDA) of a torch wheel."""
     text = metadata.read_text(encoding="utf-8")
-    triton = re.search(r"Requires-Dist: triton==([\d.]+)", text)
+    triton = re.search(r"Requires-Dist: (triton[=~]=[\d.]+)", text)
     cuda = re.search(r"Requires-Dist: cuda-toolkit\[[^]]*\]==(\d+\.\d+)", text)
     if not triton or not cuda:
         raise BuildError(f"{metadata} names no versions of triton and CUDA's toolkit")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from finetune.card.vendors import current_vendor
 from finetune.compat import torch as private
+from finetune.units import MIB
+
+if TYPE_CHECKING:
+    from finetune.card.allocator import AllocatorSettings
 
 
 def open_card(number: int) -> None:
@@ -103,6 +109,20 @@ def allocator_bytes() -> dict[str, int | None]:
 def snapshot() -> dict[str, Any]:
     """Every segment of the allocator with its blocks, and the history if recorded. Slow."""
     return private.memory_snapshot()
+
+
+def ignored_settings(planned: AllocatorSettings) -> list[str]:
+    """Names of allocator settings that the plan counts on and torch does not use; asked after its first allocation."""
+    state = snapshot()
+    actual: dict[str, Any] = state["allocator_settings"]
+    used = {
+        "expandable_segments": all(segment["is_expandable"] for segment in state["segments"]),
+        "roundup_power2_divisions": min(actual["roundup_power2_divisions"].values()),
+        "max_split_size_mb": actual["max_split_size"] / MIB,
+        "garbage_collection_threshold": actual["garbage_collection_threshold"],
+    }
+    wanted = {name: value for name, value in asdict(planned).items() if value and name in used}
+    return [name for name, value in wanted.items() if not math.isclose(used[name], value, rel_tol=1e-6)]
 
 
 def start_history(most_entries: int) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from finetune.card import cuda
-from finetune.card.allocator import has_windows_driver
+from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
 from finetune.card.device_selection import LOST_FIX
 from finetune.card.usable import problem_of_torch
@@ -16,6 +16,7 @@ from finetune.card.vendor import DriverError
 from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, visible
 from finetune.errors import CardError
+from finetune.memory.device_peak import EXPANDABLE, SEGMENTED
 from finetune.run.accuracy import budget_bytes
 from finetune.units import format_bytes
 
@@ -98,6 +99,23 @@ def holders_of(cards: tuple[str, ...]) -> list[str]:
     except DriverError:
         return []
     return [holder for device in devices if device.uuid in cards for holder in device.holders]
+
+
+def ignored_settings_message(plan: Plan) -> str:
+    """A message when torch's allocator does not use the settings that the forecast counts on; else an empty text.
+
+    Asked after the model was loaded: torch 2.9.1 ignored expandable segments without a word.
+    """
+    planned = plan.forecast.allocator if plan.forecast else None
+    names = cuda.ignored_settings(planned or usual_settings())
+    if not names:
+        return ""
+    high = plan.forecast.peak_high_bytes if plan.forecast else 0
+    without = round(high * (1 + SEGMENTED[-1]) / (1 + EXPANDABLE[-1]))
+    return (
+        f"torch's allocator does not use {', '.join(names)}, which the forecast counts on: the run may take "
+        f"{format_bytes(without)}, not {format_bytes(high)}. Look for PYTORCH_ALLOC_CONF in the environment"
+    )
 
 
 def available_bytes(plan: Plan) -> int | None:

@@ -23,7 +23,7 @@ from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_at_end, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
-from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card
+from finetune.run.card import available_bytes, ignored_settings_message, kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.failures import describe, is_disk_full, is_out_of_memory
 from finetune.run.fingerprint import deciding_facts, seal_facts
@@ -283,6 +283,8 @@ class Worker:
         self.memory.reset_peak()
         if not self.plan.card.is_cpu:
             cuda.release_cached()
+            if message := ignored_settings_message(self.plan):
+                self._warn(message)
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
         """Save the adapter of the best and, if another, of the last step; returns the run's last message."""

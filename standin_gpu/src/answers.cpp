@@ -185,6 +185,16 @@ Functor recognise_functor(const std::string& text) {
     functor.value = [=](const char* state, const Number*) { return read(type, state); };
     return functor;
   }
+  // a cast in torch 2.15; 2.13 casts as it loads
+  if (std::vector<std::string> types = template_arguments(text, "converting_copy_kernel_cuda<"); types.size() >= 2) {
+    Type from = type_named(types[0]), to = type_named(types[1]);
+    if (!from || !to) return functor;
+    functor.inputs = 1;
+    functor.input_types = {from};
+    functor.output_type = to;
+    functor.value = [](const char*, const Number* in) { return in[0]; };
+    return functor;
+  }
   bool is_copy = text.find("direct_copy_kernel_cuda") != std::string::npos;
   bool is_not = text.find("bitwise_not_kernel_cuda") != std::string::npos || text.find("logical_not_kernel_cuda") != std::string::npos;
   if (is_copy || is_not) {  // the innermost lambda takes the element: {lambda(long)#1}
