@@ -1,4 +1,4 @@
-"""DDP and FSDP on two stand-in GPUs: each rank's peaks beside the forecast of a rank.
+"""DDP and FSDP on two and four stand-in GPUs: each rank's peaks beside the forecast of a rank.
 
 NCCL's own buffers are not allocated. Rows differ in length, and only one rank has the longest.
 """
@@ -35,18 +35,22 @@ FIXED = ["effective_batch_size=4", "max_steps=3", "eval_steps=2", "save_steps=2"
 
 
 @pytest.fixture
-def machine(standin, tmp_path):
-    """Two stand-in RTX 4090, a model of six layers, and rows of uneven length."""
-    machine = standin("rtx-4090", "rtx-4090")
-    (tmp_path / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
-    machine.environment |= {
-        "FINETUNE_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), machine.environment["PYTHONPATH"]]),
-    }  # fmt: skip
+def machine_of(standin, tmp_path):
+    """machine_of(2) -> a machine with two RTX 4090, a model of six layers, and rows of uneven length."""
     shape = {**catalogue()["Qwen/Qwen2.5-0.5B-Instruct"], "num_hidden_layers": 6, "vocab_size": 32000}
     write_sparse_model(tmp_path / "model", shape, model_path("tiny"))
     write_rows(tmp_path / "rows.jsonl", "uneven")
-    return machine
+    (tmp_path / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+
+    def make(gpus):
+        machine = standin(*["rtx-4090"] * gpus)
+        machine.environment |= {
+            "FINETUNE_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), machine.environment["PYTHONPATH"]]),
+        }  # fmt: skip
+        return machine
+
+    return make
 
 
 def measured_peaks(run, rank):
@@ -58,29 +62,37 @@ def measured_peaks(run, rank):
     return peaks
 
 
-def run_on_both(machine, tmp_path, strategy, four_bit):
-    """(forecast peaks, each rank's measured ones) of a run with two processes."""
+def run_on_each(machine, tmp_path, strategy, four_bit, gpus=2):
+    """(forecast peaks, each rank's measured ones) of a run with a process for each GPU."""
     run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model_name_or_path: {tmp_path / 'model'}\ndataset: {{path: {tmp_path / 'rows.jsonl'}, test_split_size: 4}}\n"
     )
-    launch = ["launch.num_processes=2", f"launch.strategy={strategy}", f"load_in_4bit={str(four_bit).lower()}"]
+    launch = [f"launch.num_processes={gpus}", f"launch.strategy={strategy}", f"load_in_4bit={str(four_bit).lower()}"]
     machine.run("finetune", "run", recipe, *FIXED, *launch, f"output_dir={run}")
     forecast = json.loads((run / "plan.json").read_text())["forecast"]
-    return forecast["peaks"], [measured_peaks(run, rank) for rank in range(2)]
+    return forecast["peaks"], [measured_peaks(run, rank) for rank in range(gpus)]
 
 
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
-def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine, tmp_path, four_bit):
-    forecast, ranks = run_on_both(machine, tmp_path, "ddp", four_bit)
+def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine_of, tmp_path, four_bit):
+    forecast, ranks = run_on_each(machine_of(2), tmp_path, "ddp", four_bit)
     for phase, share in {"load": 0.001, "train": 0.005, "save": 0.002}.items():
         assert max(peaks[phase] for peaks in ranks) == pytest.approx(forecast[phase], rel=share), phase
     assert max(peaks["eval"] for peaks in ranks) == pytest.approx(forecast["eval"], rel=0.02)
 
 
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
-def test_under_fsdp_no_rank_takes_more_than_was_forecast_and_the_highest_a_tenth_less_at_most(machine, tmp_path, four_bit):
-    forecast, ranks = run_on_both(machine, tmp_path, "fsdp", four_bit)
+def test_under_fsdp_no_rank_takes_more_than_was_forecast_and_the_highest_a_tenth_less_at_most(machine_of, tmp_path, four_bit):
+    forecast, ranks = run_on_each(machine_of(2), tmp_path, "fsdp", four_bit)
     for phase in ("load", "train", "eval", "save"):
         assert max(peaks[phase] for peaks in ranks) <= 1.002 * forecast[phase], phase
     assert max(peaks["train"] for peaks in ranks) >= 0.9 * forecast["train"]
+
+
+@pytest.mark.parametrize(("strategy", "least"), [("ddp", 0.995), ("fsdp", 0.85)])
+def test_on_four_gpus_the_highest_rank_takes_what_was_forecast_or_less(machine_of, tmp_path, strategy, least):
+    forecast, ranks = run_on_each(machine_of(4), tmp_path, strategy, True, gpus=4)
+    highest = {phase: max(peaks[phase] for peaks in ranks) for phase in ("load", "train", "save")}
+    assert least * forecast["train"] <= highest["train"]
+    assert all(highest[phase] <= 1.002 * forecast[phase] for phase in highest), (highest, forecast)
